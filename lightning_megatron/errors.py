@@ -1,0 +1,27 @@
+"""The errors that users can act on: each says the rule, the values, the reason and the legal values."""
+
+from __future__ import annotations
+
+
+class ParallelPlanError(ValueError):
+    """Report sizes that do not fit together: parallel axes, model shapes, batches, stages, schedules."""
+
+
+class UnsupportedError(ValueError):
+    """Report a combination of settings that is understood but cannot be honoured."""
+
+
+class RankMismatchError(ValueError):
+    """Report that the ranks of one job do not agree on their configuration, versions or data."""
+
+
+class CheckpointMismatchError(ValueError):
+    """Report a checkpoint whose tensors are not those of the model or optimizer that loads it."""
+
+
+class CorruptDataError(ValueError):
+    """Report a file that is truncated, damaged or not what its name says."""
+
+
+class MissingExtraError(ImportError):
+    """Report an optional dependency that is not installed, with the command that installs it."""
