@@ -1,0 +1,39 @@
+"""One axis of the mesh as one rank sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """Hold the group of ranks that differ from this rank on one axis, or on a set of axes.
+
+    Args:
+        name: Name of the axis, such as ``tp``.
+        ranks: Global ranks of the group, in axis order.
+        rank: Position of this rank in ``ranks``.
+        group: The process group; None for a group of one, which never communicates.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    group: ProcessGroup | None = field(default=None, compare=False)
+
+    @property
+    def size(self) -> int:
+        """Count the ranks of the group."""
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        """Tell whether this rank is the first of the group."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Tell whether this rank is the last of the group."""
+        return self.rank == self.size - 1

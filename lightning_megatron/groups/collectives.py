@@ -1,0 +1,156 @@
+"""Communication over one axis of the mesh: conjugate pairs for autograd, and plain collectives.
+
+Every function is the identity on an axis of one rank, and none writes into a tensor that autograd has seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.groups.axis import MeshAxis
+
+ReduceOp = Literal["sum", "mean", "max", "min"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def copy_to_axis(x: Tensor, axis: MeshAxis) -> Tensor:
+    """Pass a replicated tensor into a parallel region: forward nothing, backward all-reduce (the paper's f)."""
+    return x if axis.group is None else _Conjugate.apply(x, axis, _same, _summed, 0)
+
+
+def reduce_from_axis(x: Tensor, axis: MeshAxis) -> Tensor:
+    """Sum the parts of a parallel region: forward all-reduce, backward nothing (the paper's g)."""
+    return x if axis.group is None else _Conjugate.apply(x, axis, _summed, _same, 0)
+
+
+def split_to_axis(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Keep this rank's part of a replicated tensor along ``dim``: forward split, backward all-gather."""
+    return x if axis.group is None else _Conjugate.apply(x, axis, _split, _gathered, dim)
+
+
+def gather_from_axis(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Join the parts along ``dim`` for a replicated use: forward all-gather, backward split."""
+    return x if axis.group is None else _Conjugate.apply(x, axis, _gathered, _split, dim)
+
+
+def all_gather_sequence(x: Tensor, axis: MeshAxis, dim: int = 0) -> Tensor:
+    """Join sequence shards before a tensor-parallel region: forward all-gather, backward reduce-scatter.
+
+    Source: Korthikanti et al. 2022, section 4.2.2 (g in the forward pass).
+    """
+    return x if axis.group is None else _Conjugate.apply(x, axis, _gathered, _scattered_sum, dim)
+
+
+def reduce_scatter_sequence(x: Tensor, axis: MeshAxis, dim: int = 0) -> Tensor:
+    """Sum the parts of a tensor-parallel region into sequence shards: forward reduce-scatter, backward all-gather.
+
+    Source: Korthikanti et al. 2022, section 4.2.2 (its conjugate).
+    """
+    return x if axis.group is None else _Conjugate.apply(x, axis, _scattered_sum, _gathered, dim)
+
+
+class _Conjugate(torch.autograd.Function):
+    """Run one collective forward and its conjugate backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: MeshAxis, forward: Any, backward: Any, dim: int) -> Tensor:
+        ctx.axis, ctx.backward_collective, ctx.dim = axis, backward, dim
+        return forward(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.backward_collective(grads[0], ctx.axis, ctx.dim), None, None, None, None
+
+
+def _same(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+def _summed(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    result = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, group=axis.group)
+    return result
+
+
+def _split(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    _check_divides(x, axis, dim)
+    return x.chunk(axis.size, dim)[axis.rank].contiguous()
+
+
+def _gathered(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    result = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(result, x.contiguous(), group=axis.group)
+    return result if dim == 0 else torch.cat(result.chunk(axis.size), dim)
+
+
+def _scattered_sum(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    _check_divides(x, axis, dim)
+    rows = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim))
+    result = rows.new_empty((rows.shape[0] // axis.size, *rows.shape[1:]))
+    dist.reduce_scatter_tensor(result, rows, group=axis.group)
+    return result
+
+
+def _check_divides(x: Tensor, axis: MeshAxis, dim: int) -> None:
+    if x.shape[dim] % axis.size:
+        raise ValueError(
+            f"dimension {dim} ({x.shape[dim]}) must be a multiple of {axis.name} ({axis.size}), because each rank takes an "
+            f"equal part. Pad it to {-(-x.shape[dim] // axis.size) * axis.size}."
+        )
+
+
+def all_reduce_(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Tensor:
+    """Reduce ``x`` over the axis in place, without autograd, and return it."""
+    if axis.group is not None:
+        dist.all_reduce(x, op=_OPS[op], group=axis.group)
+        if op == "mean":
+            x.div_(axis.size)
+    return x
+
+
+def broadcast_(x: Tensor, axis: MeshAxis, source: int = 0) -> Tensor:
+    """Copy ``x`` from the position ``source`` of the axis to all, in place, without autograd, and return it."""
+    if axis.group is not None:
+        dist.broadcast(x, axis.ranks[source], group=axis.group)
+    return x
+
+
+def all_gather_stack(x: Tensor, axis: MeshAxis) -> Tensor:
+    """Stack the axis's tensors along a new first dimension, without autograd.
+
+    Shapes: x ``(...)``; result ``(axis.size, ...)``.
+    """
+    return x.unsqueeze(0) if axis.group is None else _gathered(x.detach().unsqueeze(0), axis, 0)
+
+
+def all_gather_objects(obj: Any, axis: MeshAxis) -> list[Any]:
+    """List the axis's picklable objects by position."""
+    if axis.group is None:
+        return [obj]
+    objects: list[Any] = [None] * axis.size
+    dist.all_gather_object(objects, obj, group=axis.group)
+    return objects
+
+
+def broadcast_object(obj: Any, axis: MeshAxis, source: int = 0) -> Any:
+    """Return the picklable object of the position ``source`` on all ranks of the axis."""
+    if axis.group is None:
+        return obj
+    objects = [obj]
+    dist.broadcast_object_list(objects, axis.ranks[source], group=axis.group)
+    return objects[0]
+
+
+def barrier(axis: MeshAxis, device: torch.device | None = None) -> None:
+    """Wait until every rank of the axis arrives."""
+    if axis.group is None:
+        return
+    if device is not None and device.type == "cuda" and dist.get_backend(axis.group) == "nccl":
+        dist.barrier(group=axis.group, device_ids=[torch.cuda.current_device() if device.index is None else device.index])
+    else:
+        dist.barrier(group=axis.group)

@@ -1,0 +1,250 @@
+"""The process groups of one rank, built once from a layout and passed on as an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_megatron.errors import ParallelPlanError, RankMismatchError
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.random import RandomStreams
+from lightning_megatron.plan.layout import ParallelLayout
+
+#: Axes whose small messages must not queue behind large ones on a GPU.
+_HIGH_PRIORITY = ("pp", "ep")
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Say how the processes of a job find each other.
+
+    Args:
+        address: Host name of rank 0.
+        port: Free TCP port on that host.
+        rank: Global rank of this process.
+    """
+
+    address: str
+    port: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """Hold every group that this rank belongs to, its device and its random streams.
+
+    Axes of one rank have no process group and never communicate. ``data`` is dp x cp, the group over which dense gradients
+    are averaged; ``model`` is tp x pp, the ranks that together hold one copy of the model; ``embedding`` joins the first and
+    the last stage. The axes that end in ``_cpu`` are gloo twins for Python objects and CPU tensors.
+    """
+
+    layout: ParallelLayout
+    rank: int
+    device: torch.device
+    random: RandomStreams
+    sequence_parallel: bool = False
+    world: MeshAxis = MeshAxis("world")
+    tp: MeshAxis = MeshAxis("tp")
+    cp: MeshAxis = MeshAxis("cp")
+    dp: MeshAxis = MeshAxis("dp")
+    pp: MeshAxis = MeshAxis("pp")
+    data: MeshAxis = MeshAxis("data")
+    model: MeshAxis = MeshAxis("model")
+    embedding: MeshAxis = MeshAxis("embedding")
+    position_embedding: MeshAxis = MeshAxis("position_embedding")
+    etp: MeshAxis = MeshAxis("etp")
+    ep: MeshAxis = MeshAxis("ep")
+    edp: MeshAxis = MeshAxis("edp")
+    world_cpu: MeshAxis = MeshAxis("world_cpu")
+    data_cpu: MeshAxis = MeshAxis("data_cpu")
+    model_cpu: MeshAxis = MeshAxis("model_cpu")
+    pp_cpu: MeshAxis = MeshAxis("pp_cpu")
+    owned_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False, compare=False)
+    owns_world: bool = field(default=False, repr=False, compare=False)
+
+    @classmethod
+    def single(cls, device: str | torch.device = "cpu", seed: int = 0) -> ParallelMesh:
+        """Describe one process that holds everything, without any process group.
+
+        Args:
+            device: Where the model lives.
+            seed: Seed of the random streams.
+        """
+        return cls(ParallelLayout(1), 0, torch.device(device), RandomStreams(seed, device=device))
+
+    @classmethod
+    def create(
+        cls,
+        layout: ParallelLayout,
+        *,
+        device: str | torch.device = "cpu",
+        seed: int = 0,
+        sequence_parallel: bool = False,
+        rendezvous: Rendezvous | None = None,
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> ParallelMesh:
+        """Build the groups of a layout; every rank of the job must call this with the same layout.
+
+        A process group that is already initialised is used and left alive by :meth:`destroy`.
+
+        Args:
+            layout: Sizes and order of the axes.
+            device: Device of this rank; a CUDA device becomes the current one.
+            seed: Seed of the random streams, equal on all ranks.
+            sequence_parallel: Shard activations along the sequence between tensor-parallel regions.
+            rendezvous: Where the ranks meet; not needed when a process group is already initialised.
+            backend: ``nccl`` or ``gloo``; None chooses by the device.
+            timeout: How long a collective may wait for a rank before the job fails; None leaves torch's default.
+            options: NCCL options by axis name, such as ``{"pp": {"max_ctas": 4, "high_priority": True}}``.
+
+        Raises:
+            ParallelPlanError: If an initialised process group has another size than the layout.
+
+        Communication: creates process groups, a collective over all ranks.
+        """
+        device = torch.device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        builder = _Builder(layout, device, backend, timeout, options or {})
+        owns_world = builder.join(rendezvous, timeout)
+        axes = builder.axes()
+        where, experts = layout.coordinates(builder.rank), layout.expert_coordinates(builder.rank)
+        random = RandomStreams(
+            seed, tp=where["tp"], cp=where["cp"], ep=experts["ep"], etp=experts["etp"], device=device
+        )
+        return cls(
+            layout,
+            builder.rank,
+            device,
+            random,
+            sequence_parallel and layout.tp > 1,
+            **axes,
+            owned_groups=tuple(builder.created),
+            owns_world=owns_world,
+        )
+
+    def destroy(self) -> None:
+        """Give all process groups of this mesh back, so that another one can be built in this process."""
+        if not dist.is_initialized():
+            return
+        if self.owns_world:
+            dist.destroy_process_group()
+            return
+        for group in self.owned_groups:
+            dist.destroy_process_group(group)
+
+
+class _Builder:
+    """Create each distinct group once, in the same order on every rank."""
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        device: torch.device,
+        backend: str | None,
+        timeout: timedelta | None,
+        options: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self.layout, self.device, self.timeout = layout, device, timeout
+        self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+        self.options = {name: {"high_priority": True} for name in _HIGH_PRIORITY} | {k: dict(v) for k, v in options.items()}
+        self.created: list[dist.ProcessGroup] = []
+        self.rank = layout.rank_offset
+        self._cache: dict[Any, MeshAxis] = {}
+
+    def join(self, rendezvous: Rendezvous | None, timeout: timedelta | None) -> bool:
+        """Initialise the world if nobody has; return whether this call did."""
+        if dist.is_initialized():
+            self._check_world()
+            self.rank = dist.get_rank()
+            return False
+        if self.layout.world_size == 1:
+            return False
+        if rendezvous is None:
+            raise RankMismatchError(
+                f"a layout of {self.layout.world_size} ranks needs a process group: none is initialised and no rendezvous is "
+                "given. Pass rendezvous=, or call torch.distributed.init_process_group first."
+            )
+        self.rank = rendezvous.rank
+        dist.init_process_group(
+            self.backend,
+            init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
+            rank=rendezvous.rank,
+            world_size=self.layout.world_size,
+            timeout=timeout,
+            device_id=self.device if self.backend == "nccl" else None,
+        )
+        return True
+
+    def _check_world(self) -> None:
+        found, wanted = dist.get_world_size(), self.layout.world_size + self.layout.rank_offset
+        if found < wanted or (self.layout.rank_offset == 0 and found != wanted):
+            raise ParallelPlanError(
+                f"the initialised process group has {found} ranks, the layout needs {wanted}. Groups are cut out of exactly "
+                f"the ranks of the job. Start {wanted} processes or change the layout."
+            )
+
+    def axes(self) -> dict[str, MeshAxis]:
+        """Create every axis of the mesh, by field name."""
+        layout = self.layout
+        everyone = [[layout.rank_offset + i for i in range(layout.world_size)]]
+        lists = {
+            "world": everyone,
+            **{name: layout.groups(name) for name in ("tp", "cp", "dp", "pp")},
+            "data": layout.groups("dp-cp"),
+            "model": layout.groups("tp-pp"),
+            "embedding": layout.embedding_groups(),
+            "position_embedding": layout.position_embedding_groups(),
+            **{name: layout.expert_groups(name) for name in ("etp", "ep", "edp")},
+        }
+        axes = {name: self._axis(name, groups, self.backend) for name, groups in lists.items()}
+        for name in ("world", "data", "model", "pp"):
+            axes[f"{name}_cpu"] = self._axis(f"{name}_cpu", lists[name], "gloo")
+        return axes
+
+    def _axis(self, name: str, groups: Sequence[Sequence[int]], backend: str) -> MeshAxis:
+        options = self.options.get(name, {}) if backend == "nccl" else {}
+        key = (backend, tuple(map(tuple, groups)), tuple(sorted(options.items())))
+        if key not in self._cache:
+            self._cache[key] = self._create(groups, backend, options)
+        found = self._cache[key]
+        return MeshAxis(name, found.ranks, found.rank, found.group)
+
+    def _create(self, groups: Sequence[Sequence[int]], backend: str, options: Mapping[str, Any]) -> MeshAxis:
+        # A rank outside every group (a middle stage has no embedding group) sees a group of its own.
+        mine = MeshAxis("", (self.rank,), 0, None)
+        for ranks in groups:
+            if len(ranks) == 1:
+                continue
+            group = self._new_group(ranks, backend, options)
+            if self.rank in ranks:
+                mine = MeshAxis("", tuple(ranks), list(ranks).index(self.rank), group)
+                self.created.append(group)
+        return mine
+
+    def _new_group(self, ranks: Sequence[int], backend: str, options: Mapping[str, Any]) -> dist.ProcessGroup:
+        return dist.new_group(
+            list(ranks),
+            timeout=self.timeout,
+            backend=backend,
+            pg_options=_nccl_options(options) if backend == "nccl" else None,
+            device_id=self.device if backend == "nccl" else None,
+        )
+
+
+def _nccl_options(options: Mapping[str, Any]) -> Any:
+    values = dict(options)
+    result = dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(values.pop("high_priority", False)))
+    for name, value in values.items():
+        if not hasattr(result.config, name):
+            known = sorted(n for n in dir(result.config) if not n.startswith("_"))
+            raise ParallelPlanError(f"unknown NCCL option {name!r}. Legal ones: high_priority, {', '.join(known)}.")
+        setattr(result.config, name, value)
+    return result

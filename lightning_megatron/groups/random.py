@@ -1,0 +1,136 @@
+"""Random streams whose draws depend on what is computed, not on which rank computes it or when."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+StreamName = Literal["replicated", "tensor", "expert"]
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Hash integers and words into a 63-bit seed.
+
+    Distinct tuples give unrelated seeds, so that streams cannot collide the way sums of small multiples of ranks do.
+    """
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Position:
+    """Name the place in training that a draw belongs to: step, microbatch of that step over all data ranks, layer."""
+
+    step: int = 0
+    microbatch: int = 0
+    layer: int = 0
+
+
+class RandomStreams:
+    """Give every region of the model the random numbers it must share or must not share with other ranks.
+
+    * ``replicated``: the same on all tensor-parallel ranks (dropout on activations that every one of them holds).
+    * ``tensor``: different on every tensor-parallel rank (dropout inside a tensor-parallel region).
+    * ``expert``: different on every expert-parallel and expert-tensor-parallel rank.
+
+    All of them differ by data-parallel rank through the microbatch number and by context-parallel rank. What a stream draws
+    is a function of (seed, stream, coordinates, step, microbatch, layer, draws so far in that layer): the order in which a
+    pipeline runs its microbatches, the stage that holds a layer, and activation recomputation do not change it.
+
+    Args:
+        seed: The seed of the run, equal on all ranks.
+        tp: Position on the tensor axis.
+        cp: Position on the context axis.
+        ep: Position on the expert axis.
+        etp: Position on the expert-tensor axis.
+        device: Where the draws happen.
+
+    Source: Shoeybi et al. 2019, appendix B.2.
+    """
+
+    def __init__(self, seed: int, *, tp: int = 0, cp: int = 0, ep: int = 0, etp: int = 0, device: str | torch.device = "cpu"):
+        self.seed = seed
+        self.device = torch.device(device)
+        self.position = Position()
+        self._coordinates: dict[StreamName, tuple[int, ...]] = {
+            "replicated": (cp,),
+            "tensor": (cp, tp),
+            "expert": (cp, ep, etp),
+        }
+        self._states: dict[StreamName, torch.Tensor] = {}
+
+    def begin_microbatch(self, step: int, microbatch: int) -> None:
+        """Move every stream to the start of a microbatch.
+
+        Args:
+            step: The optimizer step (steps).
+            microbatch: Number of the microbatch within the step, unique over the data-parallel ranks (microbatches).
+        """
+        self.seek(0, Position(step, microbatch))
+
+    def seek(self, layer: int, position: Position | None = None) -> Position:
+        """Move every stream to the start of ``layer`` and return that position.
+
+        Args:
+            layer: Number of the layer in the whole model: 0 is the embedding (layers).
+            position: Take step and microbatch from here instead of from the current position; recomputation passes the
+                position at which the layer first ran, because other microbatches have run since.
+        """
+        self.position = replace(position or self.position, layer=layer)
+        self._states.clear()
+        return self.position
+
+    @contextmanager
+    def fork(self, name: StreamName) -> Iterator[None]:
+        """Let the draws inside the block come from the stream ``name``; the default generators are left as they were."""
+        if name not in self._coordinates:
+            raise ValueError(f"a random stream must be one of {', '.join(self._coordinates)}: {name!r}.")
+        outside = self._get_state()
+        try:
+            if name in self._states:
+                self._set_state(self._states[name])
+            else:
+                self._seed_default_generator(self._seed_of(name))
+            yield
+            self._states[name] = self._get_state()
+        finally:
+            self._set_state(outside)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to continue the streams."""
+        return {"seed": self.seed, "position": asdict(self.position)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the streams of a checkpoint; the coordinates stay those of this rank."""
+        self.seed = int(state["seed"])
+        position = Position(**state["position"])
+        self.seek(position.layer, position)
+
+    def _seed_of(self, name: StreamName) -> int:
+        here = self.position
+        return derive_seed(self.seed, name, *self._coordinates[name], here.step, here.microbatch, here.layer)
+
+    def _seed_default_generator(self, seed: int) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self._cuda_index()].manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+
+    def _get_state(self) -> torch.Tensor:
+        if self.device.type == "cuda":
+            return torch.cuda.default_generators[self._cuda_index()].get_state()
+        return torch.default_generator.get_state()
+
+    def _set_state(self, state: torch.Tensor) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self._cuda_index()].set_state(state)
+        else:
+            torch.default_generator.set_state(state)
+
+    def _cuda_index(self) -> int:
+        return torch.cuda.current_device() if self.device.index is None else self.device.index

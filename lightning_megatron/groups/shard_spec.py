@@ -1,0 +1,140 @@
+"""Which part of a full tensor a rank holds: data on every parameter, read by initialisation, gradients, norms, checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.plan.shards import ShardRange
+
+_ATTRIBUTE = "shard_spec"
+
+
+@dataclass(frozen=True)
+class Box:
+    """Place one contiguous piece of a local tensor inside the full tensor.
+
+    Args:
+        offsets: First index of the piece in each dimension of the full tensor (elements).
+        sizes: Extent of the piece in each dimension (elements).
+        local_start: First index of the piece along the cut dimension of the local tensor (elements).
+        copy: Which copy of the piece this rank holds; 0 is the one that is counted in norms and written to checkpoints.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local_start: int
+    copy: int
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Describe how a local tensor lies in its full tensor.
+
+    The local tensor is the concatenation, along ``dim``, of ``ranges`` of the full tensor, then padding rows that belong to
+    no full tensor (the padded vocabulary). Data-parallel and context-parallel ranks always hold copies and are not listed.
+
+    Args:
+        full_shape: Shape of the full tensor, without padding (elements).
+        ranges: What this rank holds along ``dim``, in local order.
+        dim: The dimension that is cut.
+        partial: Whether the tensor-parallel copies of a range each see only a part of its gradient, so that the parts must be
+            added over the tensor axis (norms and biases under sequence parallelism, replicated key/value heads).
+        tied_to: Name, within the same model, of the first-stage parameter that this last-stage parameter is a copy of.
+    """
+
+    full_shape: tuple[int, ...]
+    ranges: tuple[ShardRange, ...]
+    dim: int = 0
+    partial: bool = False
+    tied_to: str | None = None
+
+    @property
+    def local_extent(self) -> int:
+        """Count the rows along ``dim`` that are part of the full tensor (elements)."""
+        return sum(piece.size for piece in self.ranges)
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether this rank holds the full tensor."""
+        return len(self.ranges) == 1 and self.local_extent == (self.full_shape[self.dim] if self.full_shape else 1)
+
+    def tied(self, name: str) -> ShardSpec:
+        """Return the same placement for the last-stage copy of the parameter ``name``."""
+        return replace(self, tied_to=name)
+
+    def boxes(self) -> list[Box]:
+        """List the pieces of the full tensor that this rank holds; empty pieces are left out."""
+        if not self.full_shape:
+            return [Box((), (), 0, self.ranges[0].copy)]
+        boxes, local_start = [], 0
+        for piece in self.ranges:
+            if piece.size:
+                offsets = tuple(piece.start if d == self.dim else 0 for d in range(len(self.full_shape)))
+                sizes = tuple(piece.size if d == self.dim else n for d, n in enumerate(self.full_shape))
+                boxes.append(Box(offsets, sizes, local_start, piece.copy))
+            local_start += piece.size
+        return boxes
+
+    def local_views(self, local: Tensor) -> list[tuple[Box, Tensor]]:
+        """Pair every box with the view of ``local`` that holds it.
+
+        Shapes: local ``full_shape`` with ``local_extent`` (plus padding) along ``dim``.
+        """
+        if not self.full_shape:
+            return [(self.boxes()[0], local)]
+        return [(box, local.narrow(self.dim, box.local_start, box.sizes[self.dim])) for box in self.boxes()]
+
+    def shard(self, full: Tensor, local_size: int | None = None) -> Tensor:
+        """Cut this rank's tensor out of the full one; padding rows are zero.
+
+        Args:
+            full: The full tensor, of ``full_shape``.
+            local_size: Extent of the result along ``dim`` with padding; None means no padding (elements).
+
+        Raises:
+            ValueError: If ``full`` has another shape.
+        """
+        if tuple(full.shape) != self.full_shape:
+            raise ValueError(f"the full tensor must have shape {self.full_shape}: {tuple(full.shape)}.")
+        if not self.full_shape:
+            return full.clone()
+        shape = list(self.full_shape)
+        shape[self.dim] = self.local_extent if local_size is None else local_size
+        local = full.new_zeros(shape)
+        self.copy_from_full(local, full)
+        return local
+
+    def copy_from_full(self, local: Tensor, full: Tensor) -> None:
+        """Write this rank's pieces of ``full`` into ``local`` in place; padding rows keep their value."""
+        with torch.no_grad():
+            for box, view in self.local_views(local):
+                view.copy_(full.narrow(self.dim, box.offsets[self.dim], box.sizes[self.dim]) if self.full_shape else full)
+
+    def copy_to_full(self, local: Tensor, full: Tensor, *, counted_only: bool = False) -> None:
+        """Write this rank's pieces into ``full`` in place; with ``counted_only`` the pieces of copy 0 alone."""
+        with torch.no_grad():
+            for box, view in self.local_views(local):
+                if box.copy and counted_only:
+                    continue
+                (full.narrow(self.dim, box.offsets[self.dim], box.sizes[self.dim]) if self.full_shape else full).copy_(view)
+
+
+def whole_spec(tensor: Tensor, copy: int = 0, *, partial: bool = False) -> ShardSpec:
+    """Describe a tensor that every tensor-parallel rank holds whole; ``copy`` is this rank's index among them."""
+    shape = tuple(tensor.shape)
+    return ShardSpec(shape, (ShardRange(0, shape[0] if shape else 1, copy),), partial=partial)
+
+
+def set_shard_spec(parameter: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
+    """Attach ``spec`` to a parameter and return the parameter."""
+    setattr(parameter, _ATTRIBUTE, spec)
+    return parameter
+
+
+def shard_spec_of(parameter: Tensor, tp_rank: int = 0) -> ShardSpec:
+    """Return the spec of a parameter; one without a spec is held whole by every rank, as copy ``tp_rank``."""
+    spec = getattr(parameter, _ATTRIBUTE, None)
+    return spec if isinstance(spec, ShardSpec) else whole_spec(parameter, tp_rank)
