@@ -1,0 +1,47 @@
+"""What every test starts from and leaves behind: seeds, environment, ranks and process groups as they were."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# Worlds of several processes share few cores: one thread each, in this process and in those that it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def clean_process() -> Iterator[None]:
+    """Seed the generators, then undo what a Trainer leaves in the process: variables, ranks, groups, dtype."""
+    environment = dict(os.environ)
+    random.seed(0)
+    torch.manual_seed(0)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_default_dtype(torch.float32)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    reset_rank_zero_only()
+
+
+def reset_rank_zero_only() -> None:
+    """Forget the rank that a strategy told to Lightning's `rank_zero_only`, if Lightning was imported at all."""
+    for module in ("lightning_utilities.core.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        if module in sys.modules:
+            rank_zero_only = sys.modules[module].rank_zero_only
+            rank_zero_only.rank = 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs more GPUs than there are, saying how many would do."""
+    available = torch.cuda.device_count()
+    for item in items:
+        for marker, needed in (("gpu", 1), ("gpu2", 2), ("gpu4", 4)):
+            if item.get_closest_marker(marker) and available < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {available}"))

@@ -1,0 +1,292 @@
+"""The rules that keep the project readable, checked on the syntax trees of its files: no module is imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_megatron"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A room imports itself and the rooms before it. `errors` and `extras` are beside the rooms and open to all.
+ROOMS = (
+    *("plan", "groups", "layers", "experts", "models", "swap"),
+    *("training", "pipeline", "graphs", "checkpoint", "strategy"),
+)
+LEAVES = {"data": {"plan"}, "evaluation": {"plan"}, "kernels": {"plan"}}
+OPEN_TO_ALL = {"errors", "extras"}
+
+# Lightning is imported by the strategy and by the modules that it offers to recipes.
+LIGHTNING_FILES = {"cli.py", "models/causal_lm.py", "data/datamodule.py"}
+# Optional packages: the only imports allowed inside a function.
+EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transformer_engine", "triton"}
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+DRAWER_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def place(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def room_of(path: Path) -> str:
+    """Return the first folder below the package, or the file's stem for a file directly in it."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else path.stem
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imported_modules(path: Path) -> list[tuple[str, int]]:
+    """Return (absolute module name, line) of every import of a file that runs, wherever it stands."""
+    found: list[tuple[str, int]] = []
+    pending: list[ast.AST] = [tree_of(path)]
+    while pending:
+        node = pending.pop()
+        if is_type_checking(node):
+            continue
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                folder = path.relative_to(ROOT).with_suffix("").parts[: -node.level]
+                module = ".".join((*folder, module)).rstrip(".")
+            found.append((module, node.lineno))
+            found += [(f"{module}.{alias.name}", node.lineno) for alias in node.names if module == "lightning_megatron"]
+        pending.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def is_import_of(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def functions_of(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [n for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def test_imports_flow_one_way_through_the_rooms() -> None:
+    wrong = []
+    for path in FILES:
+        room = room_of(path)
+        if room not in ROOMS and room not in LEAVES:
+            continue  # the public names, the command line and `errors` see every room
+        allowed = set(ROOMS[: ROOMS.index(room) + 1]) if room in ROOMS else LEAVES[room] | {room}
+        for module, line in imported_modules(path):
+            parts = module.split(".")
+            if parts[0] == "lightning_megatron" and len(parts) > 1 and parts[1] not in allowed | OPEN_TO_ALL:
+                wrong.append(f"{place(path)}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_plan_needs_the_standard_library_only() -> None:
+    wrong = [
+        f"{place(path)}:{line} imports {module}"
+        for path in FILES
+        if room_of(path) in {"plan", "errors"}
+        for module, line in imported_modules(path)
+        if module.split(".")[0] not in sys.stdlib_module_names | {"lightning_megatron"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_groups_calls_torch_distributed() -> None:
+    wrong = []
+    for path in FILES:
+        if room_of(path) == "groups":
+            continue
+        allowed = "torch.distributed.checkpoint" if room_of(path) == "checkpoint" else None
+        for module, line in imported_modules(path):
+            if is_import_of(module, "torch.distributed") and not (allowed and is_import_of(module, allowed)):
+                wrong.append(f"{place(path)}:{line} imports {module}")
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+                wrong.append(f"{place(path)}:{node.lineno} uses torch.distributed")
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "torch"
+                and any(a.name == "distributed" for a in node.names)
+            ):
+                wrong.append(f"{place(path)}:{node.lineno} imports torch.distributed")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_strategy_and_the_modules_for_recipes_import_lightning() -> None:
+    wrong = []
+    for path in FILES:
+        for module, line in imported_modules(path):
+            if is_import_of(module, "pytorch_lightning"):
+                wrong.append(
+                    f"{place(path)}:{line} imports pytorch_lightning; its classes are not those of `lightning`"
+                )
+            if is_import_of(module, "lightning") and room_of(path) != "strategy" and place(path) not in LIGHTNING_FILES:
+                wrong.append(f"{place(path)}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def imports_inside_functions() -> list[tuple[Path, int, str]]:
+    return [
+        (path, node.lineno, name)
+        for path in FILES
+        for function in functions_of(path)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or "."])
+    ]
+
+
+def test_only_optional_packages_are_imported_inside_functions() -> None:
+    wrong = [
+        f"{place(path)}:{line} imports {name} inside a function"
+        for path, line, name in imports_inside_functions()
+        if name.split(".")[0] not in EXTRAS
+    ]
+    assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def test_optional_packages_are_never_imported_at_module_level() -> None:
+    inside = {(path, line) for path, line, _ in imports_inside_functions()}
+    wrong = [
+        f"{place(path)}:{line} imports {module} when it is itself imported"
+        for path in FILES
+        for module, line in imported_modules(path)
+        if module.split(".")[0] in EXTRAS and (path, line) not in inside
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_each_optional_package_is_imported_in_one_file() -> None:
+    files: dict[str, set[str]] = {}
+    for path, _, name in imports_inside_functions():
+        files.setdefault(name.split(".")[0], set()).add(place(path))
+    shared = {name: sorted(places) for name, places in files.items() if len(places) > 1}
+    assert not shared, shared
+
+
+def test_files_and_functions_are_small() -> None:
+    wrong = []
+    for path in FILES:
+        num_lines = len(path.read_text(encoding="utf-8").splitlines())
+        if num_lines > MAX_FILE_LINES:
+            wrong.append(f"{place(path)} has {num_lines} lines; the limit is {MAX_FILE_LINES}")
+        for function in functions_of(path):
+            length = (function.end_lineno or function.lineno) - function.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                wrong.append(
+                    f"{place(path)}:{function.lineno} {function.name}: {length} lines, the limit is {MAX_FUNCTION_LINES}"
+                )
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_global_statement_and_no_broad_except() -> None:
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Global):
+                wrong.append(f"{place(path)}:{node.lineno} uses `global`")
+            if isinstance(node, ast.ExceptHandler):
+                caught = "everything" if node.type is None else ast.unparse(node.type)
+                reraises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+                if caught in {"everything", "Exception", "BaseException"} and not reraises:
+                    wrong.append(f"{place(path)}:{node.lineno} catches {caught} and goes on")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_asserts_carry_a_message() -> None:
+    wrong = [
+        f"{place(path)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Assert) and node.msg is None
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_environment_variables_are_read_in_the_strategy_only() -> None:
+    wrong = [
+        f"{place(path)}:{node.lineno}"
+        for path in FILES
+        if room_of(path) != "strategy"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.getenv"}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_public_names_have_docstrings() -> None:
+    wrong = []
+    for path in FILES:
+        tree = tree_of(path)
+        if not ast.get_docstring(tree):
+            wrong.append(f"{place(path)} has no docstring")
+        for node in tree.body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            if not ast.get_docstring(node):
+                wrong.append(f"{place(path)}:{node.lineno} {node.name} has no docstring")
+            if isinstance(node, ast.ClassDef):
+                wrong += [
+                    f"{place(path)}:{member.lineno} {node.name}.{member.name} has no docstring"
+                    for member in node.body
+                    if isinstance(member, ast.FunctionDef) and needs_docstring(member)
+                ]
+    assert not wrong, "\n".join(wrong)
+
+
+def needs_docstring(method: ast.FunctionDef) -> bool:
+    """Tell whether a method is public and not an override, whose base already says what it does."""
+    decorators = {ast.unparse(decorator) for decorator in method.decorator_list}
+    inherited = "override" in decorators or any(name.endswith(".setter") for name in decorators)
+    return not (
+        method.name.startswith("_") or method.name in {"forward", "backward"} or inherited or ast.get_docstring(method)
+    )
+
+
+def test_rooms_only_reexport_in_their_init() -> None:
+    allowed = (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign, ast.AnnAssign)
+    wrong = [
+        f"{place(path)}:{node.lineno} {type(node).__name__}"
+        for path in FILES
+        if path.name == "__init__.py" and path.parent != PACKAGE  # the package's own loads its names when first used
+        for node in tree_of(path).body
+        if not isinstance(node, allowed) and not is_type_checking(node)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_drawer_names() -> None:
+    words = {path: set(re.split(r"[_/.]", place(path))) for path in FILES}
+    wrong = [place(path) for path, parts in words.items() if parts & DRAWER_NAMES]
+    wrong += [
+        f"{place(path)}:{node.lineno} {node.name}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and node.name.lower().endswith(("manager", "helper", "utils"))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("marker", ["TODO", "FIXME", "XXX"])
+def test_nothing_is_left_for_later_in_the_code(marker: str) -> None:
+    wrong = [
+        f"{place(path)}:{number}"
+        for path in FILES
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(rf"#.*\b{marker}\b", line)
+    ]
+    assert not wrong, "\n".join(wrong)
