@@ -1,0 +1,41 @@
+"""The words and numbers that every error about sizes is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_megatron.errors import ParallelPlanError
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def one_of(values: Sequence[object]) -> str:
+    """Return the values as "1, 3 or 9"."""
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def require_positive(name: str, value: int) -> None:
+    """Raise unless a size is an integer of at least 1.
+
+    Raises:
+        ParallelPlanError: for zero, negative numbers and everything that is not an integer.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ParallelPlanError(f"{name} must be a whole number of at least 1: it is {value!r}. Use {name} of 1 or more.")
+
+
+def require_index(name: str, index: int, size_name: str, size: int) -> None:
+    """Raise unless 0 <= index < size.
+
+    Raises:
+        ParallelPlanError: for an index outside of the axis.
+    """
+    if not 0 <= index < size:
+        raise ParallelPlanError(
+            f"{name} must lie on its axis: it is {index}, {size_name} is {size}. Use {name} of 0 to {size - 1}."
+        )

@@ -1,0 +1,162 @@
+"""Which rows of a full tensor each tensor-parallel rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.legal_values import divisors, one_of, require_index, require_positive
+
+
+@dataclass(frozen=True)
+class ShardRange:
+    """Name the rows [start, stop) of a full tensor, and which of their copies this is.
+
+    Args:
+        start: first row.
+        stop: one past the last row; equal to start for an empty range.
+        copy: which copy of these rows this is; copy 0 is the one that norms count and checkpoints save.
+    """
+
+    start: int
+    stop: int
+    copy: int = 0
+
+    @property
+    def size(self) -> int:
+        """Return the number of rows."""
+        return self.stop - self.start
+
+
+def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 128) -> int:
+    """Return the vocabulary rounded up to a multiple of `multiple` x tp, so that every rank holds equally many rows.
+
+    Equal to Megatron-Core's `vocab_size_with_padding`.
+
+    Args:
+        vocab_size: true number of tokens.
+        tp: tensor-parallel size.
+        multiple: rows per rank are a multiple of this (128 keeps matrix products aligned).
+
+    Raises:
+        ParallelPlanError: for a number below 1.
+    """
+    require_positive("vocab_size", vocab_size)
+    require_positive("tp", tp)
+    require_positive("multiple", multiple)
+    step = multiple * tp
+    return -(-vocab_size // step) * step
+
+
+def even_range(size: int, parts: int, index: int, what: str = "size") -> ShardRange:
+    """Return part `index` of a dimension cut into equal parts.
+
+    Args:
+        size: rows of the full tensor.
+        parts: number of ranks that share them (tp).
+        index: position on the axis.
+        what: the dimension's name in an error.
+
+    Raises:
+        ParallelPlanError: if the parts would not be equal.
+    """
+    require_positive(what, size)
+    require_positive("tp", parts)
+    require_index("index", index, "tp", parts)
+    if size % parts:
+        raise ParallelPlanError(
+            f"{what} ({size}) must be a multiple of tp ({parts}), because each rank holds an equal part. "
+            f"Use tp of {one_of(divisors(size))}."
+        )
+    part = size // parts
+    return ShardRange(index * part, (index + 1) * part)
+
+
+def whole_range(size: int, copy: int = 0) -> ShardRange:
+    """Return the range of a dimension that is not cut, as the given copy."""
+    return ShardRange(0, size, copy)
+
+
+def attention_ranges(
+    num_heads: int, num_kv_heads: int, head_dim: int, tp: int, index: int
+) -> tuple[ShardRange, ShardRange, ShardRange]:
+    """Return the rows of the full fused [Q; K; V] weight that one tensor-parallel rank holds.
+
+    Each rank holds whole heads. Where tp exceeds the key/value heads, tp / num_kv_heads neighbours hold a copy of the
+    same head, the one that their query heads read.
+
+    Shapes: the full weight has (num_heads + 2 num_kv_heads) x head_dim rows.
+
+    Args:
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_dim: rows per head.
+        tp: tensor-parallel size.
+        index: position on the tp axis.
+
+    Returns:
+        the ranges of Q, K and V.
+
+    Raises:
+        ParallelPlanError: if heads would have to be cut.
+    """
+    for name, size in {"num_attention_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}.items():
+        require_positive(name, size)
+    require_positive("tp", tp)
+    require_index("index", index, "tp", tp)
+    _check_heads(num_heads, num_kv_heads, tp)
+    query = num_heads // tp * head_dim
+    sharers = max(1, tp // num_kv_heads)
+    group, copy = divmod(index, sharers)
+    key = max(1, num_kv_heads // tp) * head_dim
+    key_start, value_start = num_heads * head_dim, (num_heads + num_kv_heads) * head_dim
+    return (
+        ShardRange(index * query, (index + 1) * query),
+        ShardRange(key_start + group * key, key_start + (group + 1) * key, copy),
+        ShardRange(value_start + group * key, value_start + (group + 1) * key, copy),
+    )
+
+
+def gated_ranges(ffn: int, tp: int, index: int) -> tuple[ShardRange, ShardRange]:
+    """Return the rows of the full fused [gate; up] weight that one tensor-parallel rank holds.
+
+    Shapes: the full weight has 2 ffn rows.
+
+    Raises:
+        ParallelPlanError: if tp does not divide ffn.
+    """
+    gate = even_range(ffn, tp, index, what="ffn_hidden_size")
+    return gate, ShardRange(ffn + gate.start, ffn + gate.stop)
+
+
+def vocab_range(vocab_size: int, tp: int, index: int, multiple: int = 128) -> ShardRange:
+    """Return the true vocabulary rows that one tensor-parallel rank holds.
+
+    The rank's rows past them, up to padded_vocab_size / tp, are padding. On a rank that holds nothing but padding the
+    range is empty.
+
+    Raises:
+        ParallelPlanError: for a number below 1 or an index outside of the axis.
+    """
+    require_index("index", index, "tp", tp)
+    part = padded_vocab_size(vocab_size, tp, multiple) // tp
+    return ShardRange(min(index * part, vocab_size), min((index + 1) * part, vocab_size))
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
+    if num_heads % num_kv_heads:
+        raise ParallelPlanError(
+            f"num_attention_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}), because each key/value "
+            f"head serves equally many query heads. Use num_kv_heads of {one_of(divisors(num_heads))}."
+        )
+    legal = [d for d in divisors(num_heads) if num_kv_heads % d == 0 or d % num_kv_heads == 0]
+    if num_heads % tp:
+        raise ParallelPlanError(
+            f"num_attention_heads ({num_heads}) must be a multiple of tp ({tp}), because each rank holds whole heads. "
+            f"Use tp of {one_of(legal)}."
+        )
+    if tp not in legal:
+        raise ParallelPlanError(
+            f"num_kv_heads ({num_kv_heads}) must be a multiple or a divisor of tp ({tp}), because each rank holds whole "
+            f"key/value heads and equally many of them. Use tp of {one_of(legal)}."
+        )

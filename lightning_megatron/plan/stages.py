@@ -1,0 +1,96 @@
+"""Which layers each pipeline stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.legal_values import one_of, require_positive
+
+
+def split_layers(
+    num_layers: int, num_stages: int, num_chunks: int = 1, embedding_cost: float = 0.0, loss_cost: float = 0.0
+) -> tuple[tuple[range, ...], ...]:
+    """Cut the layers into contiguous virtual stages so that the busiest stage has as little to do as possible.
+
+    Virtual stage v = chunk x num_stages + stage follows v - 1. Every virtual stage holds at least one layer. The
+    embedding weighs on the first, the loss on the last. Stages that could take one more layer at the same cost take it
+    in this order: middle stages, the last, the first (which also holds the most activations).
+
+    Args:
+        num_layers: transformer layers of the model.
+        num_stages: pipeline-parallel size.
+        num_chunks: chunks per stage (vpp).
+        embedding_cost: time of the embedding, in units of one layer's time.
+        loss_cost: time of the output layer and the loss, in units of one layer's time.
+
+    Returns:
+        layers[stage][chunk], the global indices of the layers.
+
+    Raises:
+        ParallelPlanError: if there are fewer layers than virtual stages, or a cost is negative.
+    """
+    for name, size in {"num_layers": num_layers, "pp": num_stages, "vpp": num_chunks}.items():
+        require_positive(name, size)
+    for name, cost in {"embedding_cost": embedding_cost, "loss_cost": loss_cost}.items():
+        if cost < 0:
+            raise ParallelPlanError(f"{name} must not be negative: it is {cost} layers. Use 0 or more.")
+    _check_enough_layers(num_layers, num_stages, num_chunks)
+    per_stage = _fill(num_layers, num_chunks, _edges(num_stages, embedding_cost, loss_cost))
+    counts = []
+    for stage, total in enumerate(per_stage):
+        embedding = embedding_cost if stage == 0 else 0.0
+        loss = loss_cost if stage == num_stages - 1 else 0.0
+        counts.append(_fill(total, 1, _edges(num_chunks, embedding, loss)))
+    return _ranges(counts, num_stages, num_chunks)
+
+
+def _edges(num_parts: int, first: float, last: float) -> list[float]:
+    costs = [0.0] * num_parts
+    costs[0] += first
+    costs[-1] += last
+    return costs
+
+
+def _fill(total: int, least: int, costs: Sequence[float]) -> list[int]:
+    # Giving each layer in turn to the cheapest part is optimal: all layers cost the same, so swapping any one of them
+    # to another part can only raise the maximum.
+    last = len(costs) - 1
+    counts = [least] * len(costs)
+
+    def price(part: int) -> tuple[float, int, int]:
+        edge = 2 if part == 0 else 1 if part == last else 0
+        return round(costs[part] + counts[part], 9), edge, -part
+
+    for _ in range(total - least * len(costs)):
+        counts[min(range(len(costs)), key=price)] += 1
+    return counts
+
+
+def _ranges(counts: Sequence[Sequence[int]], num_stages: int, num_chunks: int) -> tuple[tuple[range, ...], ...]:
+    layers: list[list[range]] = [[] for _ in range(num_stages)]
+    start = 0
+    for chunk in range(num_chunks):
+        for stage in range(num_stages):
+            stop = start + counts[stage][chunk]
+            layers[stage].append(range(start, stop))
+            start = stop
+    return tuple(tuple(chunks) for chunks in layers)
+
+
+def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
+    if num_stages * num_chunks <= num_layers:
+        return
+    legal = [f"pp of {one_of(_up_to(num_layers // num_chunks))} with vpp {num_chunks}"] if num_layers >= num_chunks else []
+    if num_chunks > 1 and num_layers >= num_stages:
+        legal.append(f"vpp of {one_of(_up_to(num_layers // num_stages))} with pp {num_stages}")
+    if not legal:
+        legal = [f"pp of {one_of(_up_to(num_layers))} with vpp 1"]
+    raise ParallelPlanError(
+        f"num_layers ({num_layers}) must be at least pp x vpp ({num_stages} x {num_chunks} = {num_stages * num_chunks}), "
+        f"because every virtual stage holds at least one layer. Use {', or '.join(legal)}."
+    )
+
+
+def _up_to(largest: int) -> list[object]:
+    return list(range(1, largest + 1)) if largest <= 4 else [f"1 to {largest}"]
