@@ -1,0 +1,91 @@
+"""Streams agree where they must, differ where they must, and do not depend on the order of computation."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from lightning_megatron.groups.random import RandomStreams, derive_seed
+
+
+def _draw(streams: RandomStreams, name, count: int = 4) -> tuple[float, ...]:
+    with streams.fork(name):
+        return tuple(torch.rand(count).tolist())
+
+
+def test_replicated_streams_agree_and_tensor_streams_differ_over_tp():
+    a, b = RandomStreams(1, tp=0), RandomStreams(1, tp=1)
+    assert _draw(a, "replicated") == _draw(b, "replicated")
+    assert _draw(a, "tensor") != _draw(b, "tensor")
+    assert _draw(a, "expert") == _draw(b, "expert")
+
+
+def test_no_two_streams_collide():
+    """Megatron-Core's sums of small multiples give (pp 1, ep 0) and (pp 0, ep 1) the same expert stream; ours must not."""
+    seen = {}
+    for cp, tp, ep, etp, micro, layer in itertools.product(range(2), range(4), range(4), range(2), range(3), range(4)):
+        streams = RandomStreams(1234, cp=cp, tp=tp, ep=ep, etp=etp)
+        streams.begin_microbatch(5, micro)
+        streams.seek(layer)
+        for name, coordinates in {"replicated": (cp,), "tensor": (cp, tp), "expert": (cp, ep, etp)}.items():
+            key = (name, coordinates, micro, layer)
+            assert seen.setdefault(streams._seed_of(name), key) == key
+    assert len(seen) == 3 * 4 * (2 + 2 * 4 + 2 * 4 * 2)
+
+
+def test_draws_do_not_depend_on_the_order_of_layers_and_microbatches():
+    def run(order):
+        streams, drawn = RandomStreams(9), {}
+        for microbatch, layer in order:
+            streams.begin_microbatch(2, microbatch)
+            streams.seek(layer)
+            drawn[microbatch, layer] = (_draw(streams, "replicated"), _draw(streams, "replicated"))
+        return drawn
+
+    places = list(itertools.product(range(3), range(4)))
+    assert run(places) == run(places[::-1])
+
+
+def test_a_layer_replays_from_the_position_it_was_given():
+    streams = RandomStreams(9)
+    streams.begin_microbatch(1, 0)
+    position = streams.seek(3)
+    first = (_draw(streams, "tensor"), _draw(streams, "replicated"), _draw(streams, "tensor"))
+    assert first[0] != first[2], "successive draws must go on, not start again"
+    streams.begin_microbatch(1, 1)
+    streams.seek(1)
+    _draw(streams, "tensor")
+    streams.seek(3, position)
+    assert first == (_draw(streams, "tensor"), _draw(streams, "replicated"), _draw(streams, "tensor"))
+
+
+def test_forking_leaves_the_default_generator_alone_even_after_an_error():
+    streams = RandomStreams(4)
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    _draw(streams, "tensor")
+    with pytest.raises(KeyError), streams.fork("replicated"):
+        raise KeyError
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_state_goes_through_a_checkpoint():
+    streams = RandomStreams(4, tp=1)
+    streams.begin_microbatch(7, 3)
+    other = RandomStreams(0, tp=1)
+    other.load_state_dict(streams.state_dict())
+    assert _draw(other, "tensor") == _draw(streams, "tensor")
+
+
+def test_unknown_stream_names_the_legal_ones():
+    with pytest.raises(ValueError, match="replicated, tensor, expert: 'model'"), RandomStreams(1).fork("model"):
+        pass
+
+
+def test_seeds_tell_words_from_numbers_and_fit_a_generator():
+    assert derive_seed(1, "1") != derive_seed("1", 1)
+    assert derive_seed(12, 3) != derive_seed(1, 23)
+    assert all(0 <= derive_seed(i) < 2**63 for i in range(1000))
