@@ -1,6 +1,7 @@
 """Plan parallel training with integers alone: who holds what, and who does what when."""
 
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.schedule import Action, Schedule, build_schedule
 from lightning_megatron.plan.shards import (
     ShardRange,
     attention_ranges,
@@ -10,15 +11,28 @@ from lightning_megatron.plan.shards import (
     vocab_range,
     whole_range,
 )
+from lightning_megatron.plan.simulate import Timeline, render, simulate
 from lightning_megatron.plan.stages import split_layers
+from lightning_megatron.plan.transfers import Compute, Exchange, Program, Transfer, plan_transfers
 
 __all__ = [
+    "Action",
+    "Compute",
+    "Exchange",
     "ParallelLayout",
+    "Program",
+    "Schedule",
     "ShardRange",
+    "Timeline",
+    "Transfer",
     "attention_ranges",
+    "build_schedule",
     "even_range",
     "gated_ranges",
     "padded_vocab_size",
+    "plan_transfers",
+    "render",
+    "simulate",
     "split_layers",
     "vocab_range",
     "whole_range",

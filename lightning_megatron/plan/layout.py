@@ -87,7 +87,7 @@ class ParallelLayout:
         rank_offset: global rank of the first rank.
 
     Raises:
-        ParallelPlanError: for sizes that do not fit the world, an order that cannot be, or grids that disagree on stages.
+        ParallelPlanError: for sizes that do not fit the world, an impossible order, or grids that disagree on stages.
 
     Source: "Efficient Large-Scale Language Model Training on GPU Clusters" (https://arxiv.org/abs/2104.04473) and
         "MoE Parallel Folding" (https://arxiv.org/abs/2504.14960).
@@ -209,17 +209,17 @@ class ParallelLayout:
             raise ParallelPlanError(f"rank_offset must not be negative: it is {self.rank_offset!r}. Use 0 or more.")
         if self.vpp > 1 and self.pp == 1:
             raise ParallelPlanError(
-                f"vpp ({self.vpp}) needs pp above 1, because chunks shorten the bubble between stages and one stage has "
-                f"none. Use vpp of 1, or pp of {one_of(divisors(self.world_size)[1:] or ['2 on more ranks'])}."
+                f"vpp ({self.vpp}) needs pp above 1, because chunks shorten the bubble between stages and one stage "
+                f"has none. Use vpp of 1, or pp of {one_of(divisors(self.world_size)[1:] or ['2 on more ranks'])}."
             )
         self._check_order()
         dense, expert = self.dense_grid.stride("pp"), self.expert_grid.stride("pp")
         if self.pp > 1 and dense != expert:
             raise ParallelPlanError(
-                f"the dense and the expert grid must agree on the stages: order is {self.order!r}, dp is {self.dp}, edp is "
-                f"{self.edp}. Neighbouring stages are {dense} ranks apart in the dense grid (tp {self.tp}, cp {self.cp}) and "
-                f"{expert} in the expert grid (etp {self.etp}, ep {self.ep}), so a layer's experts would live on another "
-                f"stage. Put pp last in the order, e.g. {self._order_with_pp_last()!r}, or choose etp x ep = tp x cp."
+                f"the dense and the expert grid must agree on the stages: order is {self.order!r}, dp is {self.dp}, "
+                f"edp is {self.edp}. Neighbouring stages are {dense} ranks apart in the dense grid (tp {self.tp}, cp "
+                f"{self.cp}) and {expert} in the expert grid (etp {self.etp}, ep {self.ep}), so a layer's experts "
+                f"would live on another stage. Put pp last in the order, e.g. {self._order_with_pp_last()!r}."
             )
 
     def _check_fits(self, axes: tuple[str, ...], why: str) -> None:
@@ -227,16 +227,18 @@ class ParallelLayout:
         product = prod(sizes.values())
         if self.world_size % product == 0:
             return
-        others = {axis: product // size for axis, size in sizes.items() if self.world_size % (product // size) == 0}
-        legal = [
-            f"{axis} of {one_of(divisors(self.world_size // other))}" for axis, other in others.items() if sizes[axis] > 1
-        ]
+        legal = []
+        for axis, size in sizes.items():
+            share, rest = divmod(self.world_size, product // size)
+            if size > 1 and rest == 0:
+                legal.append(f"{axis} of {one_of(divisors(share))}")
         remedy = f"Use {', or '.join(legal)}." if legal else ""
         remedy = remedy or f"Use sizes whose product is {one_of(divisors(self.world_size))}."
         named = " x ".join(axes)
         values = " x ".join(str(size) for size in sizes.values())
         raise ParallelPlanError(
-            f"world_size ({self.world_size}) must be a multiple of {named} ({values} = {product}), because {why}. {remedy}"
+            f"world_size ({self.world_size}) must be a multiple of {named} ({values} = {product}), because {why}. "
+            f"{remedy}"
         )
 
     def _check_order(self) -> None:
@@ -249,15 +251,16 @@ class ParallelLayout:
                 )
             if named.count(axis) > 1:
                 raise ParallelPlanError(
-                    f"order must name every axis at most once: {self.order!r} names {axis} {named.count(axis)} times, which "
-                    f"leaves its place open. Use for example {'-'.join(dict.fromkeys(named))!r}."
+                    f"order must name every axis at most once: {self.order!r} names {axis} {named.count(axis)} times, "
+                    f"which leaves its place open. Use for example {'-'.join(dict.fromkeys(named))!r}."
                 )
-        sizes = {"tp": max(self.tp, self.etp), "cp": self.cp, "ep": self.ep, "dp": max(self.dp, self.edp), "pp": self.pp}
+        sizes = {"tp": max(self.tp, self.etp), "cp": self.cp, "ep": self.ep, "dp": max(self.dp, self.edp)}
+        sizes["pp"] = self.pp
         for axis, size in sizes.items():
             if size > 1 and axis not in named:
                 raise ParallelPlanError(
-                    f"order must name every axis of size above 1: {self.order!r} leaves out {axis} ({size}), whose ranks "
-                    f"would have no place. Use for example {DEFAULT_ORDER!r}."
+                    f"order must name every axis of size above 1: {self.order!r} leaves out {axis} ({size}), whose "
+                    f"ranks would have no place. Use for example {DEFAULT_ORDER!r}."
                 )
 
     def _order_with_pp_last(self) -> str:

@@ -26,7 +26,9 @@ def require_positive(name: str, value: int) -> None:
         ParallelPlanError: for zero, negative numbers and everything that is not an integer.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ParallelPlanError(f"{name} must be a whole number of at least 1: it is {value!r}. Use {name} of 1 or more.")
+        raise ParallelPlanError(
+            f"{name} must be a whole number of at least 1: it is {value!r}. Use {name} of 1 or more."
+        )
 
 
 def require_index(name: str, index: int, size_name: str, size: int) -> None:

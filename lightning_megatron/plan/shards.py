@@ -146,8 +146,8 @@ def vocab_range(vocab_size: int, tp: int, index: int, multiple: int = 128) -> Sh
 def _check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
     if num_heads % num_kv_heads:
         raise ParallelPlanError(
-            f"num_attention_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}), because each key/value "
-            f"head serves equally many query heads. Use num_kv_heads of {one_of(divisors(num_heads))}."
+            f"num_attention_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}), because each "
+            f"key/value head serves equally many query heads. Use num_kv_heads of {one_of(divisors(num_heads))}."
         )
     legal = [d for d in divisors(num_heads) if num_kv_heads % d == 0 or d % num_kv_heads == 0]
     if num_heads % tp:
@@ -157,6 +157,6 @@ def _check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
         )
     if tp not in legal:
         raise ParallelPlanError(
-            f"num_kv_heads ({num_kv_heads}) must be a multiple or a divisor of tp ({tp}), because each rank holds whole "
-            f"key/value heads and equally many of them. Use tp of {one_of(legal)}."
+            f"num_kv_heads ({num_kv_heads}) must be a multiple or a divisor of tp ({tp}), because each rank holds "
+            f"whole key/value heads and equally many of them. Use tp of {one_of(legal)}."
         )

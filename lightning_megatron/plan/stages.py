@@ -81,14 +81,16 @@ def _ranges(counts: Sequence[Sequence[int]], num_stages: int, num_chunks: int) -
 def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
     if num_stages * num_chunks <= num_layers:
         return
-    legal = [f"pp of {one_of(_up_to(num_layers // num_chunks))} with vpp {num_chunks}"] if num_layers >= num_chunks else []
+    legal = []
+    if num_layers >= num_chunks:
+        legal.append(f"pp of {one_of(_up_to(num_layers // num_chunks))} with vpp {num_chunks}")
     if num_chunks > 1 and num_layers >= num_stages:
         legal.append(f"vpp of {one_of(_up_to(num_layers // num_stages))} with pp {num_stages}")
     if not legal:
         legal = [f"pp of {one_of(_up_to(num_layers))} with vpp 1"]
     raise ParallelPlanError(
-        f"num_layers ({num_layers}) must be at least pp x vpp ({num_stages} x {num_chunks} = {num_stages * num_chunks}), "
-        f"because every virtual stage holds at least one layer. Use {', or '.join(legal)}."
+        f"num_layers ({num_layers}) must be at least pp x vpp ({num_stages} x {num_chunks} = "
+        f"{num_stages * num_chunks}), because every virtual stage holds at least one layer. Use {', or '.join(legal)}."
     )
 
 
