@@ -1,0 +1,63 @@
+"""Train Transformers that are too large or too slow for one GPU, with an ordinary LightningModule.
+
+Public names load at first use: `from lightning_megatron import ParallelLayout` needs neither torch nor Lightning.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_megatron.data.datamodule import TokenDataModule as TokenDataModule
+    from lightning_megatron.errors import CheckpointMismatchError as CheckpointMismatchError
+    from lightning_megatron.errors import CorruptDataError as CorruptDataError
+    from lightning_megatron.errors import MissingExtraError as MissingExtraError
+    from lightning_megatron.errors import ParallelPlanError as ParallelPlanError
+    from lightning_megatron.errors import RankMismatchError as RankMismatchError
+    from lightning_megatron.errors import UnsupportedError as UnsupportedError
+    from lightning_megatron.groups.mesh import ParallelMesh as ParallelMesh
+    from lightning_megatron.models.causal_lm import CausalLM as CausalLM
+    from lightning_megatron.models.config import GPTConfig as GPTConfig
+    from lightning_megatron.models.gpt import GPT as GPT
+    from lightning_megatron.plan.layout import ParallelLayout as ParallelLayout
+    from lightning_megatron.strategy.cli import MegatronCLI as MegatronCLI
+    from lightning_megatron.strategy.loss_curve import LossCurve as LossCurve
+    from lightning_megatron.strategy.megatron_strategy import MegatronStrategy as MegatronStrategy
+    from lightning_megatron.strategy.progress import TokensProgressBar as TokensProgressBar
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it.
+_HOMES = {
+    "CausalLM": "models.causal_lm",
+    "CheckpointMismatchError": "errors",
+    "CorruptDataError": "errors",
+    "GPT": "models.gpt",
+    "GPTConfig": "models.config",
+    "LossCurve": "strategy.loss_curve",
+    "MegatronCLI": "strategy.cli",
+    "MegatronStrategy": "strategy.megatron_strategy",
+    "MissingExtraError": "errors",
+    "ParallelLayout": "plan.layout",
+    "ParallelMesh": "groups.mesh",
+    "ParallelPlanError": "errors",
+    "RankMismatchError": "errors",
+    "TokenDataModule": "data.datamodule",
+    "TokensProgressBar": "strategy.progress",
+    "UnsupportedError": "errors",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(
+            f"module 'lightning_megatron' has no attribute {name!r}; its names are {', '.join(__all__)}"
+        )
+    return getattr(import_module(f"lightning_megatron.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,84 @@
+"""The command `lightning-megatron`: training from recipes, the picture of a layout, preparation of token files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from typing import NamedTuple
+
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    CorruptDataError,
+    MissingExtraError,
+    ParallelPlanError,
+    RankMismatchError,
+    UnsupportedError,
+)
+
+# What a user can act on is shown as a sentence, without a traceback.
+OUR_ERRORS = (
+    CheckpointMismatchError,
+    CorruptDataError,
+    MissingExtraError,
+    ParallelPlanError,
+    RankMismatchError,
+    UnsupportedError,
+)
+
+
+class Command(NamedTuple):
+    """A subcommand: the module that is imported when it is chosen, and its line in the help."""
+
+    module: str
+    summary: str
+
+
+# Modules by name, not imports: Lightning and torch take seconds to load, which `--help` and `layout` need not wait for.
+TRAINER = "lightning_megatron.strategy.cli"
+COMMANDS = {
+    "fit": Command(TRAINER, "train a model: fit -c recipes/gpt_speeches_cpu.yaml"),
+    "validate": Command(TRAINER, "run the validation set: validate -c CONFIG --ckpt_path PATH"),
+    "test": Command(TRAINER, "run the test set"),
+    "predict": Command(TRAINER, "run the model on data without labels"),
+    "layout": Command("lightning_megatron.cli_layout", "print and draw which ranks form which group"),
+    "preprocess": Command("lightning_megatron.cli_preprocess", "turn text or JSON lines into token files"),
+}
+
+
+def help_parser() -> argparse.ArgumentParser:
+    """Build the parser that knows the names of the subcommands; their options are known to their modules."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron",
+        usage="lightning-megatron [--help] [--version] COMMAND ...",
+        description="Train Transformers in tensor, sequence, pipeline and data parallel with Lightning.",
+        epilog="\n".join(["commands:", *lines, "", "Options of a command: lightning-megatron COMMAND --help"]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-megatron')}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run one subcommand.
+
+    Args:
+        args: Arguments, the subcommand first; None takes those of this process.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    name = help_parser().parse_args(given[:1] or ["--help"]).command
+    run = import_module(COMMANDS[name].module).main
+    if COMMANDS[name].module == TRAINER:
+        # The ranks that a strategy starts run this process's command line again, so it is left where they find it.
+        run(None if args is None else given)
+        return
+    try:
+        run(given[1:])
+    except OUR_ERRORS as error:
+        print(f"lightning-megatron {name}: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,49 @@
+"""The command line of Lightning with OmegaConf's interpolation, set so that overrides reach every value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jsonargparse import set_parsing_settings
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningCLI
+
+
+class MegatronCLI(LightningCLI):
+    """Run a Trainer from YAML recipes and command-line options, interpolated after all files and options are merged.
+
+    Equal to ``LightningCLI`` but for three settings. ``${...}`` is resolved in the merged configuration, so that an
+    option given on the command line is followed by every value that refers to it, across several files; a path such as
+    ``${trainer.devices}`` means the same in a recipe and under a subcommand. Optimizers are made by the module, because
+    they need the parameters that ``configure_model`` creates. A second run may overwrite the saved ``config.yaml``.
+
+    Args:
+        model_class: Base class of the model; any subclass may be given by its class path.
+        datamodule_class: Base class of the data module; any subclass may be given by its class path.
+        options: Further arguments of ``LightningCLI``.
+    """
+
+    def __init__(
+        self,
+        model_class: type[LightningModule] = LightningModule,
+        datamodule_class: type[LightningDataModule] = LightningDataModule,
+        **options: Any,
+    ) -> None:
+        set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+        defaults: dict[str, Any] = {
+            "subclass_mode_model": True,
+            "subclass_mode_data": True,
+            "auto_configure_optimizers": False,
+            "save_config_kwargs": {"overwrite": True},
+            "parser_kwargs": {"parser_mode": "omegaconf+"},
+        }
+        super().__init__(model_class, datamodule_class, **(defaults | options))
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run a subcommand of the Trainer: fit, validate, test or predict.
+
+    Args:
+        args: Arguments, the subcommand first; None takes those of this process, which ranks started by it repeat.
+    """
+    MegatronCLI(args=args)

@@ -1,0 +1,152 @@
+"""A progress bar that says how fast tokens go by and how long the rest will take."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from typing_extensions import override
+
+
+def count_tokens(batch: Any) -> int:
+    """Count the tokens of a batch: the elements of its first integer tensor with a batch and a sequence dimension.
+
+    Returns:
+        The number of tokens, or 0 if the batch has no such tensor.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.numel() if batch.ndim >= 2 and not batch.is_floating_point() else 0
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        return next((tokens for item in batch if (tokens := count_tokens(item))), 0)
+    return 0
+
+
+def count_replicas(trainer: Trainer) -> int:
+    """Count the ranks that read different data: copies along the tensor or pipeline axis are one reader."""
+    return getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
+
+
+class TokenRate:
+    """Measure tokens per second over the last batches, without the time that pauses take.
+
+    Args:
+        window: Number of batches that the rate looks back on.
+    """
+
+    def __init__(self, window: int = 50) -> None:
+        self._batches: deque[tuple[int, float]] = deque(maxlen=window)
+        self._since: float | None = None
+
+    def start(self, now: float) -> None:
+        """Start, or go on after a pause."""
+        self._since = now
+
+    def pause(self) -> None:
+        """Leave out what happens until the next start."""
+        self._since = None
+
+    def add(self, num_tokens: int, now: float) -> None:
+        """Count a batch that has just ended."""
+        if self._since is not None:
+            self._batches.append((num_tokens, now - self._since))
+        self._since = now
+
+    @property
+    def per_second(self) -> float:
+        """Tokens per second; 0 before the first batch."""
+        seconds = sum(duration for _, duration in self._batches)
+        return sum(num_tokens for num_tokens, _ in self._batches) / seconds if seconds > 0 else 0.0
+
+
+class TokensProgressBar(TQDMProgressBar):
+    """Show the optimizer steps done, what was logged with `prog_bar=True`, tokens per second and the time left.
+
+    Tokens are those of all data-parallel ranks together, counted once: ranks of one tensor or pipeline group read the
+    same batch. The time left includes validation, at the rate seen so far.
+
+    Args:
+        refresh_rate: Number of batches between two refreshes; each one reads the logged values from the device.
+    """
+
+    BAR_FORMAT_STEPS = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}"
+
+    def __init__(self, refresh_rate: int = 10) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self._rate = TokenRate()
+        self._started_at = 0.0
+        self._first_step = 0
+        self._num_steps: int | None = None
+
+    @override
+    def init_train_tqdm(self) -> Tqdm:
+        bar = super().init_train_tqdm()
+        bar.bar_format = self.BAR_FORMAT_STEPS
+        return bar
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._num_steps = count_steps(trainer)
+        self._first_step = trainer.global_step
+        self._started_at = time.monotonic()
+        self._rate = TokenRate()
+        self._rate.start(self._started_at)
+        self.train_progress_bar = self.init_train_tqdm()
+        self.train_progress_bar.total = self._num_steps
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.train_progress_bar.set_description(f"Epoch {trainer.current_epoch}")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.is_disabled:
+            return
+        self._rate.add(count_tokens(batch) * count_replicas(trainer), time.monotonic())
+        if self._should_update(batch_idx + 1, -1) or trainer.global_step == self._num_steps:
+            self.train_progress_bar.n = trainer.global_step
+            self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._rate.pause()
+        super().on_validation_start(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        self._rate.start(time.monotonic())
+
+    @override
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, int | str | float | dict]:
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        if self._rate.per_second:
+            metrics["tokens/s"] = f"{self._rate.per_second:,.0f}"
+        seconds_left = self._seconds_left(trainer.global_step)
+        if seconds_left is not None:
+            metrics["left"] = str(timedelta(seconds=round(seconds_left)))
+        return metrics
+
+    def _seconds_left(self, step: int) -> float | None:
+        steps_done = step - self._first_step
+        if self._num_steps is None or steps_done <= 0:
+            return None
+        return (time.monotonic() - self._started_at) / steps_done * max(self._num_steps - step, 0)
+
+
+def count_steps(trainer: Trainer) -> int | None:
+    """Return the optimizer steps at which `fit` ends, or None where only the data's end can tell."""
+    num_steps = trainer.estimated_stepping_batches
+    return None if math.isinf(num_steps) or num_steps < 0 else int(num_steps)

@@ -1,0 +1,55 @@
+"""A module and a data module small enough to run the command line with, without our models or strategy."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Line(LightningModule):
+    """Fit a line; made only in `configure_model`, as large models are."""
+
+    def __init__(self, width: int = 4, context: int = 8) -> None:
+        super().__init__()
+        self.width = width
+        self.context = context
+        self.layer: torch.nn.Linear | None = None
+
+    def configure_model(self) -> None:
+        """Build the layer once."""
+        if self.layer is None:
+            self.layer = torch.nn.Linear(self.width, 1)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """Return the mean squared output."""
+        loss = self.layer(batch[0]).square().mean()
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        """Log the mean squared output."""
+        self.log("val_loss", self.layer(batch[0]).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Descend."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Points(LightningDataModule):
+    """Sixteen points, each with a row of token ids to count."""
+
+    def __init__(self, context: int, batch_size: int = 2, width: int = 4) -> None:
+        super().__init__()
+        self.context = context
+        self.batch_size = batch_size
+        self.width = width
+
+    def train_dataloader(self) -> DataLoader:
+        """Return batches of points and token ids."""
+        tokens = torch.zeros(16, self.context, dtype=torch.long)
+        return DataLoader(TensorDataset(torch.ones(16, self.width), tokens), batch_size=self.batch_size)
+
+    def val_dataloader(self) -> DataLoader:
+        """Return the same batches."""
+        return self.train_dataloader()

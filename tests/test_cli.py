@@ -1,0 +1,114 @@
+"""The command line: its help, its errors, and configurations that say the same after overrides."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_megatron.cli import COMMANDS, main
+from lightning_megatron.strategy.cli import MegatronCLI
+
+BASE = """
+seed_everything: 1
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 3
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+model:
+  class_path: tests.cli_modules.Line
+  init_args:
+    context: 8
+data:
+  class_path: tests.cli_modules.Points
+  init_args:
+    context: ${model.init_args.context}
+    batch_size: ${trainer.devices}
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a recipe whose data follow the model and the trainer."""
+    monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def printed_config(capsys: pytest.CaptureFixture[str], *args: str) -> dict:
+    with pytest.raises(SystemExit) as stopped:
+        MegatronCLI(args=["fit", *args, "--print_config"])
+    assert stopped.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def data_arguments(config: dict) -> dict:
+    return config["data"]["init_args"]
+
+
+def test_help_lists_every_command_without_loading_lightning() -> None:
+    program = "import sys, lightning_megatron.cli as c\ntry: c.main(['--help'])\nfinally: print(list(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert all(f"  {name} " in run.stdout for name in COMMANDS)
+    assert "'torch'" not in run.stdout
+    assert "'lightning'" not in run.stdout
+
+
+def test_the_module_is_the_command() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "lightning_megatron", "--version"], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.startswith("lightning-megatron ")
+
+
+def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train"])
+    assert stopped.value.code == 2
+    assert "'fit'" in capsys.readouterr().err
+
+
+def test_interpolation_follows_the_recipe(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert data_arguments(printed_config(capsys, "-c", str(base))) == {"context": 8, "batch_size": 1, "width": 4}
+
+
+def test_interpolation_follows_an_override(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = printed_config(capsys, "-c", str(base), "--trainer.devices", "4", "--model.init_args.context", "16")
+    assert data_arguments(config) == {"context": 16, "batch_size": 4, "width": 4}
+
+
+def test_interpolation_reaches_across_files(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    second = base.with_name("second.yaml")
+    second.write_text("trainer: {devices: 2}\ndata: {init_args: {width: '${model.init_args.width}'}}\n")
+    config = printed_config(capsys, "-c", str(base), "-c", str(second), "--model.width", "6")
+    assert data_arguments(config) == {"context": 8, "batch_size": 2, "width": 6}
+
+
+def test_a_typo_is_refused_with_its_name(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        MegatronCLI(args=["fit", "-c", str(base), "--model.init_args.contex", "16"])
+    assert stopped.value.code == 2
+    assert "contex" in capsys.readouterr().err
+
+
+def test_fit_saves_the_resolved_configuration(base: Path) -> None:
+    MegatronCLI(args=["fit", "-c", str(base), f"--trainer.default_root_dir={base.parent}", "--trainer.logger=true"])
+    (saved,) = base.parent.glob("lightning_logs/version_0/config.yaml")
+    assert data_arguments(yaml.safe_load(saved.read_text()))["context"] == 8
+
+
+def test_fit_runs_again_from_its_saved_configuration(base: Path) -> None:
+    saved = base.parent / "config.yaml"
+    options = [f"--trainer.default_root_dir={base.parent}"]
+    MegatronCLI(args=["fit", "-c", str(base), *options])
+    assert saved.exists()
+    MegatronCLI(args=["fit", "-c", str(saved), *options])
