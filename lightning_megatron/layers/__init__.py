@@ -1,0 +1,1 @@
+"""Sharded layers, each equal to its torch.nn twin."""

@@ -1,0 +1,102 @@
+"""Self-attention cut over the tensor axis by heads."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.layers.dropout import tensor_region_stream
+from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.recompute import replayed
+from lightning_megatron.layers.rotary import apply_rotary
+from lightning_megatron.plan.shards import attention_ranges
+
+
+class SelfAttention(nn.Module):
+    """Attend over the sequence with heads cut over tp; key/value heads may be fewer, and are copied when tp exceeds them.
+
+    Equal to torch.nn.MultiheadAttention (causal or not) with ``num_kv_heads == num_heads`` and no rotary tables, and to
+    Hugging Face's LlamaAttention with them.
+
+    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
+
+    Args:
+        hidden_size: Size of each vector (elements).
+        num_heads: Query heads of the full layer (heads).
+        mesh: The groups of this rank.
+        num_kv_heads: Key/value heads of the full layer; None means as many as query heads (heads).
+        head_dim: Size of a head; None means ``hidden_size / num_heads`` (elements).
+        bias: Whether both projections add a bias.
+        causal: Whether a position sees only itself and earlier ones.
+        dropout: Probability that an attention weight is dropped.
+        layer: Number of the layer for random streams, 1 for the first block.
+        initializer: How the fused query/key/value weight starts.
+        output_initializer: How the output weight starts.
+
+    Raises:
+        ParallelPlanError: If the heads do not divide over tp.
+
+    Communication: one all-reduce over tp forward, one backward; see ``layers.regions`` for sequence parallelism.
+    Source: Shoeybi et al. 2019, section 3, figure 3b.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        mesh: ParallelMesh,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        causal: bool = True,
+        dropout: float = 0.0,
+        layer: int = 1,
+        initializer: Initializer | None = None,
+        output_initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_kv_heads or num_heads
+        self.head_dim = head_dim or hidden_size // num_heads
+        self.mesh, self.causal, self.dropout, self.layer = mesh, causal, dropout, layer
+        ranges = attention_ranges(num_heads, num_kv_heads, self.head_dim, mesh.tp.size, mesh.tp.rank)
+        self.widths = [piece.size for piece in ranges]
+        self.qkv = ColumnParallelLinear(
+            hidden_size,
+            (num_heads + 2 * num_kv_heads) * self.head_dim,
+            mesh,
+            bias=bias,
+            ranges=ranges,
+            # Each copy of a key/value head serves other query heads, so its gradient is a part of a sum.
+            partial=mesh.tp.size > num_kv_heads,
+            initializer=initializer,
+        )
+        self.output = RowParallelLinear(
+            num_heads * self.head_dim, hidden_size, mesh, bias=bias, initializer=output_initializer
+        )
+
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None = None, recompute_core: bool = False) -> Tensor:
+        """Return the attention output of every position.
+
+        Args:
+            hidden: The input.
+            rotary: Tables of ``rotary_tables``, or None.
+            recompute_core: Whether the backward pass computes the attention core again instead of keeping it.
+        """
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(hidden).split(self.widths, dim=-1)
+        )
+        if rotary is not None:
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        if recompute_core:
+            mixed = replayed(self._core, self.mesh.random, self.layer, query, key, value)
+        else:
+            mixed = self._core(query, key, value)
+        return self.output(mixed)
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        with tensor_region_stream(self.dropout, self.training, self.mesh):
+            return attend(query, key, value, causal=self.causal, dropout=dropout)

@@ -1,0 +1,76 @@
+"""The attention core: softmax(Q K^T / sqrt(K)) V, on the fastest kernel that computes it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class CoreChoice:
+    """Name the kernels to try, first to last, and why.
+
+    Args:
+        backends: Kernels of torch's scaled_dot_product_attention; empty leaves the choice to torch.
+        expand_kv: Whether shared key/value heads must be repeated first, because a kernel cannot share them.
+        reason: Why these, for the log.
+    """
+
+    backends: tuple[SDPBackend, ...]
+    expand_kv: bool
+    reason: str
+
+
+def choose_core(device: torch.device, dtype: torch.dtype, dropout: float = 0.0) -> CoreChoice:
+    """Choose the attention kernels for a device and dtype.
+
+    Args:
+        device: Where the tensors live.
+        dtype: Of queries, keys and values.
+        dropout: Probability that an attention weight is dropped.
+    """
+    if device.type != "cuda":
+        return CoreChoice((), False, f"{device.type}: torch chooses among its own kernels")
+    fused = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    if dtype not in _HALF_TYPES:
+        return CoreChoice(fused[1:], True, f"{dtype} has no flash kernel: memory-efficient attention")
+    if dropout > 0.0:
+        return CoreChoice(fused, False, "attention dropout: flash attention draws its mask from torch's generator")
+    if torch.cuda.get_device_capability(device) >= (9, 0):
+        return CoreChoice((SDPBackend.CUDNN_ATTENTION, *fused), False, "half type on compute capability >= 9.0: cuDNN")
+    return CoreChoice(fused, False, "half type below compute capability 9.0: flash attention")
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float = 0.0) -> Tensor:
+    """Mix values by the similarity of queries and keys.
+
+    Equal to torch.nn.functional.scaled_dot_product_attention with key/value heads repeated.
+
+    Shapes: query ``(S, B, H, K)``; key and value ``(S, B, G, K)`` with ``H`` a multiple of ``G``; output ``(S, B, H K)``.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        causal: Whether a position sees only itself and earlier ones.
+        dropout: Probability that an attention weight is dropped; 0 outside training.
+    """
+    choice = choose_core(query.device, query.dtype, dropout)
+    grouped = query.shape[2] != key.shape[2]
+    if grouped and choice.expand_kv:
+        repeats = query.shape[2] // key.shape[2]
+        key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
+        grouped = False
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    with sdpa_kernel(list(choice.backends), set_priority=True) if choice.backends else nullcontext():
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+        )
+    return mixed.permute(2, 0, 1, 3).flatten(2)

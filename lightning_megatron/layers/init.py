@@ -1,0 +1,133 @@
+"""Initial weights that do not depend on the layout: each full tensor is drawn, its shard kept, the rest forgotten."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_megatron.groups.random import derive_seed
+from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
+from lightning_megatron.plan.shards import ShardRange
+
+_ATTRIBUTE = "initializer"
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """Say how the full tensor of a parameter is first filled.
+
+    Args:
+        kind: ``normal`` draws from N(0, std), the others fill with a constant.
+        std: Standard deviation of ``normal``.
+    """
+
+    kind: Literal["normal", "zeros", "ones"]
+    std: float = 0.0
+
+    @classmethod
+    def normal(cls, std: float = 0.02) -> Initializer:
+        """Draw from a normal distribution around zero."""
+        return cls("normal", std)
+
+    @classmethod
+    def residual(cls, std: float, num_layers: int) -> Initializer:
+        """Draw the weights that write into the residual stream, narrower the more of them add up.
+
+        Source: Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 4.2.
+        """
+        return cls("normal", std / math.sqrt(2 * num_layers))
+
+
+ZEROS = Initializer("zeros")
+ONES = Initializer("ones")
+
+
+def sharded_parameter(
+    full_shape: Sequence[int],
+    ranges: Sequence[ShardRange],
+    initializer: Initializer,
+    *,
+    dim: int = 0,
+    partial: bool = False,
+    local_size: int | None = None,
+) -> nn.Parameter:
+    """Create the local tensor of a parameter, unfilled, with its placement and its initializer attached.
+
+    Args:
+        full_shape: Shape of the full tensor, without padding (elements).
+        ranges: What this rank holds along ``dim``.
+        initializer: How the full tensor is filled.
+        dim: The dimension that is cut.
+        partial: Whether gradients of copies must be added over the tensor axis.
+        local_size: Local extent along ``dim`` with padding; None means no padding (elements).
+    """
+    spec = ShardSpec(tuple(full_shape), tuple(ranges), dim, partial)
+    shape = list(full_shape)
+    shape[dim] = spec.local_extent if local_size is None else local_size
+    parameter = nn.Parameter(torch.empty(shape))
+    setattr(parameter, _ATTRIBUTE, initializer)
+    return set_shard_spec(parameter, spec)
+
+
+def initialize_(module: nn.Module, device: str | torch.device, seed: int) -> None:
+    """Fill every parameter of ``module`` in place; parameters on the meta device move to ``device``.
+
+    One tensor at a time is drawn in full, in float32, from a seed of ``seed`` and its name within ``module``, so any two
+    layouts start with the same full weights and no rank ever holds more than its shard and one full tensor. A last-stage
+    copy of a tied parameter draws what its original draws. Parameters that modules share stay shared.
+
+    Args:
+        module: The root of the names.
+        device: Where tensors are drawn, and where meta parameters go.
+        seed: Seed of the run, equal on all ranks.
+
+    Raises:
+        ValueError: If a parameter carries no initializer.
+    """
+    done: dict[int, nn.Parameter] = {}
+    for name, owner, key, parameter in list(_slots(module)):
+        if id(parameter) not in done:
+            done[id(parameter)] = _materialised(parameter, torch.device(device))
+            _fill_(done[id(parameter)], name, seed)
+        owner._parameters[key] = done[id(parameter)]
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    for path, owner in module.named_modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield (f"{path}.{key}" if path else key), owner, key, parameter
+
+
+def _materialised(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if not parameter.is_meta:
+        return parameter
+    # A meta tensor cannot change its device in place: the new Parameter takes over what was attached to the old one.
+    result = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+    result.__dict__.update(parameter.__dict__)
+    return result
+
+
+@torch.no_grad()
+def _fill_(parameter: nn.Parameter, name: str, seed: int) -> None:
+    initializer = getattr(parameter, _ATTRIBUTE, None)
+    if initializer is None:
+        raise ValueError(
+            f"parameter {name!r} has no initializer. Only layers of this package say how their weights start. "
+            "Create it on a real device and fill it yourself."
+        )
+    spec = shard_spec_of(parameter)
+    if parameter.shape[spec.dim] != spec.local_extent:
+        parameter.zero_()
+    if initializer.kind == "normal":
+        generator = torch.Generator(parameter.device).manual_seed(derive_seed(seed, spec.tied_to or name))
+        full = torch.empty(spec.full_shape, dtype=torch.float32, device=parameter.device)
+        spec.copy_from_full(parameter, full.normal_(0.0, initializer.std, generator=generator))
+        return
+    for _, view in spec.local_views(parameter):
+        view.fill_(1.0 if initializer.kind == "ones" else 0.0)

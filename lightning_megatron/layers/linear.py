@@ -1,0 +1,122 @@
+"""Linear layers cut over the tensor axis: by output features (column) or by input features (row)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.groups.collectives import gather_from_axis
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
+from lightning_megatron.layers.regions import enter_tensor_region, leave_tensor_region
+from lightning_megatron.plan.shards import ShardRange, even_range, whole_range
+
+
+class ColumnParallelLinear(nn.Module):
+    """Compute ``x A^T + b`` with the output features cut over tp.
+
+    Equal to torch.nn.Linear(in_features, out_features, bias) when outputs are gathered, or at tp=1.
+
+    Shapes: input ``(S, B, in)``, or ``(S/tp, B, in)`` under sequence parallelism; output ``(S, B, out/tp)``, or
+    ``(S, B, out)`` with ``gather_output``.
+
+    Args:
+        in_features: Size of each input vector (elements).
+        out_features: Size of each full output vector (elements).
+        mesh: The groups of this rank.
+        bias: Whether to add a bias, cut like the outputs.
+        ranges: Rows of the full weight that this rank holds, for fused projections; None means an even cut.
+        partial: Whether ranks that hold copies of the same rows each see a part of their gradient.
+        gather_output: Whether every rank gets all outputs; needs an even cut.
+        initializer: How the full weight starts; the bias starts at zero.
+
+    Raises:
+        ParallelPlanError: If ``out_features`` does not divide by tp and no ranges are given.
+
+    Communication: see ``enter_tensor_region``; with ``gather_output`` an all-gather over tp.
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: ParallelMesh,
+        *,
+        bias: bool = True,
+        ranges: Sequence[ShardRange] | None = None,
+        partial: bool = False,
+        gather_output: bool = False,
+        initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__()
+        if gather_output and ranges is not None:
+            raise ValueError("gather_output needs an even cut of the outputs: ranges were given. Leave one of them out.")
+        self.in_features, self.out_features = in_features, out_features
+        self.mesh, self.gather_output = mesh, gather_output
+        cut = tuple(ranges or [even_range(out_features, mesh.tp.size, mesh.tp.rank, what="out_features")])
+        self.weight = sharded_parameter(
+            (out_features, in_features), cut, initializer or Initializer.normal(), partial=partial
+        )
+        self.bias = sharded_parameter((out_features,), cut, ZEROS, partial=partial) if bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return this rank's outputs, or all of them with ``gather_output``."""
+        output = F.linear(enter_tensor_region(hidden, self.mesh), self.weight, self.bias)
+        return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
+
+    def extra_repr(self) -> str:
+        """Show full and local sizes."""
+        return f"{self.in_features}, {self.out_features} ({self.weight.shape[0]} here), bias={self.bias is not None}"
+
+
+class RowParallelLinear(nn.Module):
+    """Compute ``x A^T + b`` with the input features cut over tp; the bias is added once, after the sum.
+
+    Equal to torch.nn.Linear(in_features, out_features, bias) on the joined inputs.
+
+    Shapes: input ``(S, B, in/tp)``; output ``(S, B, out)``, or ``(S/tp, B, out)`` under sequence parallelism.
+
+    Args:
+        in_features: Size of each full input vector (elements).
+        out_features: Size of each output vector (elements).
+        mesh: The groups of this rank.
+        bias: Whether to add a bias, which every rank holds whole.
+        initializer: How the full weight starts; the bias starts at zero.
+
+    Raises:
+        ParallelPlanError: If ``in_features`` does not divide by tp.
+
+    Communication: see ``leave_tensor_region``.
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: ParallelMesh,
+        *,
+        bias: bool = True,
+        initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.mesh = in_features, out_features, mesh
+        cut = even_range(in_features, mesh.tp.size, mesh.tp.rank, what="in_features")
+        self.weight = sharded_parameter((out_features, in_features), [cut], initializer or Initializer.normal(), dim=1)
+        # Under sequence parallelism each rank adds the bias to its own positions only, so gradients are parts of a sum.
+        whole = whole_range(out_features, mesh.tp.rank)
+        self.bias = (
+            sharded_parameter((out_features,), [whole], ZEROS, partial=mesh.sequence_parallel) if bias else None
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the sum over all ranks' inputs, plus the bias."""
+        output = leave_tensor_region(F.linear(hidden, self.weight), self.mesh)
+        return output if self.bias is None else output + self.bias
+
+    def extra_repr(self) -> str:
+        """Show full and local sizes."""
+        return f"{self.in_features} ({self.weight.shape[1]} here), {self.out_features}, bias={self.bias is not None}"

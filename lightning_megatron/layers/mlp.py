@@ -1,0 +1,72 @@
+"""The position-wise network of a Transformer block, cut over the tensor axis by its inner features."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.plan.shards import gated_ranges
+
+Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+
+
+class MLP(nn.Module):
+    """Widen each vector to F features, apply the activation, and come back to D.
+
+    Equal to Linear, GELU, Linear; with ``swiglu`` to ``down(silu(gate(x)) * up(x))`` with gate and up fused.
+
+    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
+
+    Args:
+        hidden_size: Size of each vector (elements).
+        ffn_hidden_size: Inner features F (elements).
+        mesh: The groups of this rank.
+        activation: ``gelu`` (exact), ``gelu_tanh`` or ``swiglu``.
+        bias: Whether both projections add a bias.
+        initializer: How the first weight starts.
+        output_initializer: How the second weight starts.
+
+    Raises:
+        ParallelPlanError: If F does not divide by tp.
+
+    Communication: one all-reduce over tp forward, one backward; see ``layers.regions`` for sequence parallelism.
+    Source: Shoeybi et al. 2019, section 3, figure 3a; Shazeer 2020 (swiglu).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        mesh: ParallelMesh,
+        *,
+        activation: Activation = "gelu",
+        bias: bool = True,
+        initializer: Initializer | None = None,
+        output_initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        if activation == "swiglu":
+            self.gate_up = ColumnParallelLinear(
+                hidden_size,
+                2 * ffn_hidden_size,
+                mesh,
+                bias=bias,
+                ranges=gated_ranges(ffn_hidden_size, mesh.tp.size, mesh.tp.rank),
+                initializer=initializer,
+            )
+        else:
+            self.up = ColumnParallelLinear(hidden_size, ffn_hidden_size, mesh, bias=bias, initializer=initializer)
+        self.down = RowParallelLinear(ffn_hidden_size, hidden_size, mesh, bias=bias, initializer=output_initializer)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the network's output for every position."""
+        if self.activation == "swiglu":
+            gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+            return self.down(F.silu(gate) * up)
+        return self.down(F.gelu(self.up(hidden), approximate="tanh" if self.activation == "gelu_tanh" else "none"))

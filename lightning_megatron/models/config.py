@@ -1,0 +1,206 @@
+"""The shape of a GPT: one frozen record for the GPT-2 and the Llama family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.shards import attention_ranges, even_range
+from lightning_megatron.plan.stages import split_layers
+
+#: The lookup is a copy; this is what it, the position sum and the dropout weigh against one layer.
+_EMBEDDING_COST = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Describe a decoder-only Transformer.
+
+    Args:
+        vocab_size: Tokens of the vocabulary, without padding (tokens).
+        max_seq_length: Longest sequence (tokens).
+        num_layers: Transformer blocks (layers).
+        hidden_size: Size D of the residual stream (elements).
+        num_heads: Query heads (heads).
+        num_kv_heads: Key/value heads, a divisor of num_heads; None means num_heads (heads).
+        head_dim: Size of a head; None means hidden_size / num_heads (elements).
+        ffn_hidden_size: Inner features of the MLP; None means 4 hidden_size (elements).
+        activation: ``gelu`` (exact), ``gelu_tanh`` or ``swiglu``.
+        norm: ``layernorm`` or ``rmsnorm``.
+        norm_eps: Added to variances.
+        norm_position: ``pre`` (norms before the residual sums, and a final one) or ``post`` (after them, and no final one).
+        position: ``learned`` or ``rotary``.
+        rotary_base: Ratio of the longest to the shortest rotary wavelength.
+        bias: Whether linear layers and LayerNorms have biases.
+        tie_embeddings: Whether the output head shares the token embedding's weight.
+        hidden_dropout: Probability that an element is dropped after the embedding and before each residual sum.
+        attention_dropout: Probability that an attention weight is dropped.
+        init_std: Standard deviation of initial weights.
+        vocab_multiple: The vocabulary is padded to a multiple of this times tp (tokens).
+
+    Raises:
+        ParallelPlanError: If sizes contradict each other.
+    """
+
+    vocab_size: int
+    max_seq_length: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn_hidden_size: int | None = None
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: float = 1e-5
+    norm_position: Literal["pre", "post"] = "pre"
+    position: Literal["learned", "rotary"] = "learned"
+    rotary_base: float = 10000.0
+    bias: bool = True
+    tie_embeddings: bool = True
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    init_std: float = 0.02
+    vocab_multiple: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_seq_length", "num_layers", "hidden_size", "num_heads", "vocab_multiple"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "be at least 1", "sizes are counts")
+        for name in ("num_kv_heads", "head_dim", "ffn_hidden_size"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "be at least 1 or None", "sizes are counts")
+        for name in ("hidden_dropout", "attention_dropout"):
+            value = getattr(self, name)
+            _require(0.0 <= value < 1.0, name, value, "lie in [0, 1)", "it is a probability")
+        choices = {
+            "activation": ("gelu", "gelu_tanh", "swiglu"),
+            "norm": ("layernorm", "rmsnorm"),
+            "norm_position": ("pre", "post"),
+            "position": ("learned", "rotary"),
+        }
+        for name, legal in choices.items():
+            _require(getattr(self, name) in legal, name, getattr(self, name), f"be one of {', '.join(legal)}", "no other")
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ParallelPlanError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads}), because each head "
+                f"takes an equal part. Use a hidden_size of {-(-self.hidden_size // self.num_heads) * self.num_heads} or "
+                "give head_dim."
+            )
+        if self.position == "rotary" and self.head_size % 2:
+            raise ParallelPlanError(
+                f"head_dim ({self.head_size}) must be even, because rotary positions turn pairs. "
+                f"Use {self.head_size + 1} or learned positions."
+            )
+        attention_ranges(self.num_heads, self.kv_heads, self.head_size, 1, 0)
+
+    @classmethod
+    def gpt2(cls, **sizes: Any) -> GPTConfig:
+        """Describe a model of the GPT-2 family; without arguments GPT-2 small without dropout."""
+        small = {"vocab_size": 50257, "max_seq_length": 1024, "num_layers": 12, "hidden_size": 768, "num_heads": 12}
+        return cls(**(small | sizes))
+
+    @classmethod
+    def llama(cls, **sizes: Any) -> GPTConfig:
+        """Describe a model of the Llama family; without arguments Llama 3 8B."""
+        kind = {
+            "activation": "swiglu",
+            "norm": "rmsnorm",
+            "position": "rotary",
+            "rotary_base": 500000.0,
+            "bias": False,
+            "tie_embeddings": False,
+        }
+        large = {"vocab_size": 128256, "max_seq_length": 8192, "num_layers": 32, "hidden_size": 4096, "num_heads": 32}
+        if "hidden_size" not in sizes:
+            large |= {"ffn_hidden_size": 14336, "num_kv_heads": 8}
+        return cls(**(kind | large | sizes))
+
+    @property
+    def kv_heads(self) -> int:
+        """Count key/value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Return the size of a head (elements)."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Return the inner features of the MLP (elements)."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    def stage_layers(self, layout: ParallelLayout) -> tuple[tuple[range, ...], ...]:
+        """Return ``layers[stage][chunk]``, the global indices of the layers that each virtual stage holds.
+
+        Layers that divide evenly are cut evenly; otherwise embedding and head weigh in, by their work.
+
+        Raises:
+            ParallelPlanError: If there are fewer layers than virtual stages.
+        """
+        even = self.num_layers % (layout.pp * layout.vpp) == 0
+        costs = (0.0, 0.0) if even else (_EMBEDDING_COST, self._head_cost())
+        return split_layers(self.num_layers, layout.pp, layout.vpp, *costs)
+
+    def check_layout(self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None) -> None:
+        """Refuse a layout that cannot hold this model; needs no process group.
+
+        Args:
+            layout: Sizes of the axes.
+            sequence_parallel: Whether activations are cut along the sequence.
+            seq_length: Length of the sequences, if it is known (tokens).
+
+        Raises:
+            ParallelPlanError: If sizes do not fit together.
+            UnsupportedError: If the model cannot be cut along an axis of the layout.
+        """
+        attention_ranges(self.num_heads, self.kv_heads, self.head_size, layout.tp, 0)
+        even_range(self.ffn_size, layout.tp, 0, what="ffn_hidden_size")
+        self.stage_layers(layout)
+        if layout.ep > 1:
+            raise ParallelPlanError(
+                f"ep ({layout.ep}) needs a model with experts, because it cuts experts over ranks. This model has none: use ep 1."
+            )
+        if layout.cp > 1:
+            raise UnsupportedError(
+                f"cp ({layout.cp}) is not available for GPT, because its attention sees whole sequences. Use cp 1."
+            )
+        if seq_length is not None:
+            self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1)
+
+    def check_seq_length(self, seq_length: int, sequence_shards: int = 1) -> None:
+        """Refuse sequences that are too long, or that do not divide over the ranks that share them.
+
+        Args:
+            seq_length: Length of the sequences (tokens).
+            sequence_shards: tp under sequence parallelism, else 1 (ranks).
+
+        Raises:
+            ParallelPlanError: If the length does not fit.
+        """
+        if seq_length > self.max_seq_length:
+            raise ParallelPlanError(
+                f"seq_length ({seq_length}) must not exceed max_seq_length ({self.max_seq_length}), because the model knows no "
+                f"later position. Use at most {self.max_seq_length} tokens or a larger max_seq_length."
+            )
+        if seq_length % sequence_shards:
+            below = seq_length // sequence_shards * sequence_shards
+            legal = " or ".join(str(n) for n in (below, below + sequence_shards) if 0 < n <= self.max_seq_length)
+            raise ParallelPlanError(
+                f"seq_length ({seq_length}) must be a multiple of tp ({sequence_shards}) under sequence parallelism, because "
+                f"each rank holds an equal part of the sequence. Use {legal or 'another tp'}, or sequence_parallel=False."
+            )
+
+    def _head_cost(self) -> float:
+        """Return the multiplications of the output head over those of one layer, per token."""
+        heads = (2 * self.num_heads + 2 * self.kv_heads) * self.head_size
+        ffn = (3 if self.activation == "swiglu" else 2) * self.ffn_size
+        core = self.max_seq_length * self.num_heads * self.head_size
+        return self.vocab_size * self.hidden_size / (self.hidden_size * (heads + ffn) + core)
+
+
+def _require(holds: bool, name: str, value: object, rule: str, why: str) -> None:
+    if not holds:
+        raise ParallelPlanError(f"{name} ({value}) must {rule}, because {why}. Change {name}.")

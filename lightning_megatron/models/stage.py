@@ -1,0 +1,118 @@
+"""How a model that is cut into pipeline stages runs one piece of itself at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+
+
+class StageDone(BaseException):
+    """End the user's step on a stage that does not compute the loss; the pipeline executor catches it.
+
+    Not an Exception, so that a user's ``except Exception`` around the model lets it pass.
+    """
+
+
+@dataclass
+class StageCursor:
+    """Tell a pipelined module which piece to run, and take its result.
+
+    Args:
+        chunk: The chunk of this stage to run.
+        hidden: Input from the previous virtual stage; None on the first.
+        output: Set by the module: the hidden for the next virtual stage.
+        probe: Whether to report ``boundary`` and ``dtype`` and compute nothing.
+        boundary: Set by the module when probed: shape of the hidden between stages for these inputs.
+        dtype: Set by the module when probed: its dtype.
+    """
+
+    chunk: int
+    hidden: Tensor | None
+    output: Tensor | None = None
+    probe: bool = False
+    boundary: torch.Size | None = None
+    dtype: torch.dtype | None = None
+
+
+class PipelinedModule(nn.Module):
+    """Run as a whole, or one virtual stage at a time when a cursor is set.
+
+    A subclass holds the layers of this rank's virtual stages and ends its forward with ``run_stage``.
+
+    Args:
+        mesh: The groups of this rank.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.num_chunks: int = mesh.layout.vpp
+        self.cursor: StageCursor | None = None
+
+    def is_first_stage(self, chunk: int = 0) -> bool:
+        """Tell whether ``chunk`` of this rank is the first virtual stage, which holds the embedding."""
+        return self.mesh.pp.is_first and chunk == 0
+
+    def is_last_stage(self, chunk: int | None = None) -> bool:
+        """Tell whether ``chunk`` of this rank (None: its last one) is the last virtual stage, which holds the head."""
+        return self.mesh.pp.is_last and chunk in (None, self.num_chunks - 1)
+
+    def run_stage(
+        self,
+        enter: Callable[[], Tensor],
+        middle: Callable[[Tensor, int], Tensor],
+        leave: Callable[[Tensor], Any],
+        boundary: Callable[[], tuple[torch.Size, torch.dtype]],
+    ) -> Any:
+        """Run the whole model, or the virtual stage that the cursor names.
+
+        Args:
+            enter: Computes the hidden from the inputs; called on the first virtual stage.
+            middle: Runs the layers of a chunk.
+            leave: Computes the result from the hidden; called on the last virtual stage.
+            boundary: Returns shape and dtype of the hidden between stages.
+
+        Returns:
+            The result of ``leave``; only the last virtual stage returns.
+
+        Raises:
+            StageDone: On every other virtual stage, and when probed.
+            UnsupportedError: If a model that is cut into stages is called without a cursor.
+        """
+        cursor = self.cursor
+        if cursor is None:
+            return leave(self._all_chunks(enter(), middle))
+        if cursor.probe:
+            cursor.boundary, cursor.dtype = boundary()
+            raise StageDone
+        hidden = enter() if self.is_first_stage(cursor.chunk) else cursor.hidden
+        assert hidden is not None, "a virtual stage after the first needs the hidden of the one before"
+        hidden = middle(hidden, cursor.chunk)
+        if self.is_last_stage(cursor.chunk):
+            return leave(hidden)
+        cursor.output = hidden
+        raise StageDone
+
+    def _all_chunks(self, hidden: Tensor, middle: Callable[[Tensor, int], Tensor]) -> Tensor:
+        for chunk in range(self.num_chunks):
+            hidden = middle(hidden, chunk)
+        return hidden
+
+    def check_callable_whole(self) -> None:
+        """Refuse a call of the whole model where this rank holds only some of its stages.
+
+        Raises:
+            UnsupportedError: If the model is cut over pp and no cursor is set.
+        """
+        if self.cursor is None and self.mesh.pp.size > 1:
+            raise UnsupportedError(
+                f"a model cut into {self.mesh.pp.size} pipeline stages cannot be called by itself, because this rank holds one "
+                "stage. Call it inside training_step, validation_step, test_step or predict_step."
+            )

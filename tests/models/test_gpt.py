@@ -1,0 +1,152 @@
+"""GPT against itself in one process, under every cut of tensors, sequences and layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.stage import StageCursor, StageDone
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.oracles import assert_equal, assert_same_gradients, full_weights
+from tests.world import run_world
+
+B, S, V = 2, 8, 77
+SIZES = {"vocab_size": V, "max_seq_length": 12, "num_layers": 4, "hidden_size": 16, "num_heads": 4}
+CONFIGS = {
+    "gpt2 tied": GPTConfig.gpt2(**SIZES),
+    "gpt2 untied post": GPTConfig.gpt2(**SIZES, tie_embeddings=False, norm_position="post", activation="gelu"),
+    "llama": GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=24),
+    "llama tied": GPTConfig.llama(**SIZES, num_kv_heads=1, ffn_hidden_size=24, tie_embeddings=True),
+}
+CUTS = [
+    ({"tp": 1}, False),
+    ({"tp": 2}, False),
+    ({"tp": 2}, True),
+    ({"tp": 4}, False),
+    ({"tp": 4}, True),
+    ({"pp": 2}, False),
+    ({"pp": 2, "vpp": 2}, False),
+    ({"pp": 4}, False),
+    ({"tp": 2, "pp": 2}, True),
+]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, V, (B, S), generator=generator)
+    labels = torch.randint(0, V, (B, S), generator=generator)
+    labels[0, 2] = -100
+    return tokens, labels
+
+
+def run_pipeline(model: GPT, tokens: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Run every virtual stage one after the other, forward and backward; return the losses on every rank."""
+    mesh = model.mesh
+    pp, stages = mesh.pp, mesh.pp.size * model.num_chunks
+    model.cursor = StageCursor(0, None, probe=True)
+    with pytest.raises(StageDone):
+        model(tokens, labels)
+    shape, dtype = model.cursor.boundary, model.cursor.dtype
+    assert (shape, dtype) == model.boundary(tokens), "a probe reports the boundary"
+    inputs, outputs = {}, {}
+    losses = torch.zeros(B, S, dtype=torch.float64)
+    for stage in range(stages):
+        chunk, owner = divmod(stage, pp.size)
+        hidden = torch.zeros(shape, dtype=dtype)
+        if stage and pp.rank == (stage - 1) % pp.size:
+            hidden.copy_(outputs[(stage - 1) // pp.size].detach())
+        if stage:
+            torch.distributed.broadcast(hidden, pp.ranks[(stage - 1) % pp.size], group=pp.group)
+        if pp.rank != owner:
+            continue
+        inputs[chunk] = hidden.requires_grad_() if stage else None
+        model.cursor = StageCursor(chunk, inputs[chunk])
+        try:
+            outputs[chunk] = model(tokens, labels, label_smoothing=0.1)
+            losses = outputs[chunk].detach().clone()
+        except StageDone:
+            outputs[chunk] = model.cursor.output
+    for stage in reversed(range(stages)):
+        chunk, owner = divmod(stage, pp.size)
+        received = torch.zeros(shape, dtype=dtype)
+        if stage < stages - 1:
+            if pp.rank == (stage + 1) % pp.size:
+                received.copy_(inputs[(stage + 1) // pp.size].grad)
+            torch.distributed.broadcast(received, pp.ranks[(stage + 1) % pp.size], group=pp.group)
+        if pp.rank == owner:
+            outputs[chunk].backward(received if stage < stages - 1 else grad)
+    model.cursor = None
+    torch.distributed.broadcast(losses, pp.ranks[-1], group=pp.group)
+    return losses
+
+
+def check_cut(sizes: dict[str, int], sequence_parallel: bool, name: str) -> None:
+    what = f"{name} {sizes} sp={sequence_parallel}"
+    mesh = ParallelMesh.create(
+        ParallelLayout(world_size=4, **sizes), seed=5, sequence_parallel=sequence_parallel
+    )
+    config, (tokens, labels) = CONFIGS[name], batch()
+    single, model = GPT(config, seed=7), GPT(config, mesh, seed=7)
+    weights = full_weights(single, single.mesh)
+    for key, weight in full_weights(model, mesh).items():
+        source = "embedding.word.weight" if config.tie_embeddings and key == "head.weight" else key
+        assert torch.equal(weight, weights[source]), f"{what}: {key} starts differently"
+
+    expected = single(tokens, labels, label_smoothing=0.1)
+    grad = torch.rand(expected.shape, generator=torch.Generator().manual_seed(9))
+    expected.backward(grad)
+    gradients = {key: p.grad[: weights[key].shape[0]] for key, p in single.named_parameters()}
+    if mesh.pp.size > 1:
+        with pytest.raises(UnsupportedError, match="2|4"):
+            model(tokens, labels)
+        losses = run_pipeline(model, tokens, labels, grad)
+        keys = {key for key, _ in model.named_parameters()}
+        if config.tie_embeddings:
+            join_tied_gradients(model, gradients)
+        gradients = {key: gradients[key] for key in keys}
+    else:
+        losses = model(tokens, labels, label_smoothing=0.1)
+        losses.backward(grad)
+        assert_equal(model(tokens), single(tokens), f"{what}: logits")
+    assert_equal(losses, expected, f"{what}: losses")
+    assert_same_gradients(model, mesh, gradients, what)
+    mesh.destroy()
+
+
+def join_tied_gradients(model: GPT, gradients: dict[str, torch.Tensor]) -> None:
+    gradients["head.weight"] = gradients["embedding.word.weight"]
+    if model.mesh.embedding.size > 1:
+        ends = [p for key, p in model.named_parameters() if key in ("embedding.word.weight", "head.weight")]
+        torch.distributed.all_reduce(ends[0].grad, group=model.mesh.embedding.group)
+
+
+def check_cuts(rank: int, size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    for sizes, sequence_parallel in CUTS:
+        for name in CONFIGS:
+            check_cut(sizes, sequence_parallel, name)
+
+
+def test_every_cut_starts_equal_and_has_the_losses_and_gradients_of_one_process() -> None:
+    run_world(check_cuts, 4)
+
+
+def test_bad_inputs_are_refused() -> None:
+    model = GPT(CONFIGS["gpt2 tied"], seed=1)
+    with pytest.raises(ParallelPlanError, match=r"seq_length \(13\) must not exceed max_seq_length \(12\)"):
+        model(torch.zeros(1, 13, dtype=torch.long))
+    with pytest.raises(IndexError, match=r"\[0, 77\): found 77"):
+        model(torch.full((1, 4), 77))
+    model.recompute = "some"
+    with pytest.raises(UnsupportedError, match="none, selective, full"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+
+
+def test_an_ambient_meta_device_leaves_the_model_unmaterialised() -> None:
+    with torch.device("meta"):
+        model = GPT(CONFIGS["llama"], seed=1)
+    assert all(p.is_meta for p in model.parameters())

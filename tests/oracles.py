@@ -1,0 +1,70 @@
+"""Bring sharded tensors together, so that tests can compare them with one-process twins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
+
+
+def gather_full(local: Tensor, spec: ShardSpec, mesh: ParallelMesh, *, sum_copies: bool = False) -> Tensor:
+    """Return the full tensor on every rank of the tensor axis.
+
+    Args:
+        local: This rank's tensor.
+        spec: How it lies in the full tensor.
+        mesh: The groups of this rank.
+        sum_copies: Whether copies hold parts of a sum (gradients of ``partial`` parameters); otherwise copy 0 counts.
+    """
+    full = local.new_zeros(spec.full_shape)
+    spec.copy_to_full(local.detach(), full, counted_only=not sum_copies)
+    return all_reduce_(full, mesh.tp)
+
+
+def full_weights(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
+    """Return every full parameter of this rank's layers by name."""
+    return {name: gather_full(p, shard_spec_of(p, mesh.tp.rank), mesh) for name, p in module.named_parameters()}
+
+
+def full_gradients(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
+    """Return every full gradient of this rank's layers by name, copies added where they are parts of a sum."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        spec = shard_spec_of(parameter, mesh.tp.rank)
+        assert parameter.grad is not None, f"{name} has no gradient"
+        found[name] = gather_full(parameter.grad, spec, mesh, sum_copies=spec.partial)
+    return found
+
+
+def load_full_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Write this rank's shards of full weights into the parameters of ``module``; every parameter must be given."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.zero_()
+            shard_spec_of(parameter).copy_from_full(parameter, weights[name].detach())
+
+
+def sequence_part(full: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Return this rank's positions of a sequence-first tensor."""
+    return full.chunk(mesh.tp.size)[mesh.tp.rank] if mesh.sequence_parallel else full
+
+
+def assert_equal(actual: Tensor, expected: Tensor, what: str, tolerance: float = 1e-10) -> None:
+    """Check that two tensors agree to ``tolerance``, relative to the larger of 1 and the largest expected element."""
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    scale = max(1.0, float(expected.detach().abs().max()) if expected.numel() else 1.0)
+    error = float((actual.detach() - expected.detach()).abs().max()) if actual.numel() else 0.0
+    assert error <= tolerance * scale, f"{what}: off by {error:.3e}"
+
+
+def assert_same_gradients(module: nn.Module, mesh: ParallelMesh, expected: Mapping[str, Tensor], what: str) -> None:
+    """Check every full gradient of ``module`` against its twin's, by name."""
+    found = full_gradients(module, mesh)
+    assert found.keys() == expected.keys(), f"{what}: {sorted(found.keys() ^ expected.keys())}"
+    for name, gradient in found.items():
+        assert_equal(gradient, expected[name], f"{what}: gradient of {name}")
