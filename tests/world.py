@@ -26,7 +26,8 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         processes = [
-            context.Process(target=_enter, args=(fn, rank, size, store, results, args), daemon=True) for rank in range(size)
+            context.Process(target=_enter, args=(fn, rank, size, store, results, args), daemon=True)
+            for rank in range(size)
         ]
         for process in processes:
             process.start()

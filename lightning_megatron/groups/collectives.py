@@ -151,6 +151,8 @@ def barrier(axis: MeshAxis, device: torch.device | None = None) -> None:
     if axis.group is None:
         return
     if device is not None and device.type == "cuda" and dist.get_backend(axis.group) == "nccl":
-        dist.barrier(group=axis.group, device_ids=[torch.cuda.current_device() if device.index is None else device.index])
+        dist.barrier(
+            group=axis.group, device_ids=[torch.cuda.current_device() if device.index is None else device.index]
+        )
     else:
         dist.barrier(group=axis.group)

@@ -154,7 +154,9 @@ class _Builder:
     ) -> None:
         self.layout, self.device, self.timeout = layout, device, timeout
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        self.options = {name: {"high_priority": True} for name in _HIGH_PRIORITY} | {k: dict(v) for k, v in options.items()}
+        self.options = {name: {"high_priority": True} for name in _HIGH_PRIORITY} | {
+            k: dict(v) for k, v in options.items()
+        }
         self.created: list[dist.ProcessGroup] = []
         self.rank = layout.rank_offset
         self._cache: dict[Any, MeshAxis] = {}

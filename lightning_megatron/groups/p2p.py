@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,17 +10,21 @@ from torch import Tensor
 from lightning_megatron.groups.axis import MeshAxis
 
 
-@dataclass(frozen=True)
 class PendingExchange:
-    """Hold an exchange that has started; its tensors must live until :meth:`wait` returns."""
+    """Hold an exchange that has started, and keep its tensors alive until it is over."""
 
-    works: Sequence[dist.Work] = ()
-    tensors: Sequence[Tensor] = field(default=(), repr=False)
+    def __init__(self, works: Sequence[dist.Work] = (), tensors: Sequence[Tensor] = ()) -> None:
+        self._works, self._tensors = tuple(works), tuple(tensors)
 
     def wait(self) -> None:
-        """Wait for all sends and receives; on a GPU the current stream waits, not the host."""
-        for work in self.works:
+        """Wait for all sends and receives; on a GPU the current stream waits, not the host. Further calls do nothing."""
+        for work in self._works:
             work.wait()
+        self._works = self._tensors = ()
+
+    def is_done(self) -> bool:
+        """Tell, without waiting, whether all transfers are known to be over."""
+        return all(work.is_completed() for work in self._works)
 
 
 def exchange(

@@ -53,7 +53,9 @@ class RandomStreams:
     Source: Shoeybi et al. 2019, appendix B.2.
     """
 
-    def __init__(self, seed: int, *, tp: int = 0, cp: int = 0, ep: int = 0, etp: int = 0, device: str | torch.device = "cpu"):
+    def __init__(
+        self, seed: int, *, tp: int = 0, cp: int = 0, ep: int = 0, etp: int = 0, device: str | torch.device = "cpu"
+    ):
         self.seed = seed
         self.device = torch.device(device)
         self.position = Position()

@@ -111,7 +111,9 @@ class ShardSpec:
         """Write this rank's pieces of ``full`` into ``local`` in place; padding rows keep their value."""
         with torch.no_grad():
             for box, view in self.local_views(local):
-                view.copy_(full.narrow(self.dim, box.offsets[self.dim], box.sizes[self.dim]) if self.full_shape else full)
+                view.copy_(
+                    full.narrow(self.dim, box.offsets[self.dim], box.sizes[self.dim]) if self.full_shape else full
+                )
 
     def copy_to_full(self, local: Tensor, full: Tensor, *, counted_only: bool = False) -> None:
         """Write this rank's pieces into ``full`` in place; with ``counted_only`` the pieces of copy 0 alone."""
@@ -119,7 +121,9 @@ class ShardSpec:
             for box, view in self.local_views(local):
                 if box.copy and counted_only:
                     continue
-                (full.narrow(self.dim, box.offsets[self.dim], box.sizes[self.dim]) if self.full_shape else full).copy_(view)
+                (full.narrow(self.dim, box.offsets[self.dim], box.sizes[self.dim]) if self.full_shape else full).copy_(
+                    view
+                )
 
 
 def whole_spec(tensor: Tensor, copy: int = 0, *, partial: bool = False) -> ShardSpec:

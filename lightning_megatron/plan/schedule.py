@@ -141,7 +141,9 @@ def build_schedule(
     group = num_microbatches
     if name == "interleaved":
         group = num_stages if microbatch_group_size is None else microbatch_group_size
-        _check_group(num_stages, num_microbatches, group)
+        # Without backwards a chunk only ever waits for what comes before it, so groups of any size work.
+        if not forward_only:
+            _check_group(num_stages, num_microbatches, group)
     forwards = _forwards(num_microbatches, num_chunks, group)
     rows = []
     for rank in range(num_stages):

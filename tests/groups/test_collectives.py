@@ -85,7 +85,12 @@ def _check_pairs(axis: MeshAxis) -> None:
 def _check_plain(axis: MeshAxis) -> None:
     mine = _input(axis.ranks[axis.rank])
     everyone = torch.stack([_input(r) for r in axis.ranks])
-    for op, expected in {"sum": everyone.sum(0), "mean": everyone.mean(0), "max": everyone.amax(0), "min": everyone.amin(0)}.items():
+    for op, expected in {
+        "sum": everyone.sum(0),
+        "mean": everyone.mean(0),
+        "max": everyone.amax(0),
+        "min": everyone.amin(0),
+    }.items():
         torch.testing.assert_close(all_reduce_(mine.clone(), axis, op), expected)
     assert torch.equal(broadcast_(mine.clone(), axis, axis.size - 1), everyone[-1])
     assert torch.equal(all_gather_stack(mine, axis), everyone)

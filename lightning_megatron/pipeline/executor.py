@@ -1,0 +1,267 @@
+"""Run any schedule: one loop over a stage's instructions, without knowledge of the schedule behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.p2p import PendingExchange, exchange
+from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.plan.schedule import Action, build_schedule
+from lightning_megatron.plan.transfers import Compute, Program, Transfer, plan_transfers
+
+StepFn = Callable[[Any], Any]
+LossOf = Callable[[Any, int], Tensor | None]
+_Unit = tuple[int, int]
+
+
+class PipelineExecutor:
+    """Run the forward and backward passes of one step's microbatches on this rank's stage.
+
+    Equal to calling ``step_fn`` on every microbatch and running backward from the sum of their losses in one process.
+
+    Args:
+        mesh: Groups of this rank; ``mesh.pp`` is the pipeline.
+        model: The module that is cut into stages; None with one stage, where ``step_fn`` may do anything.
+        schedule: ``1f1b``, ``interleaved`` or ``gpipe``.
+        microbatch_group_size: Microbatches that run through one chunk before the next chunk has its turn; None means one
+            for each stage (interleaved only).
+    """
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        model: PipelinedModule | None,
+        schedule: str = "1f1b",
+        microbatch_group_size: int | None = None,
+    ) -> None:
+        self.mesh, self.model = mesh, model
+        self._schedule, self._group_size = schedule, microbatch_group_size
+        self._programs: dict[tuple[int, bool], Program] = {}
+        self._boundaries: dict[Any, tuple[torch.Size, torch.dtype]] = {}
+
+    def run(
+        self,
+        step_fn: StepFn,
+        microbatches: Sequence[Microbatch],
+        *,
+        backward: bool,
+        loss_of: LossOf | None = None,
+        step: int = 0,
+    ) -> list[Any]:
+        """Run all microbatches.
+
+        Args:
+            step_fn: Called with a microbatch's data; calls the model once and returns anything.
+            microbatches: The same on all ranks of one data-parallel rank.
+            backward: Whether to run the backward passes; they accumulate into ``.grad``.
+            loss_of: Takes what ``step_fn`` returned and the microbatch's number; returns the scalar to run backward from,
+                already weighted, or None for a microbatch without a loss.
+            step: Optimizer step, for the random streams (steps).
+
+        Returns:
+            What ``step_fn`` returned for each microbatch, on the last stage; an empty list on the others.
+
+        Communication: the point-to-point transfers of :func:`~lightning_megatron.plan.transfers.plan_transfers`.
+        """
+        run = _Run(self, step_fn, microbatches, loss_of, step, backward)
+        for instruction in self._program(len(microbatches), backward).instructions(self.mesh.pp.rank):
+            if isinstance(instruction, Compute):
+                run.compute(instruction.action)
+            else:
+                run.exchange(instruction.sends, instruction.receives)
+        run.finish()
+        return run.results
+
+    def _program(self, num_microbatches: int, backward: bool) -> Program:
+        key = (num_microbatches, backward)
+        if key not in self._programs:
+            num_chunks = self.model.num_chunks if self.model is not None else 1
+            self._programs[key] = plan_transfers(
+                build_schedule(
+                    self._schedule,
+                    self.mesh.pp.size,
+                    num_microbatches,
+                    num_chunks,
+                    self._group_size,
+                    forward_only=not backward,
+                )
+            )
+        return self._programs[key]
+
+    def boundary(self, step_fn: StepFn, microbatch: Microbatch) -> tuple[torch.Size, torch.dtype]:
+        """Return shape and type of what travels between stages for a microbatch of this form.
+
+        The user's step is called up to the model, which knows the answer from its inputs; every rank can do so by itself
+        because every rank of a data-parallel rank has the same microbatch.
+        """
+        assert self.model is not None, "one stage has no boundary"
+        form = _form_of(microbatch.data)
+        if form not in self._boundaries:
+            cursor = StageCursor(chunk=0, hidden=None, probe=True)
+            with torch.random.fork_rng(devices=[]):
+                self.call(step_fn, microbatch, cursor)
+            if cursor.boundary is None or cursor.dtype is None:
+                raise UnsupportedError(_NOT_CALLED)
+            self._boundaries[form] = (cursor.boundary, cursor.dtype)
+        return self._boundaries[form]
+
+    def call(self, step_fn: StepFn, microbatch: Microbatch, cursor: StageCursor | None) -> tuple[Any, bool]:
+        """Call the user's step with the model set to one stage; return its result and whether it ran to its end."""
+        if self.model is None or cursor is None:
+            return step_fn(microbatch.data), True
+        self.model.cursor = cursor
+        try:
+            return step_fn(microbatch.data), True
+        except StageDone:
+            return None, False
+        finally:
+            self.model.cursor = None
+
+
+class _Run:
+    """Hold what is in flight during one step: inputs, outputs and gradients by (chunk, microbatch)."""
+
+    def __init__(
+        self,
+        executor: PipelineExecutor,
+        step_fn: StepFn,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf | None,
+        step: int,
+        backward: bool,
+    ) -> None:
+        self.executor, self.step_fn, self.microbatches = executor, step_fn, microbatches
+        self.loss_of, self.step, self.backward = loss_of, step, backward
+        self.results: list[Any] = []
+        self._axis = executor.mesh.pp
+        self._last_chunk = executor.model.num_chunks - 1 if executor.model is not None else 0
+        self._inputs: dict[_Unit, Tensor] = {}
+        self._outputs: dict[_Unit, Tensor | None] = {}
+        self._gradients: dict[_Unit, Tensor] = {}
+        self._arrivals: dict[tuple[str, _Unit], PendingExchange] = {}
+        self._pending: list[PendingExchange] = []
+
+    def compute(self, action: Action) -> None:
+        """Run one forward or backward pass."""
+        unit = (action.chunk, action.microbatch)
+        if action.kind == "F":
+            self._forward(unit)
+        elif action.kind == "B":
+            self._backward(unit)
+        else:
+            raise UnsupportedError(f"the executor runs forward (F) and backward (B) actions: {action.kind!r}.")
+
+    def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        """Start the transfers of one exchange; whoever needs a received tensor waits for it."""
+        outgoing = [(self._outgoing(transfer), transfer.peer) for transfer in sends]
+        incoming = [(self._buffer(transfer), transfer.peer) for transfer in receives]
+        pending = exchange(outgoing, incoming, self._axis)
+        self._pending = [one for one in self._pending if not one.is_done()] + [pending]
+        for transfer, (buffer, _) in zip(receives, incoming, strict=True):
+            unit = (transfer.chunk, transfer.microbatch)
+            (self._inputs if transfer.kind == "F" else self._gradients)[unit] = buffer
+            self._arrivals[transfer.kind, unit] = pending
+
+    def finish(self) -> None:
+        """Wait for the last transfers."""
+        for pending in self._pending:
+            pending.wait()
+
+    def _forward(self, unit: _Unit) -> None:
+        chunk, number = unit
+        mesh, microbatch = self.executor.mesh, self.microbatches[number]
+        mesh.random.begin_microbatch(self.step, number * mesh.dp.size + mesh.dp.rank)
+        cursor = None
+        if self._axis.size > 1:
+            hidden = self._arrived("F", unit, self._inputs)
+            if hidden is not None:
+                hidden.requires_grad_(self.backward)
+            cursor = StageCursor(chunk=chunk, hidden=hidden)
+        result, ended = self.executor.call(self.step_fn, microbatch, cursor)
+        is_last = self._axis.is_last and chunk == self._last_chunk
+        if ended != is_last:
+            raise UnsupportedError(_NOT_CALLED)
+        if is_last:
+            self.results.append(result)
+            self._outputs[unit] = self.loss_of(result, number) if self.backward and self.loss_of is not None else None
+        else:
+            assert cursor is not None, "a stage that is not the last one has a cursor"
+            self._outputs[unit] = cursor.output
+        if not self.backward:
+            self._inputs.pop(unit, None)
+
+    def _backward(self, unit: _Unit) -> None:
+        output, gradient = self._outputs.pop(unit), self._arrived("B", unit, self._gradients)
+        if gradient is not None:
+            self._gradients.pop(unit)
+        if output is not None:
+            _run_backward(output, gradient)
+        hidden = self._inputs.pop(unit, None)
+        if hidden is not None:
+            self._gradients[unit] = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+
+    def _outgoing(self, transfer: Transfer) -> Tensor:
+        unit = (transfer.chunk, transfer.microbatch)
+        if transfer.kind == "B":
+            return self._gradients.pop(unit).contiguous()
+        output = self._outputs[unit]
+        assert output is not None, "a stage that is not the last one always has an output"
+        sent = output.detach().contiguous()
+        if self.backward:
+            # The graph needs the output's identity, never its values: the next stage has those now.
+            output.data = output.new_empty(1)
+        else:
+            del self._outputs[unit]
+        return sent
+
+    def _buffer(self, transfer: Transfer) -> Tensor:
+        shape, dtype = self.executor.boundary(self.step_fn, self.microbatches[transfer.microbatch])
+        return torch.empty(shape, dtype=dtype, device=self.executor.mesh.device)
+
+    def _arrived(self, kind: str, unit: _Unit, where: dict[_Unit, Tensor]) -> Tensor | None:
+        pending = self._arrivals.pop((kind, unit), None)
+        if pending is not None:
+            pending.wait()
+        return where.get(unit)
+
+
+def _run_backward(output: Tensor, gradient: Tensor | None) -> None:
+    if gradient is None:
+        output.backward()
+        return
+    # torch.autograd.backward compares the shapes of output and gradient, but the output's values have been freed.
+    torch.autograd.Variable._execution_engine.run_backward(
+        (output,),
+        (gradient,),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def _form_of(node: Any) -> Any:
+    """Describe the shapes in a nest of containers by a hashable value."""
+    if isinstance(node, Tensor):
+        return tuple(node.shape)
+    if hasattr(node, "items"):
+        return tuple((key, _form_of(value)) for key, value in node.items())
+    if isinstance(node, (list, tuple)):
+        return tuple(_form_of(value) for value in node)
+    if hasattr(node, "__dataclass_fields__"):
+        return tuple((name, _form_of(getattr(node, name))) for name in node.__dataclass_fields__)
+    return type(node)
+
+
+_NOT_CALLED = (
+    "with more than one pipeline stage, a step must call the pipelined model exactly once: the call is where a stage takes "
+    "over its input and where all stages but the last one leave the step. Call it once, unconditionally, or use pp=1."
+)

@@ -1,0 +1,139 @@
+"""A pipeline gives the losses, outputs and gradients of one process, for every schedule and size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.microbatch import split_batch
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.stages import split_layers
+from tests.world import run_world
+
+WIDTH, LAYERS = 4, 8
+CASES = [
+    ("1f1b", 4, 1, 1), ("1f1b", 4, 1, 3), ("1f1b", 4, 1, 6), ("gpipe", 4, 1, 5), ("1f1b", 2, 1, 4),
+    ("interleaved", 2, 2, 4), ("interleaved", 2, 4, 6), ("interleaved", 4, 2, 4), ("interleaved", 4, 2, 8),
+]  # fmt: skip
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(index)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ self.weight)
+
+
+class Tower(PipelinedModule):
+    """A stack of layers, whole or cut."""
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        super().__init__(mesh)
+        plan = split_layers(LAYERS, mesh.layout.pp, mesh.layout.vpp)[mesh.pp.rank]
+        self.chunks = plan
+        self.layers = nn.ModuleDict({str(i): Layer(i) for chunk in plan for i in chunk})
+        self.passed_on: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run_stage(lambda: x, self.run_layers, lambda hidden: hidden, lambda: (x.shape, x.dtype))
+
+    def run_layers(self, hidden: Tensor, chunk: int) -> Tensor:
+        for index in self.chunks[chunk]:
+            hidden = self.layers[str(index)](hidden)
+        if not self.is_last_stage(chunk) and torch.is_grad_enabled():
+            self.passed_on.append(hidden)
+        return hidden
+
+
+def _batch(samples: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {"x": torch.randn(samples, WIDTH, dtype=torch.float64, generator=generator), "y": torch.randn(samples, WIDTH, dtype=torch.float64, generator=generator)}  # fmt: skip
+
+
+def _step(model: nn.Module):
+    def step(data):
+        prediction = model(data["x"])
+        return {"loss": ((prediction - data["y"]) ** 2).mean(), "prediction": prediction.detach()}
+
+    return step
+
+
+def _twin(samples: int):
+    model = Tower(ParallelMesh.single())
+    result = _step(model)(_batch(samples))
+    result["loss"].backward()
+    return result, {name: p.grad for name, p in model.named_parameters()}
+
+
+def _check_case(schedule: str, pp: int, vpp: int, microbatches: int, size: int) -> None:
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=pp, vpp=vpp))
+    model = Tower(mesh)
+    samples = 2 * microbatches - (1 if microbatches > 1 else 0)
+    parts = split_batch(_batch(samples), 2)
+    executor = PipelineExecutor(mesh, model, schedule)
+    twin, grads = _twin(samples)
+
+    def loss_of(result, number):
+        return result["loss"] * parts[number].num_samples / samples
+
+    for _ in range(2):
+        model.zero_grad()
+        results = executor.run(_step(model), parts, backward=True, loss_of=loss_of)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, grads[name], rtol=0, atol=1e-12)
+        assert len(results) == (len(parts) if mesh.pp.is_last else 0)
+        if results:
+            loss = sum(r["loss"] * p.num_samples / samples for r, p in zip(results, parts, strict=True))
+            torch.testing.assert_close(loss, twin["loss"], rtol=0, atol=1e-12)
+    assert all(output.numel() == 1 for output in model.passed_on), "an output must be freed once it is sent"
+    assert mesh.pp.is_last or model.passed_on
+    for number in (microbatches, 1, 3):
+        parts = split_batch(_batch(samples), -(-samples // number))
+        with torch.no_grad():
+            results = executor.run(_step(model), parts, backward=False)
+        if results:
+            torch.testing.assert_close(
+                torch.cat([r["prediction"] for r in results]), twin["prediction"], rtol=0, atol=1e-12
+            )
+    mesh.destroy()
+
+
+def _check_wrong_steps(size: int) -> None:
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=4))
+    model = Tower(mesh)
+    executor = PipelineExecutor(mesh, model)
+    with pytest.raises(UnsupportedError, match="must call the pipelined model exactly once"):
+        executor.run(lambda data: data["x"].sum(), split_batch(_batch(4), 2), backward=False)
+    mesh.destroy()
+
+
+def _world(rank: int, size: int) -> int:
+    for schedule, pp, vpp, microbatches in CASES:
+        _check_case(schedule, pp, vpp, microbatches, size)
+    _check_wrong_steps(size)
+    return len(CASES)
+
+
+def test_pipelines_equal_one_process():
+    assert run_world(_world, 4) == [len(CASES)] * 4
+
+
+def test_one_stage_runs_any_step_without_a_pipelined_module():
+    model, batch = nn.Linear(WIDTH, 1).double(), _batch(6)
+    executor = PipelineExecutor(ParallelMesh.single(), None)
+    results = executor.run(
+        lambda data: model(data["x"]).mean(), split_batch(batch, 2), backward=True, loss_of=lambda result, _: result / 3
+    )
+    gradient = model.weight.grad.clone()
+    model.zero_grad()
+    model(batch["x"]).mean().backward()
+    torch.testing.assert_close(gradient, model.weight.grad)
+    assert len(results) == 3

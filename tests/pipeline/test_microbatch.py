@@ -1,0 +1,71 @@
+"""Microbatches hold every sample of a batch once, in whatever containers it came."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.pipeline.microbatch import Microbatch, split_batch
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+    names: list[str]
+    temperature: float
+
+
+def test_the_last_microbatch_is_smaller_when_the_batch_does_not_divide():
+    parts = split_batch(torch.arange(5), 2)
+    assert [part.num_samples for part in parts] == [2, 2, 1]
+    assert torch.equal(torch.cat([part.data for part in parts]), torch.arange(5))
+
+
+def test_every_container_keeps_its_type():
+    x, y = torch.arange(8).view(4, 2), torch.arange(4)
+    batch: dict[str, Any] = {
+        "pair": Pair(x, y),
+        "list": [x, (y,)],
+        "ordered": OrderedDict(a=x),
+        "record": Record(x, ["a", "b", "c", "d"], 0.5),
+        "scalar": torch.tensor(3.0),
+        "text": "kept",
+        "none": None,
+    }
+    first, second = (part.data for part in split_batch(batch, 2))
+    assert isinstance(first["pair"], Pair)
+    assert isinstance(first["ordered"], OrderedDict)
+    assert torch.equal(torch.cat([first["pair"].x, second["pair"].x]), x)
+    assert torch.equal(second["list"][1][0], y[2:])
+    assert (first["record"].names, second["record"].names) == (["a", "b"], ["c", "d"])
+    assert second["record"].temperature == 0.5
+    assert first["scalar"] is batch["scalar"]
+    assert first["text"] == "kept"
+    assert first["none"] is None
+
+
+def test_a_list_of_microbatches_is_taken_as_it_is():
+    parts = [Microbatch({"x": torch.zeros(3)}, 3), Microbatch({"x": torch.zeros(1)}, 1)]
+    assert split_batch(parts, 2) == parts
+
+
+def test_tensors_of_unequal_length_are_named():
+    with pytest.raises(ParallelPlanError, match=r"batch\['x'\]: 4, batch\['y'\]: 3"):
+        split_batch({"x": torch.zeros(4), "y": torch.zeros(3)}, 2)
+
+
+def test_a_batch_without_tensors_is_refused():
+    with pytest.raises(
+        ParallelPlanError, match="must hold a tensor whose first dimension counts its samples: dict has none"
+    ):
+        split_batch({"x": "text"}, 2)
