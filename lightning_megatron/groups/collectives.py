@@ -99,8 +99,8 @@ def _scattered_sum(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
 def _check_divides(x: Tensor, axis: MeshAxis, dim: int) -> None:
     if x.shape[dim] % axis.size:
         raise ValueError(
-            f"dimension {dim} ({x.shape[dim]}) must be a multiple of {axis.name} ({axis.size}), because each rank takes an "
-            f"equal part. Pad it to {-(-x.shape[dim] // axis.size) * axis.size}."
+            f"dimension {dim} ({x.shape[dim]}) must be a multiple of {axis.name} ({axis.size}), because each rank "
+            f"takes an equal part. Pad it to {-(-x.shape[dim] // axis.size) * axis.size}."
         )
 
 

@@ -36,6 +36,6 @@ def check_same_everywhere(world: MeshAxis, fields: Mapping[str, str | int | floa
     if complaints:
         shown = "; ".join(complaints[:8]) + (f"; and {len(complaints) - 8} more" if len(complaints) > 8 else "")
         raise RankMismatchError(
-            f"all ranks must be started with the same configuration, versions and data: {shown}. A job whose ranks disagree "
-            "hangs or trains something else. Start every rank with the same command, environment and files."
+            f"all ranks must be started with the same configuration, versions and data: {shown}. A job whose ranks "
+            "disagree hangs or trains something else. Start every rank with the same command, environment and files."
         )

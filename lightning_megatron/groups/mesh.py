@@ -38,9 +38,9 @@ class Rendezvous:
 class ParallelMesh:
     """Hold every group that this rank belongs to, its device and its random streams.
 
-    Axes of one rank have no process group and never communicate. ``data`` is dp x cp, the group over which dense gradients
-    are averaged; ``model`` is tp x pp, the ranks that together hold one copy of the model; ``embedding`` joins the first and
-    the last stage. The axes that end in ``_cpu`` are gloo twins for Python objects and CPU tensors.
+    Axes of one rank have no process group and never communicate. ``data`` is dp x cp, the group over which dense
+    gradients are averaged; ``model`` is tp x pp, the ranks that together hold one copy of the model; ``embedding``
+    joins the first and the last stage. The axes that end in ``_cpu`` are gloo twins for Python objects and CPU tensors.
     """
 
     layout: ParallelLayout
@@ -171,8 +171,8 @@ class _Builder:
             return False
         if rendezvous is None:
             raise RankMismatchError(
-                f"a layout of {self.layout.world_size} ranks needs a process group: none is initialised and no rendezvous is "
-                "given. Pass rendezvous=, or call torch.distributed.init_process_group first."
+                f"a layout of {self.layout.world_size} ranks needs a process group: none is initialised and no "
+                "rendezvous is given. Pass rendezvous=, or call torch.distributed.init_process_group first."
             )
         self.rank = rendezvous.rank
         dist.init_process_group(
@@ -189,8 +189,8 @@ class _Builder:
         found, wanted = dist.get_world_size(), self.layout.world_size + self.layout.rank_offset
         if found < wanted or (self.layout.rank_offset == 0 and found != wanted):
             raise ParallelPlanError(
-                f"the initialised process group has {found} ranks, the layout needs {wanted}. Groups are cut out of exactly "
-                f"the ranks of the job. Start {wanted} processes or change the layout."
+                f"the initialised process group has {found} ranks, the layout needs {wanted}. Groups are cut out of "
+                f"exactly the ranks of the job. Start {wanted} processes or change the layout."
             )
 
     def axes(self) -> dict[str, MeshAxis]:

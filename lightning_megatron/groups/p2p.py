@@ -17,7 +17,7 @@ class PendingExchange:
         self._works, self._tensors = tuple(works), tuple(tensors)
 
     def wait(self) -> None:
-        """Wait for all sends and receives; on a GPU the current stream waits, not the host. Further calls do nothing."""
+        """Wait for all transfers; on a GPU the current stream waits, not the host. Further calls do nothing."""
         for work in self._works:
             work.wait()
         self._works = self._tensors = ()

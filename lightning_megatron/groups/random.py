@@ -38,9 +38,10 @@ class RandomStreams:
     * ``tensor``: different on every tensor-parallel rank (dropout inside a tensor-parallel region).
     * ``expert``: different on every expert-parallel and expert-tensor-parallel rank.
 
-    All of them differ by data-parallel rank through the microbatch number and by context-parallel rank. What a stream draws
-    is a function of (seed, stream, coordinates, step, microbatch, layer, draws so far in that layer): the order in which a
-    pipeline runs its microbatches, the stage that holds a layer, and activation recomputation do not change it.
+    All of them differ by data-parallel rank through the microbatch number and by context-parallel rank. What a stream
+    draws is a function of (seed, stream, coordinates, step, microbatch, layer, draws so far in that layer): the order
+    in which a pipeline runs its microbatches, the stage that holds a layer, and activation recomputation do not change
+    it.
 
     Args:
         seed: The seed of the run, equal on all ranks.
@@ -89,7 +90,7 @@ class RandomStreams:
 
     @contextmanager
     def fork(self, name: StreamName) -> Iterator[None]:
-        """Let the draws inside the block come from the stream ``name``; the default generators are left as they were."""
+        """Let the draws inside the block come from the stream ``name``, and leave the default generators alone."""
         if name not in self._coordinates:
             raise ValueError(f"a random stream must be one of {', '.join(self._coordinates)}: {name!r}.")
         outside = self._get_state()

@@ -1,4 +1,4 @@
-"""Which part of a full tensor a rank holds: data on every parameter, read by initialisation, gradients, norms, checkpoints."""
+"""Which part of a full tensor a rank holds: data on every parameter, read by whoever must know how it is cut."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ class Box:
 class ShardSpec:
     """Describe how a local tensor lies in its full tensor.
 
-    The local tensor is the concatenation, along ``dim``, of ``ranges`` of the full tensor, then padding rows that belong to
-    no full tensor (the padded vocabulary). Data-parallel and context-parallel ranks always hold copies and are not listed.
+    The local tensor is the concatenation, along ``dim``, of ``ranges`` of the full tensor, then padding rows that
+    belong to no full tensor (the padded vocabulary). Data-parallel and context-parallel ranks always hold copies and
+    are not listed.
 
     Args:
         full_shape: Shape of the full tensor, without padding (elements).
         ranges: What this rank holds along ``dim``, in local order.
         dim: The dimension that is cut.
-        partial: Whether the tensor-parallel copies of a range each see only a part of its gradient, so that the parts must be
-            added over the tensor axis (norms and biases under sequence parallelism, replicated key/value heads).
+        partial: Whether the tensor-parallel copies of a range each see only a part of its gradient, so that the parts
+            must be added over the tensor axis (norms and biases under sequence parallelism, replicated key/value
+            heads).
         tied_to: Name, within the same model, of the first-stage parameter that this last-stage parameter is a copy of.
     """
 

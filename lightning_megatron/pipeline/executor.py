@@ -30,8 +30,8 @@ class PipelineExecutor:
         mesh: Groups of this rank; ``mesh.pp`` is the pipeline.
         model: The module that is cut into stages; None with one stage, where ``step_fn`` may do anything.
         schedule: ``1f1b``, ``interleaved`` or ``gpipe``.
-        microbatch_group_size: Microbatches that run through one chunk before the next chunk has its turn; None means one
-            for each stage (interleaved only).
+        microbatch_group_size: Microbatches that run through one chunk before the next chunk has its turn; None means
+            one for each stage (interleaved only).
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class PipelineExecutor:
             step_fn: Called with a microbatch's data; calls the model once and returns anything.
             microbatches: The same on all ranks of one data-parallel rank.
             backward: Whether to run the backward passes; they accumulate into ``.grad``.
-            loss_of: Takes what ``step_fn`` returned and the microbatch's number; returns the scalar to run backward from,
-                already weighted, or None for a microbatch without a loss.
+            loss_of: Takes what ``step_fn`` returned and the microbatch's number; returns the scalar to run backward
+                from, already weighted, or None for a microbatch without a loss.
             step: Optimizer step, for the random streams (steps).
 
         Returns:
@@ -98,8 +98,8 @@ class PipelineExecutor:
     def boundary(self, step_fn: StepFn, microbatch: Microbatch) -> tuple[torch.Size, torch.dtype]:
         """Return shape and type of what travels between stages for a microbatch of this form.
 
-        The user's step is called up to the model, which knows the answer from its inputs; every rank can do so by itself
-        because every rank of a data-parallel rank has the same microbatch.
+        The user's step is called up to the model, which knows the answer from its inputs; every rank can do so by
+        itself because every rank of a data-parallel rank has the same microbatch.
         """
         assert self.model is not None, "one stage has no boundary"
         form = _form_of(microbatch.data)
@@ -262,6 +262,7 @@ def _form_of(node: Any) -> Any:
 
 
 _NOT_CALLED = (
-    "with more than one pipeline stage, a step must call the pipelined model exactly once: the call is where a stage takes "
-    "over its input and where all stages but the last one leave the step. Call it once, unconditionally, or use pp=1."
+    "with more than one pipeline stage, a step must call the pipelined model exactly once: the call is where a stage "
+    "takes over its input and where all stages but the last one leave the step. Call it once, unconditionally, or use "
+    "pp=1."
 )

@@ -27,9 +27,9 @@ class Microbatch:
 def split_batch(batch: Any, microbatch_size: int) -> list[Microbatch]:
     """Cut every tensor of ``batch`` along its first dimension.
 
-    Tensors, and lists or tuples of plain values, whose first dimension is the batch are cut; everything else is passed to
-    every microbatch as it is. The last microbatch is smaller when the batch does not divide. A batch that is a list of
-    :class:`Microbatch`, as a collate function may return, is taken as cut already.
+    Tensors, and lists or tuples of plain values, whose first dimension is the batch are cut; everything else is passed
+    to every microbatch as it is. The last microbatch is smaller when the batch does not divide. A batch that is a list
+    of :class:`Microbatch`, as a collate function may return, is taken as cut already.
 
     Args:
         batch: Any nest of tensors, mappings, sequences, named tuples and dataclasses.
@@ -44,7 +44,8 @@ def split_batch(batch: Any, microbatch_size: int) -> list[Microbatch]:
     if not sizes:
         raise ParallelPlanError(
             f"a batch must hold a tensor whose first dimension counts its samples: {type(batch).__name__} has none. "
-            "Microbatches are cut along it. Return a list of Microbatch from the collate function to cut the batch yourself."
+            "Microbatches are cut along it. Return a list of Microbatch from the collate function to cut the batch "
+            "yourself."
         )
     total = next(iter(sizes.values()))
     if any(size != total for size in sizes.values()):

@@ -23,7 +23,7 @@ def test_replicated_streams_agree_and_tensor_streams_differ_over_tp():
 
 
 def test_no_two_streams_collide():
-    """Megatron-Core's sums of small multiples give (pp 1, ep 0) and (pp 0, ep 1) the same expert stream; ours must not."""
+    """Sums of small multiples, as Megatron-Core's, give (pp 1, ep 0) and (pp 0, ep 1) the same expert stream."""
     seen = {}
     for cp, tp, ep, etp, micro, layer in itertools.product(range(2), range(4), range(4), range(2), range(3), range(4)):
         streams = RandomStreams(1234, cp=cp, tp=tp, ep=ep, etp=etp)

@@ -55,7 +55,8 @@ class Tower(PipelinedModule):
 
 def _batch(samples: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {"x": torch.randn(samples, WIDTH, dtype=torch.float64, generator=generator), "y": torch.randn(samples, WIDTH, dtype=torch.float64, generator=generator)}  # fmt: skip
+    x, y = torch.randn(2, samples, WIDTH, dtype=torch.float64, generator=generator)
+    return {"x": x, "y": y}
 
 
 def _step(model: nn.Module):
