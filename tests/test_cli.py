@@ -77,6 +77,22 @@ def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[s
     assert "'fit'" in capsys.readouterr().err
 
 
+def test_our_errors_are_one_message_without_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["preprocess", "--input", "/no/such/file.txt", "--output", "x"])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("lightning-megatron preprocess: error: ")
+    assert "Traceback" not in message
+
+
+def test_preprocess_writes_a_token_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("To be or not to be")
+    main(["preprocess", "--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "a"), "--no-progress"])
+    assert (tmp_path / "a.idx").exists()
+    assert "18 tokens" in capsys.readouterr().out
+
+
 def test_interpolation_follows_the_recipe(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data_arguments(printed_config(capsys, "-c", str(base))) == {"context": 8, "batch_size": 1, "width": 4}
 

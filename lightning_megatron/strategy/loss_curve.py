@@ -40,7 +40,7 @@ class LossCurve(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero or trainer.fast_dev_run:
+        if not trainer.is_global_zero:
             return
         logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
         if logger is None:
