@@ -1,0 +1,74 @@
+"""Which parts of a model several ranks hold, so that their gradients must be added."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from lightning_megatron.errors import UnsupportedError
+
+
+def overlapping_pieces(ranges_by_rank: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """Cut rows at every border of any rank's ranges and list the pieces that more than one rank holds, in order.
+
+    Args:
+        ranges_by_rank: For every rank, the [start, stop) rows of the full tensor that it holds.
+    """
+    borders = sorted({border for ranges in ranges_by_rank for one in ranges for border in one})
+    pieces = []
+    for start, stop in zip(borders, borders[1:], strict=False):
+        holders = sum(any(low <= start and stop <= high for low, high in ranges) for ranges in ranges_by_rank)
+        if holders > 1:
+            pieces.append((start, stop))
+    return pieces
+
+
+def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tuple[str, str]]:
+    """Pair each tied copy of a pipeline with the full name of the parameter that it copies.
+
+    Args:
+        stages: For every stage, its parameters' names, each with the name in the same model that it copies, or None.
+
+    Returns:
+        (original, copy) for every tied copy, in the order of the stages.
+
+    Raises:
+        UnsupportedError: If a copy's original is on no stage, or if several stages hold one parameter.
+    """
+    originals = [name for stage in stages for name, tied_to in stage if tied_to is None]
+    repeated = [name for name, count in Counter(originals).items() if count > 1]
+    if repeated:
+        raise UnsupportedError(
+            f"every parameter must live on one pipeline stage: {', '.join(map(repr, repeated[:5]))} "
+            f"{'are' if len(repeated) > 1 else 'is'} on several. Their gradients would differ from stage to stage. "
+            "Move them into the pipelined model, or use pp of 1."
+        )
+    found = []
+    for stage in stages:
+        for copy, tied_to in stage:
+            if tied_to is None:
+                continue
+            original = original_name(copy, tied_to, originals)
+            if original is None:
+                raise UnsupportedError(
+                    f"a tied parameter must have its original on another stage: {copy!r} is a copy of {tied_to!r}, "
+                    "which no stage holds. Its gradient would miss a part. Build all stages from the same model."
+                )
+            found.append((original, copy))
+    return found
+
+
+def original_name(copy: str, tied_to: str, names: Collection[str]) -> str | None:
+    """Find a tied copy's original: ``tied_to`` below the longest prefix of the copy's name that has it.
+
+    Args:
+        copy: Full name of the copy, such as ``model.head.weight``.
+        tied_to: Name of the original within the same model, such as ``embedding.word.weight``.
+        names: All full names.
+    """
+    parts = copy.split(".")
+    for length in range(len(parts) - 1, -1, -1):
+        candidate = ".".join([*parts[:length], tied_to])
+        if candidate in names:
+            return candidate
+    return None
