@@ -1,0 +1,151 @@
+"""Find the documents of raw text: JSON lines, or plain text by file, line or paragraph."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
+
+Kind = Literal["json", "file", "line", "paragraph"]
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+TEXT_SUFFIXES = (".txt", ".text", ".md")
+
+
+@dataclass(frozen=True)
+class RawChunk:
+    """Hold some documents as they were read: bytes, so that a worker decodes them. `lines` counts from 1."""
+
+    path: str
+    kind: Kind
+    lines: tuple[int, ...]
+    documents: tuple[bytes, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes read."""
+        # a line or paragraph was followed by at least one line feed
+        return sum(len(document) for document in self.documents) + (0 if self.kind == "file" else len(self.documents))
+
+
+def find_inputs(inputs: Sequence[str]) -> list[Path]:
+    """Expand files, directories and globs, each sorted by name, so that every run reads in one order.
+
+    Raises:
+        UnsupportedError: An input names nothing.
+    """
+    found: list[Path] = []
+    for entry in inputs:
+        path = Path(entry)
+        if path.is_dir():
+            matches = sorted(file for file in path.rglob("*") if file.is_file() and _is_text(file))
+        elif path.is_file():
+            matches = [path]
+        else:
+            matches = sorted(Path(name) for name in glob.glob(entry, recursive=True) if os.path.isfile(name))
+        if not matches:
+            raise UnsupportedError(
+                f"no input was found at {entry!r}. Give files, globs, or directories with "
+                f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} files (each may end in .gz)."
+            )
+        found.extend(matches)
+    return found
+
+
+def read_chunks(path: Path, document: Literal["file", "line", "paragraph"], chunk_bytes: int) -> Iterator[RawChunk]:
+    """Read one file in chunks of whole documents of about `chunk_bytes` bytes.
+
+    Args:
+        path: JSON lines by suffix, else plain text; `.gz` is unpacked.
+        document: What one document of plain text is.
+        chunk_bytes: Size at which a chunk is closed.
+    """
+    kind: Kind = "json" if _plain_suffix(path) in JSON_SUFFIXES else document
+    lines: list[int] = []
+    documents: list[bytes] = []
+    size = 0
+    with _open(path) as file:
+        for line, content in _split(file, kind):
+            lines.append(line)
+            documents.append(content)
+            size += len(content)
+            if size >= chunk_bytes:
+                yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
+                lines, documents, size = [], [], 0
+    if documents:
+        yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
+
+
+def parse_chunk(chunk: RawChunk, json_key: str) -> list[str]:
+    """Return the texts of a chunk.
+
+    Raises:
+        CorruptDataError: A line is no JSON object with that key, or text is not UTF-8; names file and line.
+    """
+    return [
+        _parse(content, f"{chunk.path}:{line}", json_key if chunk.kind == "json" else None)
+        for line, content in zip(chunk.lines, chunk.documents, strict=True)
+    ]
+
+
+def _parse(content: bytes, place: str, json_key: str | None) -> str:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptDataError(f"{place} is not UTF-8: {error.reason} at byte {error.start}. Convert it.") from None
+    if json_key is None:
+        return text
+    try:
+        entry = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CorruptDataError(
+            f"{place} is not valid JSON: {error.msg} at character {error.pos + 1}. Each line must be one JSON object."
+        ) from None
+    if not isinstance(entry, dict) or not isinstance(entry.get(json_key), str):
+        keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+        raise CorruptDataError(f"{place} has no text under the key {json_key!r}: {keys}. Name the key with --json-key.")
+    return entry[json_key]
+
+
+def _split(file: BinaryIO, kind: Kind) -> Iterator[tuple[int, bytes]]:
+    if kind == "file":
+        yield 1, file.read()
+        return
+    if kind != "paragraph":
+        for number, line in enumerate(file, start=1):
+            content = line.rstrip(b"\r\n")
+            # an empty line holds no document; an empty text is written as {"text": ""}
+            if content.strip():
+                yield number, content
+        return
+    start, lines = 1, list[bytes]()
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            start = start if lines else number
+            lines.append(line)
+        elif lines:
+            yield start, b"".join(lines).rstrip(b"\r\n")
+            lines = []
+    if lines:
+        yield start, b"".join(lines).rstrip(b"\r\n")
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(path))
+    return open(path, "rb")
+
+
+def _plain_suffix(path: Path) -> str:
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+
+
+def _is_text(path: Path) -> bool:
+    return _plain_suffix(path) in JSON_SUFFIXES + TEXT_SUFFIXES

@@ -1,0 +1,45 @@
+"""Find the files of optional packages without importing them, and say how to install what is missing."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import metadata
+from pathlib import Path
+
+from lightning_megatron.errors import CorruptDataError, MissingExtraError
+
+
+def locate_installed(distribution: str, path: str, extra: str) -> Path:
+    """Give the path of a file or directory that an installed distribution holds.
+
+    Args:
+        distribution: Name on the package index.
+        path: Path inside site-packages.
+        extra: The extra of this project that installs it.
+
+    Raises:
+        MissingExtraError: The distribution is not installed, or lacks the path.
+    """
+    try:
+        found = Path(str(metadata.distribution(distribution).locate_file(path)))
+    except metadata.PackageNotFoundError:
+        found = None
+    if found is None or not found.exists():
+        raise MissingExtraError(
+            f"{path} of the package {distribution} was not found. It comes with the extra `{extra}`: "
+            f'pip install "lightning-megatron[{extra}]".'
+        )
+    return found
+
+
+def check_sha256(path: Path, expected: str) -> bytes:
+    """Return the contents of a file after comparing them with their known hash.
+
+    Raises:
+        CorruptDataError: The contents are others.
+    """
+    content = path.read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if found != expected:
+        raise CorruptDataError(f"{path} has sha256 {found}, {expected} expected. Install its package again.")
+    return content

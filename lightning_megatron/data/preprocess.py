@@ -1,0 +1,143 @@
+"""Tokenize raw text into a token file with several processes, in the order of the input."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from lightning_megatron.data.documents import RawChunk, find_inputs, parse_chunk, read_chunks
+from lightning_megatron.data.token_file import TokenFileWriter
+from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from lightning_megatron.errors import UnsupportedError
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class EncodingOptions:
+    """Say how text becomes tokens; each worker process builds its tokenizer from this."""
+
+    tokenizer: str
+    json_key: str = "text"
+    append_eod: bool = False
+    eod: str | None = None
+
+
+@dataclass(frozen=True)
+class PreprocessReport:
+    """Count what a run wrote."""
+
+    num_documents: int
+    num_tokens: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    tokens: npt.NDArray[np.int64]
+    lengths: list[int]
+    text_bytes: list[int]
+    num_read: int
+
+
+def preprocess(
+    inputs: Sequence[str],
+    output: str,
+    options: EncodingOptions,
+    document: Literal["file", "line", "paragraph"] = "file",
+    workers: int = 1,
+    progress: bool = True,
+) -> PreprocessReport:
+    """Write the documents of `inputs` as the token file `output`, which appears whole or not at all.
+
+    An empty text is an empty document without end-of-document token, as Megatron writes it.
+
+    Args:
+        inputs: Files, directories and globs.
+        output: Path without `.bin` and `.idx`.
+        options: Tokenizer, JSON key and end of documents.
+        document: What one document of plain text is.
+        workers: Processes that tokenize; the result does not depend on it.
+        progress: Show a bar.
+
+    Raises:
+        CorruptDataError: A line is not valid; names file and line.
+        UnsupportedError: An input names nothing, or the tokenizer has no end-of-document token.
+    """
+    tokenizer = _tokenizer_of(options)
+    paths = find_inputs(inputs)
+    started = time.perf_counter()
+    chunks = (chunk for path in paths for chunk in read_chunks(path, document, CHUNK_BYTES))
+    # packed files are larger than they look, so their total is not known
+    total = None if any(path.suffix == ".gz" for path in paths) else sum(path.stat().st_size for path in paths)
+    bar = tqdm(total=total, unit="B", unit_scale=True, disable=not progress, desc=Path(output).name)
+    with TokenFileWriter(output, tokenizer=tokenizer) as writer, bar:
+        for encoded in _encode_all(chunks, options, workers):
+            start = 0
+            for length, text_bytes in zip(encoded.lengths, encoded.text_bytes, strict=True):
+                writer.add_document(encoded.tokens[start : start + length], num_bytes=text_bytes)
+                start += length
+            bar.update(encoded.num_read)
+            bar.set_postfix_str(f"{writer.num_documents / (time.perf_counter() - started):.0f} documents/s")
+    return PreprocessReport(writer.num_documents, writer.num_tokens, writer.num_bytes, time.perf_counter() - started)
+
+
+def _encode_all(chunks: Iterator[RawChunk], options: EncodingOptions, workers: int) -> Iterator[_Encoded]:
+    if workers <= 1:
+        for chunk in chunks:
+            yield _encode(chunk, options)
+        return
+    context = multiprocessing.get_context()
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        waiting: deque[Future[_Encoded]] = deque()
+        try:
+            for chunk in chunks:
+                waiting.append(pool.submit(_encode, chunk, options))
+                # few chunks wait at a time, so memory does not grow with the corpus
+                if len(waiting) >= 4 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:
+    tokenizer = _tokenizer_of(options)
+    end = [tokenizer.eod] if options.append_eod and tokenizer.eod is not None else []
+    texts = parse_chunk(chunk, options.json_key)
+    pieces = [tokenizer.encode(text) for text in texts]
+    pieces = [piece + end if piece else piece for piece in pieces]
+    lengths = [len(piece) for piece in pieces]
+    tokens = np.fromiter((token for piece in pieces for token in piece), dtype=np.int64, count=sum(lengths))
+    return _Encoded(tokens, lengths, [len(text.encode("utf-8")) for text in texts], chunk.num_bytes)
+
+
+@lru_cache(maxsize=2)
+def _tokenizer_of(options: EncodingOptions) -> Tokenizer:
+    tokenizer = load_tokenizer(options.tokenizer, options.eod)
+    if options.append_eod and tokenizer.eod is None:
+        raise UnsupportedError(
+            f"the tokenizer {options.tokenizer!r} names no end-of-document token that is known. Name it with "
+            f"--eod-token, or leave --append-eod out."
+        )
+    return tokenizer
+
+
+def default_workers() -> int:
+    """Count the processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

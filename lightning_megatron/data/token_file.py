@@ -1,0 +1,237 @@
+"""Read and write Megatron's `.bin`/`.idx` token files (token_index.py has the format)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_megatron.data.description import CorpusDescription, read_description, write_description
+from lightning_megatron.data.token_index import (
+    DTYPES,
+    bin_path,
+    check_index,
+    idx_path,
+    read_index,
+    smallest_dtype,
+    write_index,
+)
+from lightning_megatron.data.tokenizer import Tokenizer
+from lightning_megatron.errors import CorruptDataError
+
+
+class TokenFile:
+    """Read a corpus by memory map; a sequence is one entry of the index, a document one or more sequences.
+
+    Args:
+        prefix: Path without `.bin` and `.idx`.
+
+    Raises:
+        CorruptDataError: The files are missing, truncated, damaged or do not belong together.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype, self.lengths, self.offsets, self.document_index = read_index(idx_path(prefix))
+        check_index(self.prefix, self.dtype, self.lengths, self.offsets, self.document_index)
+        # numpy cannot map an empty file, and a corpus of empty documents is legal
+        empty = np.zeros(0, dtype=self.dtype)
+        self.tokens = np.memmap(bin_path(prefix), dtype=self.dtype, mode="r") if self.num_tokens else empty
+        self.description: CorpusDescription | None = read_description(self.prefix)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[str]]:
+        # a data worker maps the files itself instead of receiving their contents
+        return TokenFile, (self.prefix,)
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens of the corpus."""
+        return int(self.starts[-1])
+
+    @property
+    def num_documents(self) -> int:
+        """Count the documents, empty ones included."""
+        return len(self.document_index) - 1
+
+    @cached_property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Give the token position where each sequence starts, and the total at the end."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths, dtype=np.int64)])
+
+    @cached_property
+    def document_starts(self) -> npt.NDArray[np.int64]:
+        """Give the token position where each document that has a sequence starts, and the total at the end."""
+        return self.starts[np.unique(self.document_index)]
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.generic]:
+        """Return `length` tokens of sequence `index` from `offset` on (all that follow if None)."""
+        size = int(self.lengths[index])
+        length = size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise IndexError(f"sequence {index} of {self.prefix} has {size} tokens: no [{offset}:{offset + length}].")
+        start = int(self.starts[index]) + offset
+        return np.array(self.tokens[start : start + length])
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.generic]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {self.prefix}, which has {len(self)}.")
+        return self.get(index % len(self))
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Refuse a tokenizer other than the one that wrote the corpus; a corpus without description passes.
+
+        Raises:
+            CorruptDataError: The corpus was written with another tokenizer.
+        """
+        written = self.description
+        if written is not None and written.tokenizer_fingerprint != tokenizer.fingerprint:
+            raise CorruptDataError(
+                f"the tokenizer of a corpus must be the one that wrote it: {self.prefix} was written with "
+                f"{written.tokenizer!r} ({written.tokenizer_fingerprint[:12]}) but {tokenizer.name!r} "
+                f"({tokenizer.fingerprint[:12]}) was given. Its token ids would be read as other text. Use tokenizer "
+                f"{written.tokenizer!r} or write the corpus again with `lightning-megatron preprocess`."
+            )
+
+
+class TokenFileWriter:
+    """Write a corpus so that it appears whole or not at all.
+
+    The files are written under temporary names beside the final ones; leaving the context without an error renames
+    `.bin`, the description and last `.idx`, without which nothing reads the rest.
+
+    Args:
+        prefix: Path without `.bin` and `.idx`; its directory is created.
+        vocab_size: Number of tokens of the tokenizer; decides the token type unless `dtype` is given.
+        tokenizer: Written into the description `PREFIX.json` if given.
+        dtype: Token type on disk.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        vocab_size: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        dtype: npt.DTypeLike | None = None,
+    ) -> None:
+        self.prefix = os.fspath(prefix)
+        self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size if tokenizer is not None and vocab_size is None else vocab_size
+        chosen = smallest_dtype(self.vocab_size) if dtype is None else np.dtype(dtype).newbyteorder("<")
+        if chosen not in DTYPES.values():
+            raise CorruptDataError(f"token files hold {[str(d) for d in DTYPES.values()]}: {chosen} was given.")
+        self.dtype = chosen
+        self.num_bytes = 0
+        self._lengths: list[int] = []
+        self._documents: list[int] = [0]
+
+    def __enter__(self) -> TokenFileWriter:
+        bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._partial(bin_path(self.prefix)), "wb")  # noqa: SIM115 (closed in __exit__)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                _sync(self._file)
+                self._file.close()
+                self._publish()
+        finally:
+            self._file.close()
+            for path in (bin_path(self.prefix), idx_path(self.prefix)):
+                self._partial(path).unlink(missing_ok=True)
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens written."""
+        return sum(self._lengths)
+
+    @property
+    def num_documents(self) -> int:
+        """Count the documents written, empty ones included."""
+        return len(self._documents) - 1
+
+    def add_document(self, tokens: npt.ArrayLike, num_bytes: int = 0, lengths: Sequence[int] | None = None) -> None:
+        """Append one document.
+
+        Args:
+            tokens: Its token ids; none is an empty document, which has no sequence.
+            num_bytes: Size of its text in UTF-8, for bits per byte.
+            lengths: How the tokens divide into sequences; one sequence if None.
+
+        Raises:
+            CorruptDataError: A token does not fit the token type or the vocabulary, or lengths do not add up.
+        """
+        array = np.asarray(tokens)
+        pieces = [size for size in ([array.size] if lengths is None else lengths) if size]
+        if sum(pieces) != array.size:
+            raise CorruptDataError(f"lengths must add up to the tokens: {sum(pieces)} and {array.size}.")
+        if array.size:
+            self._check_range(array)
+            self._file.write(array.astype(self.dtype, copy=False).tobytes(order="C"))
+        self._lengths.extend(pieces)
+        self._documents.append(len(self._lengths))
+        self.num_bytes += num_bytes
+
+    def _check_range(self, array: npt.NDArray[np.generic]) -> None:
+        if self.dtype.kind == "f":
+            return
+        limits = np.iinfo(self.dtype)
+        low, high = int(limits.min), int(limits.max)
+        if self.vocab_size is not None:
+            low, high = 0, min(high, self.vocab_size - 1)
+        if int(array.min()) < low or int(array.max()) > high:
+            raise CorruptDataError(
+                f"token ids must lie in [{low}, {high}] ({self.dtype}, vocabulary {self.vocab_size}): document "
+                f"{self.num_documents} holds {int(array.min())} to {int(array.max())}. Use the vocabulary size of "
+                f"the tokenizer, or a wider dtype."
+            )
+
+    def _partial(self, path: Path) -> Path:
+        return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+    def _publish(self) -> None:
+        final_bin, final_idx = bin_path(self.prefix), idx_path(self.prefix)
+        with open(self._partial(final_idx), "wb") as file:
+            write_index(file, self.dtype, self._lengths, self._documents)
+            _sync(file)
+        # an older corpus of this name stops being readable before its tokens are replaced
+        final_idx.unlink(missing_ok=True)
+        os.replace(self._partial(final_bin), final_bin)
+        write_description(self.prefix, self._describe())
+        os.replace(self._partial(final_idx), final_idx)
+        _sync_directory(final_idx.parent)
+
+    def _describe(self) -> CorpusDescription | None:
+        if self.tokenizer is None:
+            return None
+        return CorpusDescription(
+            tokenizer=self.tokenizer.name,
+            tokenizer_fingerprint=self.tokenizer.fingerprint,
+            vocab_size=self.tokenizer.vocab_size,
+            eod=self.tokenizer.eod,
+            num_documents=self.num_documents,
+            num_tokens=self.num_tokens,
+            num_bytes=self.num_bytes,
+        )
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

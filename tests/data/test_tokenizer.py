@@ -1,0 +1,95 @@
+"""Tokenizers give the known ids, give the text back, and can be told apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_megatron.data import installed
+from lightning_megatron.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from lightning_megatron.errors import MissingExtraError, UnsupportedError
+from tests.corpora import GPT2_BPE, MINILM, need
+
+
+@given(text=st.text())
+def test_bytes_give_every_text_back(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode(text)
+    assert tokens == list(text.encode())
+    assert tokenizer.decode([*tokens, 256]) == text
+
+
+def test_bytes_have_257_tokens_of_which_the_last_ends_a_document() -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert isinstance(tokenizer, Tokenizer)
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eod) == ("bytes", 257, 256)
+
+
+def test_gpt2_gives_the_published_ids() -> None:
+    need(GPT2_BPE)
+    tokenizer = load_tokenizer("gpt2")
+    assert isinstance(tokenizer, Tokenizer)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
+    assert tokenizer.encode("Hello world") == [15496, 995]
+    text = "Ünïcode, two  spaces, \n\n and 世界 \t end. "
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_directory_with_vocabulary_and_merges_is_the_same_tokenizer() -> None:
+    by_name, by_path = load_tokenizer("gpt2") if need(GPT2_BPE) else None, load_tokenizer(need(GPT2_BPE))
+    assert by_name is not None
+    assert by_path.fingerprint == by_name.fingerprint
+    assert by_path.encode("Fellow citizens") == by_name.encode("Fellow citizens")
+
+
+def write_word_tokenizer(path: Path, words: list[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install tokenizers")
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(path))
+
+
+def test_a_tokenizer_json_is_read_by_file_and_by_directory_without_its_truncation(tmp_path: Path) -> None:
+    write_word_tokenizer(tmp_path / "tokenizer.json", ["[UNK]", "a", "b", "</s>"])
+    by_file, by_directory = load_tokenizer(tmp_path / "tokenizer.json"), load_tokenizer(tmp_path)
+    assert by_file.encode("a b c a b") == by_directory.encode("a b c a b") == [1, 2, 0, 1, 2]
+    assert (by_file.vocab_size, by_file.eod) == (4, 3)
+    assert by_file.fingerprint == by_directory.fingerprint
+
+
+def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
+    write_word_tokenizer(tmp_path / "one.json", ["[UNK]", "a", "b"])
+    write_word_tokenizer(tmp_path / "two.json", ["[UNK]", "b", "a"])
+    found = {load_tokenizer(tmp_path / name).fingerprint for name in ("one.json", "two.json")}
+    assert len(found | {ByteTokenizer.fingerprint}) == 3
+
+
+def test_the_end_of_documents_can_be_named(tmp_path: Path) -> None:
+    write_word_tokenizer(tmp_path / "t.json", ["[UNK]", "a", "STOP"])
+    assert load_tokenizer(tmp_path / "t.json").eod is None
+    assert load_tokenizer(tmp_path / "t.json", eod="STOP").eod == 2
+    with pytest.raises(UnsupportedError, match="'HALT' is not in the vocabulary"):
+        load_tokenizer(tmp_path / "t.json", eod="HALT")
+
+
+def test_no_special_tokens_are_added_to_text() -> None:
+    directory = need(MINILM)
+    tokenizer = load_tokenizer(directory / "tokenizer.json")
+    vocabulary = json.loads((directory / "tokenizer.json").read_text())["model"]["vocab"]
+    assert tokenizer.encode("hello world") == [vocabulary["hello"], vocabulary["world"]]
+
+
+def test_an_unknown_tokenizer_is_refused_with_what_can_be_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"Use 'bytes', 'gpt2', the path of a tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    with pytest.raises(MissingExtraError, match=r'pip install "lightning-megatron\[text\]"'):
+        installed.locate_installed("no-such-distribution", "x", extra="text")
