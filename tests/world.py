@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes of this machine and bring their results and errors back."""
+"""Run a function on several processes of this machine and bring their results and errors back."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ import torch.distributed as dist
 _TIMEOUT = timedelta(seconds=240)
 
 
-def run_world(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-    """Call ``fn(rank, size, *args)`` on ``size`` processes joined by gloo and list what they return, by rank.
+def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "gloo") -> list[Any]:
+    """Call ``fn(rank, size, *args)`` on ``size`` joined processes and list what they return, by rank.
 
     ``fn`` must be a function of a module. The first rank that raises ends the others, and its traceback is raised here.
+    With ``nccl`` each process has the GPU of its rank. The variables that a launcher would set are there, so that a
+    Trainer in ``fn`` takes these processes for its own.
     """
     context = multiprocessing.get_context("spawn")
     results: Any = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         processes = [
-            context.Process(target=_enter, args=(fn, rank, size, store, results, args), daemon=True)
+            context.Process(target=_enter, args=(fn, rank, size, store, backend, results, args))
             for rank in range(size)
         ]
         for process in processes:
@@ -55,11 +57,18 @@ def _collect(results: Any, processes: list[Any], size: int) -> list[Any]:
     return [found[rank] for rank in range(size)]
 
 
-def _enter(fn: Callable[..., Any], rank: int, size: int, store: str, results: Any, args: tuple[Any, ...]) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+def _enter(
+    fn: Callable[..., Any], rank: int, size: int, store: str, backend: str, results: Any, args: tuple[Any, ...]
+) -> None:
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
     try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=_TIMEOUT)
+        if device is not None:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device
+        )
         value = fn(rank, size, *args)
         results.put((rank, None, value))
     except BaseException:

@@ -141,7 +141,6 @@ def _world(rank: int, size: int) -> dict[str, tuple[int, ...]]:
 
 def test_conjugate_pairs_and_collectives_equal_their_one_process_meaning():
     ranks = run_world(_world, 4)
-    everyone = (0, 1, 2, 3)
     assert ranks[0]["tp"] == (0, 1)
     assert ranks[0]["pp"] == (0, 2)
     assert ranks[0]["dp"] == ranks[0]["data"] == (0,)
