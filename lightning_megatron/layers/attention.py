@@ -15,7 +15,7 @@ from lightning_megatron.plan.shards import attention_ranges
 
 
 class SelfAttention(nn.Module):
-    """Attend over the sequence with heads cut over tp; key/value heads may be fewer, and are copied when tp exceeds them.
+    """Attend over the sequence, heads cut over tp; key/value heads may be fewer, and are copied when tp exceeds them.
 
     Equal to torch.nn.MultiheadAttention (causal or not) with ``num_kv_heads == num_heads`` and no rotary tables, and to
     Hugging Face's LlamaAttention with them.
@@ -77,7 +77,9 @@ class SelfAttention(nn.Module):
             num_heads * self.head_dim, hidden_size, mesh, bias=bias, initializer=output_initializer
         )
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None = None, recompute_core: bool = False) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None = None, recompute_core: bool = False
+    ) -> Tensor:
         """Return the attention output of every position.
 
         Args:

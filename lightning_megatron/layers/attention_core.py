@@ -53,7 +53,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: 
 
     Equal to torch.nn.functional.scaled_dot_product_attention with key/value heads repeated.
 
-    Shapes: query ``(S, B, H, K)``; key and value ``(S, B, G, K)`` with ``H`` a multiple of ``G``; output ``(S, B, H K)``.
+    Shapes: query ``(S, B, H, K)``; key and value ``(S, B, G, K)`` with ``H`` a multiple of ``G``; output ``(S, B, H
+        K)``.
 
     Args:
         query: Queries.

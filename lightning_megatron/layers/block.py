@@ -16,8 +16,9 @@ NormPosition = Literal["pre", "post"]
 class TransformerBlock(nn.Module):
     """Add self-attention and a position-wise network to the residual stream.
 
-    ``pre`` is the rearranged block of the paper's figure 7 (b): the residual stream is never normalised itself. ``post`` is
-    figure 7 (a), the original BERT. Equal to torch.nn.TransformerEncoderLayer with ``norm_first`` True or False.
+    ``pre`` is the rearranged block of the paper's figure 7 (b): the residual stream is never normalised itself.
+    ``post`` is figure 7 (a), the original BERT. Equal to torch.nn.TransformerEncoderLayer with ``norm_first`` True or
+    False.
 
     Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 

@@ -13,8 +13,8 @@ from lightning_megatron.groups.mesh import ParallelMesh
 def hidden_dropout(hidden: Tensor, probability: float, training: bool, mesh: ParallelMesh) -> Tensor:
     """Drop elements of the residual stream.
 
-    Every tensor-parallel rank holds the same activations and must drop the same elements, unless sequence parallelism gives
-    each rank its own positions. torch's default generators are left as they were.
+    Every tensor-parallel rank holds the same activations and must drop the same elements, unless sequence parallelism
+    gives each rank its own positions. torch's default generators are left as they were.
 
     Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 

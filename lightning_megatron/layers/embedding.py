@@ -18,8 +18,8 @@ from lightning_megatron.plan.shards import padded_vocab_size, vocab_range, whole
 class VocabParallelEmbedding(nn.Module):
     """Look token vectors up in a table whose rows are cut over tp.
 
-    Equal to torch.nn.Embedding(vocab_size, hidden_size), transposed to sequence first. The table is padded to a multiple of
-    ``multiple * tp`` rows; padded rows are zero, belong to no full tensor and cannot be looked up.
+    Equal to torch.nn.Embedding(vocab_size, hidden_size), transposed to sequence first. The table is padded to a
+    multiple of ``multiple * tp`` rows; padded rows are zero, belong to no full tensor and cannot be looked up.
 
     Shapes: tokens ``(B, S)``; output ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``.
 
@@ -100,8 +100,9 @@ class PositionEmbedding(nn.Module):
         """
         if offset + seq_length > self.weight.shape[0]:
             raise ParallelPlanError(
-                f"seq_length ({offset + seq_length}) must not exceed max_seq_length ({self.weight.shape[0]}), because later "
-                f"positions have no embedding. Use at most {self.weight.shape[0]} tokens or a larger max_seq_length."
+                f"seq_length ({offset + seq_length}) must not exceed max_seq_length ({self.weight.shape[0]}), "
+                "because later positions have no embedding. "
+                f"Use at most {self.weight.shape[0]} tokens or a larger max_seq_length."
             )
         if self.mesh.sequence_parallel:
             seq_length //= self.mesh.tp.size
@@ -122,7 +123,12 @@ class InputEmbedding(nn.Module):
     """
 
     def __init__(
-        self, word: VocabParallelEmbedding, position: PositionEmbedding | None, *, mesh: ParallelMesh, dropout: float = 0.0
+        self,
+        word: VocabParallelEmbedding,
+        position: PositionEmbedding | None,
+        *,
+        mesh: ParallelMesh,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.word, self.position, self.mesh, self.dropout = word, position, mesh, dropout

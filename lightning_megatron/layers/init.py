@@ -77,9 +77,9 @@ def sharded_parameter(
 def initialize_(module: nn.Module, device: str | torch.device, seed: int) -> None:
     """Fill every parameter of ``module`` in place; parameters on the meta device move to ``device``.
 
-    One tensor at a time is drawn in full, in float32, from a seed of ``seed`` and its name within ``module``, so any two
-    layouts start with the same full weights and no rank ever holds more than its shard and one full tensor. A last-stage
-    copy of a tied parameter draws what its original draws. Parameters that modules share stay shared.
+    One tensor at a time is drawn in full, in float32, from a seed of ``seed`` and its name within ``module``, so any
+    two layouts start with the same full weights and no rank ever holds more than its shard and one full tensor. A
+    last-stage copy of a tied parameter draws what its original draws. Parameters that modules share stay shared.
 
     Args:
         module: The root of the names.

@@ -53,7 +53,9 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         if gather_output and ranges is not None:
-            raise ValueError("gather_output needs an even cut of the outputs: ranges were given. Leave one of them out.")
+            raise ValueError(
+                "gather_output needs an even cut of the outputs: ranges were given. Leave one of them out."
+            )
         self.in_features, self.out_features = in_features, out_features
         self.mesh, self.gather_output = mesh, gather_output
         cut = tuple(ranges or [even_range(out_features, mesh.tp.size, mesh.tp.rank, what="out_features")])
@@ -108,9 +110,7 @@ class RowParallelLinear(nn.Module):
         self.weight = sharded_parameter((out_features, in_features), [cut], initializer or Initializer.normal(), dim=1)
         # Under sequence parallelism each rank adds the bias to its own positions only, so gradients are parts of a sum.
         whole = whole_range(out_features, mesh.tp.rank)
-        self.bias = (
-            sharded_parameter((out_features,), [whole], ZEROS, partial=mesh.sequence_parallel) if bias else None
-        )
+        self.bias = sharded_parameter((out_features,), [whole], ZEROS, partial=mesh.sequence_parallel) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the sum over all ranks' inputs, plus the bias."""

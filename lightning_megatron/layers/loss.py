@@ -23,8 +23,8 @@ def vocab_parallel_cross_entropy(
     """Compute the loss of every token without ever gathering the logits.
 
     Equal to torch.nn.functional.cross_entropy(..., reduction="none") on the full logits of the true vocabulary, label
-    smoothing included: it spreads over the global vocabulary, and padded columns take no part. Half logits are computed in
-    float32. The input is not modified.
+    smoothing included: it spreads over the global vocabulary, and padded columns take no part. Half logits are computed
+    in float32. The input is not modified.
 
     Shapes: logits_shard ``(..., padded V/tp)``; labels ``(...)``; loss ``(...)``, float32 (float64 for float64 logits).
 
@@ -107,9 +107,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return (torch.nn.functional.pad(grad, (0, padding)) if padding else grad), None, None, None, None, None
 
 
-def _local_index(
-    labels: Tensor, ignored: Tensor, vocab_size: int, start: int, num_valid: int
-) -> tuple[Tensor, Tensor]:
+def _local_index(labels: Tensor, ignored: Tensor, vocab_size: int, start: int, num_valid: int) -> tuple[Tensor, Tensor]:
     """Return the column of each label on this rank (0 where it is elsewhere) and whether it is here."""
     local = labels - start
     here = (local >= 0) & (local < num_valid) & ~ignored

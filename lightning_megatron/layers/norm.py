@@ -60,6 +60,4 @@ class RMSNorm(nn.Module):
 
 def _replicated(size: int, mesh: ParallelMesh, initializer: Initializer) -> nn.Parameter:
     # Under sequence parallelism each rank sees its own positions only, so gradients are parts of a sum over tp.
-    return sharded_parameter(
-        (size,), [whole_range(size, mesh.tp.rank)], initializer, partial=mesh.sequence_parallel
-    )
+    return sharded_parameter((size,), [whole_range(size, mesh.tp.rank)], initializer, partial=mesh.sequence_parallel)

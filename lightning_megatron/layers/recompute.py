@@ -28,9 +28,9 @@ def check_recompute(value: str) -> None:
 def replayed(function: Callable[..., Any], random: RandomStreams, layer: int, *args: Any) -> Any:
     """Run ``function(*args)`` now and again in the backward pass, instead of keeping what it computes.
 
-    Equal to ``function(*args)``, gradients included, also when it draws random numbers: the second run seeks the streams to
-    where the first one was, although other microbatches may have run since. The draws of ``function`` must be the first of
-    their streams in ``layer``, because seeking returns to the start of a layer.
+    Equal to ``function(*args)``, gradients included, also when it draws random numbers: the second run seeks the
+    streams to where the first one was, although other microbatches may have run since. The draws of ``function`` must
+    be the first of their streams in ``layer``, because seeking returns to the start of a layer.
 
     Args:
         function: What to run; it must not depend on state that changes before the backward pass.

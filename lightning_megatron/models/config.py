@@ -30,7 +30,8 @@ class GPTConfig:
         activation: ``gelu`` (exact), ``gelu_tanh`` or ``swiglu``.
         norm: ``layernorm`` or ``rmsnorm``.
         norm_eps: Added to variances.
-        norm_position: ``pre`` (norms before the residual sums, and a final one) or ``post`` (after them, and no final one).
+        norm_position: ``pre`` (norms before the residual sums, and a final one) or ``post`` (after them, and no final
+            one).
         position: ``learned`` or ``rotary``.
         rotary_base: Ratio of the longest to the shortest rotary wavelength.
         bias: Whether linear layers and LayerNorms have biases.
@@ -81,12 +82,14 @@ class GPTConfig:
             "position": ("learned", "rotary"),
         }
         for name, legal in choices.items():
-            _require(getattr(self, name) in legal, name, getattr(self, name), f"be one of {', '.join(legal)}", "no other")
+            _require(
+                getattr(self, name) in legal, name, getattr(self, name), f"be one of {', '.join(legal)}", "no other"
+            )
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ParallelPlanError(
-                f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads}), because each head "
-                f"takes an equal part. Use a hidden_size of {-(-self.hidden_size // self.num_heads) * self.num_heads} or "
-                "give head_dim."
+                f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads}), because each "
+                "head takes an equal part. "
+                f"Use a hidden_size of {-(-self.hidden_size // self.num_heads) * self.num_heads}, or give head_dim."
             )
         if self.position == "rotary" and self.head_size % 2:
             raise ParallelPlanError(
@@ -98,13 +101,19 @@ class GPTConfig:
     @classmethod
     def gpt2(cls, **sizes: Any) -> GPTConfig:
         """Describe a model of the GPT-2 family; without arguments GPT-2 small without dropout."""
-        small = {"vocab_size": 50257, "max_seq_length": 1024, "num_layers": 12, "hidden_size": 768, "num_heads": 12}
+        small: dict[str, Any] = {
+            "vocab_size": 50257,
+            "max_seq_length": 1024,
+            "num_layers": 12,
+            "hidden_size": 768,
+            "num_heads": 12,
+        }
         return cls(**(small | sizes))
 
     @classmethod
     def llama(cls, **sizes: Any) -> GPTConfig:
         """Describe a model of the Llama family; without arguments Llama 3 8B."""
-        kind = {
+        kind: dict[str, Any] = {
             "activation": "swiglu",
             "norm": "rmsnorm",
             "position": "rotary",
@@ -112,7 +121,13 @@ class GPTConfig:
             "bias": False,
             "tie_embeddings": False,
         }
-        large = {"vocab_size": 128256, "max_seq_length": 8192, "num_layers": 32, "hidden_size": 4096, "num_heads": 32}
+        large: dict[str, Any] = {
+            "vocab_size": 128256,
+            "max_seq_length": 8192,
+            "num_layers": 32,
+            "hidden_size": 4096,
+            "num_heads": 32,
+        }
         if "hidden_size" not in sizes:
             large |= {"ffn_hidden_size": 14336, "num_kv_heads": 8}
         return cls(**(kind | large | sizes))
@@ -144,7 +159,9 @@ class GPTConfig:
         costs = (0.0, 0.0) if even else (_EMBEDDING_COST, self._head_cost())
         return split_layers(self.num_layers, layout.pp, layout.vpp, *costs)
 
-    def check_layout(self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None) -> None:
+    def check_layout(
+        self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
+    ) -> None:
         """Refuse a layout that cannot hold this model; needs no process group.
 
         Args:
@@ -161,7 +178,8 @@ class GPTConfig:
         self.stage_layers(layout)
         if layout.ep > 1:
             raise ParallelPlanError(
-                f"ep ({layout.ep}) needs a model with experts, because it cuts experts over ranks. This model has none: use ep 1."
+                f"ep ({layout.ep}) needs a model with experts, because it cuts experts over ranks. "
+                "This model has none: use ep 1."
             )
         if layout.cp > 1:
             raise UnsupportedError(
@@ -182,15 +200,16 @@ class GPTConfig:
         """
         if seq_length > self.max_seq_length:
             raise ParallelPlanError(
-                f"seq_length ({seq_length}) must not exceed max_seq_length ({self.max_seq_length}), because the model knows no "
-                f"later position. Use at most {self.max_seq_length} tokens or a larger max_seq_length."
+                f"seq_length ({seq_length}) must not exceed max_seq_length ({self.max_seq_length}), because the model "
+                f"knows no later position. Use at most {self.max_seq_length} tokens or a larger max_seq_length."
             )
         if seq_length % sequence_shards:
             below = seq_length // sequence_shards * sequence_shards
             legal = " or ".join(str(n) for n in (below, below + sequence_shards) if 0 < n <= self.max_seq_length)
             raise ParallelPlanError(
-                f"seq_length ({seq_length}) must be a multiple of tp ({sequence_shards}) under sequence parallelism, because "
-                f"each rank holds an equal part of the sequence. Use {legal or 'another tp'}, or sequence_parallel=False."
+                f"seq_length ({seq_length}) must be a multiple of tp ({sequence_shards}) under sequence parallelism, "
+                "because each rank holds an equal part of the sequence. "
+                f"Use {legal or 'another tp'}, or sequence_parallel=False."
             )
 
     def _head_cost(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,10 +33,10 @@ _WORD_EMBEDDING = "embedding.word.weight"
 class GPT(PipelinedModule):
     """Predict the next token; hold only this rank's shards of this rank's layers.
 
-    Equal to Hugging Face's GPT2LMHeadModel and LlamaForCausalLM with the same weights, under every layout. Built on the meta
-    device, then initialised one tensor at a time on the mesh's device, so no rank ever holds the full model; under an
-    ambient meta device it stays there, and ``layers.init.initialize_`` fills it later. Layers are named by their index in
-    the whole model, so names do not depend on the layout.
+    Equal to Hugging Face's GPT2LMHeadModel and LlamaForCausalLM with the same weights, under every layout. Built on the
+    meta device, then initialised one tensor at a time on the mesh's device, so no rank ever holds the full model; under
+    an ambient meta device it stays there, and ``layers.init.initialize_`` fills it later. Layers are named by their
+    index in the whole model, so names do not depend on the layout.
 
     Args:
         config: Shape of the model.
@@ -63,8 +65,10 @@ class GPT(PipelinedModule):
     def _build(self) -> None:
         config, mesh = self.config, self.mesh
         drawn = Initializer.normal(config.init_std)
-        padding = {"multiple": config.vocab_multiple, "initializer": drawn}
-        self.embedding, self.final_norm, self.head = None, None, None
+        padding: dict[str, Any] = {"multiple": config.vocab_multiple, "initializer": drawn}
+        self.embedding: InputEmbedding | None = None
+        self.final_norm: nn.Module | None = None
+        self.head: VocabParallelHead | None = None
         if self.is_first_stage():
             word = VocabParallelEmbedding(config.vocab_size, config.hidden_size, mesh, **padding)
             position = None
@@ -111,30 +115,27 @@ class GPT(PipelinedModule):
         self.config.check_seq_length(tokens.shape[1], self.mesh.tp.size if self.mesh.sequence_parallel else 1)
         self._advance_own_streams(tokens.device)
 
-        def leave(hidden: Tensor) -> Tensor:
-            logits = self._logits(hidden)
-            if labels is None:
-                full = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., : self.config.vocab_size]
-                return full.transpose(0, 1)
-            losses = vocab_parallel_cross_entropy(
-                logits, labels.t(), self.mesh, self.config.vocab_size, label_smoothing, ignore_index
-            )
-            return losses.t().contiguous()
-
         return self.run_stage(
-            lambda: self.embedding(tokens),
+            lambda: self._embed(tokens),
             lambda hidden, chunk: self._run_layers(hidden, chunk, tokens.shape[1]),
-            leave,
+            lambda hidden: self._result(self._logits(hidden), labels, label_smoothing, ignore_index),
             lambda: self.boundary(tokens),
         )
 
     def boundary(self, tokens: Tensor) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and dtype of the hidden between stages: ``(S, B, D)``, or ``(S/tp, B, D)`` under sequence parallelism."""
+        """Return shape and dtype of the hidden between stages.
+
+        Shapes: tokens ``(B, S)``; the hidden is ``(S, B, D)``, or ``(S/tp, B, D)`` under sequence parallelism.
+        """
         num_sequences, seq_length = tokens.shape
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
         first = next(self.parameters(), None)
         dtype = self._dtype if first is None else first.dtype
         return torch.Size((seq_length // shards, num_sequences, self.config.hidden_size)), dtype
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        assert self.embedding is not None, "the first virtual stage holds the embedding"
+        return self.embedding(tokens)
 
     def _run_layers(self, hidden: Tensor, chunk: int, seq_length: int) -> Tensor:
         rotary = None
@@ -155,7 +156,15 @@ class GPT(PipelinedModule):
             hidden = self.final_norm(hidden)
         if self.head is not None:
             return self.head(hidden)
+        assert self.embedding is not None, "a tied head without its own weight is on the embedding's rank"
         return vocab_logits(hidden, self.embedding.word.weight, self.mesh)
+
+    def _result(self, logits: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int) -> Tensor:
+        vocab_size = self.config.vocab_size
+        if labels is None:
+            return gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocab_size].transpose(0, 1)
+        losses = vocab_parallel_cross_entropy(logits, labels.t(), self.mesh, vocab_size, label_smoothing, ignore_index)
+        return losses.t().contiguous()
 
     def _advance_own_streams(self, device: torch.device) -> None:
         # Without a strategy nobody else moves the random streams on, and every step would drop the same elements. The

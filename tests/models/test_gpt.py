@@ -86,9 +86,7 @@ def run_pipeline(model: GPT, tokens: torch.Tensor, labels: torch.Tensor, grad: t
 
 def check_cut(sizes: dict[str, int], sequence_parallel: bool, name: str) -> None:
     what = f"{name} {sizes} sp={sequence_parallel}"
-    mesh = ParallelMesh.create(
-        ParallelLayout(world_size=4, **sizes), seed=5, sequence_parallel=sequence_parallel
-    )
+    mesh = ParallelMesh.create(ParallelLayout(world_size=4, **sizes), seed=5, sequence_parallel=sequence_parallel)
     config, (tokens, labels) = CONFIGS[name], batch()
     single, model = GPT(config, seed=7), GPT(config, mesh, seed=7)
     weights = full_weights(single, single.mesh)

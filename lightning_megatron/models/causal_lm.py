@@ -1,0 +1,168 @@
+"""A ready LightningModule that trains a GPT: loss, optimizer and learning rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.random import derive_seed
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.schedule import WarmupSchedule
+
+_IGNORED = -100
+
+
+class CausalLM(LightningModule):
+    """Train, validate and test a GPT on batches of ``{"tokens": (B, S), "labels": (B, S)}``; label -100 is ignored.
+
+    Runs under MegatronStrategy in any layout, and unchanged under ``ddp`` or on one device. Logs ``train_loss``,
+    ``val_loss`` and ``test_loss`` (nats a token), and ``val_bits_per_byte`` and ``test_bits_per_byte`` where the bytes
+    of a token are known.
+
+    Args:
+        config: Shape of the model.
+        learning_rate: Highest learning rate, reached after the warm-up.
+        weight_decay: Decay of matrices; biases and norms (one-dimensional parameters) do not decay.
+        betas: Decay rates of AdamW's moments.
+        warmup_steps: Optimizer steps over which the learning rate rises from 0 (steps).
+        max_steps: Optimizer steps after which the learning rate is lowest; None takes the length of the training
+            (steps).
+        schedule: How the learning rate falls after the warm-up: ``cosine``, ``linear`` or ``constant``.
+        min_lr_ratio: Lowest learning rate, as a part of the highest.
+        label_smoothing: Probability spread evenly over the vocabulary in training; validation and test use none.
+        bytes_per_token: Mean length of a token, for bits per byte; None asks the data module (bytes).
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        learning_rate: float = 3e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_steps: int = 0,
+        max_steps: int | None = None,
+        schedule: Literal["cosine", "linear", "constant"] = "cosine",
+        min_lr_ratio: float = 0.1,
+        label_smoothing: float = 0.0,
+        bytes_per_token: float | None = None,
+    ) -> None:
+        super().__init__()
+        # A checkpoint stores plain values, so the configuration comes back as a mapping.
+        self.config = GPTConfig(**config) if isinstance(config, Mapping) else config
+        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
+        self.warmup_steps, self.max_steps = warmup_steps, max_steps
+        self.schedule, self.min_lr_ratio = schedule, min_lr_ratio
+        self.label_smoothing, self.bytes_per_token = label_smoothing, bytes_per_token
+        self.save_hyperparameters(
+            {
+                "config": asdict(self.config),
+                "learning_rate": learning_rate,
+                "weight_decay": weight_decay,
+                "betas": tuple(betas),
+                "warmup_steps": warmup_steps,
+                "max_steps": max_steps,
+                "schedule": schedule,
+                "min_lr_ratio": min_lr_ratio,
+                "label_smoothing": label_smoothing,
+                "bytes_per_token": bytes_per_token,
+            }
+        )
+        self.model: GPT | None = None
+
+    def configure_model(self) -> None:
+        """Build this rank's part of the model; called once for every fit, validate, test and predict."""
+        if self.model is None:
+            self.model = GPT(self.config, mesh=self._mesh(), seed=torch.initial_seed())
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, label_smoothing: float = 0.0) -> Tensor:
+        """Return the loss of every token, or the logits when there are no labels.
+
+        Shapes: tokens and labels ``(B, S)``; losses ``(B, S)``; logits ``(B, S, V)``.
+        """
+        assert self.model is not None, "configure_model builds the model before its first use"
+        return self.model(tokens, labels, label_smoothing=label_smoothing, ignore_index=_IGNORED)
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the mean loss of the batch's tokens."""
+        if self.device_mesh is None:
+            # Only MegatronStrategy moves the random streams on by itself.
+            assert self.model is not None, "configure_model builds the model before its first use"
+            self.model.mesh.random.device = self.device
+            self.model.mesh.random.begin_microbatch(self.global_step, batch_idx)
+        loss = self._mean_loss(batch, self.label_smoothing)
+        self.log(
+            "train_loss", loss.detach(), on_step=True, prog_bar=True, sync_dist=True, batch_size=len(batch["tokens"])
+        )
+        return loss
+
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Log the mean loss of the batch's tokens."""
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Log the mean loss of the batch's tokens."""
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of every token, or the logits of a batch without labels."""
+        return self(batch["tokens"], batch.get("labels"))
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return AdamW and the schedule of its learning rate, by step."""
+        decayed = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
+        others = [p for p in self.parameters() if p.requires_grad and p.dim() <= 1]
+        # Both groups exist on every rank, also on one that holds no parameter of a kind, so that checkpoints line up.
+        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(self.betas[0], self.betas[1]))
+        schedule = WarmupSchedule(self.schedule, self.warmup_steps, self._num_steps(), self.min_lr_ratio)
+        # A lambda is not saved with the scheduler, so a resumed training follows the settings it is given.
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.factor(step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _mesh(self) -> ParallelMesh | None:
+        found: Any = self.device_mesh
+        if isinstance(found, ParallelMesh):
+            return found
+        if found is not None:
+            raise UnsupportedError(
+                f"CausalLM cannot be cut by a {type(found).__name__}, because it is built from this package's layers. "
+                "Use MegatronStrategy, ddp or one device."
+            )
+        # Every data-parallel process drops other elements, while all start from the same weights.
+        return ParallelMesh.single(self.device, seed=derive_seed(torch.initial_seed(), self.global_rank))
+
+    def _mean_loss(self, batch: Mapping[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
+        losses = self(batch["tokens"], batch["labels"], label_smoothing)
+        return losses.sum() / (batch["labels"] != _IGNORED).sum().clamp(min=1)
+
+    def _evaluate(self, batch: Mapping[str, Tensor], name: str) -> None:
+        loss = self._mean_loss(batch)
+        self.log(f"{name}_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch["tokens"]))
+        length = self._bytes_per_token()
+        if length:
+            bits = loss / (math.log(2.0) * length)
+            self.log(f"{name}_bits_per_byte", bits, sync_dist=True, batch_size=len(batch["tokens"]))
+
+    def _bytes_per_token(self) -> float | None:
+        if self.bytes_per_token is not None:
+            return self.bytes_per_token
+        return getattr(getattr(self.trainer, "datamodule", None), "bytes_per_token", None)
+
+    def _num_steps(self) -> int | None:
+        """Return the optimizer steps until the learning rate is lowest; None if training has no known end."""
+        if self.max_steps is not None:
+            return self.max_steps
+        if self.schedule == "constant":
+            return None
+        known = self.trainer.estimated_stepping_batches
+        return int(known) if math.isfinite(known) and known > 0 else None

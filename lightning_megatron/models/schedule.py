@@ -1,0 +1,53 @@
+"""The learning rate over the steps of a training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_megatron.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class WarmupSchedule:
+    """Describe a learning rate that rises linearly, then falls to a lowest value and stays there.
+
+    Args:
+        shape: Shape of the fall: ``cosine``, ``linear``, or ``constant`` for none.
+        warmup_steps: Length of the rise (steps).
+        num_steps: Step at which the fall ends; ``constant`` needs none (steps).
+        min_ratio: Lowest value, as a part of the highest.
+
+    Raises:
+        UnsupportedError: If the shape is unknown, or the fall has no known end.
+    """
+
+    shape: Literal["cosine", "linear", "constant"]
+    warmup_steps: int
+    num_steps: int | None
+    min_ratio: float
+
+    def __post_init__(self) -> None:
+        if self.shape not in ("cosine", "linear", "constant"):
+            raise UnsupportedError(f"schedule must be one of cosine, linear, constant: {self.shape!r}.")
+        if self.shape != "constant" and self.num_steps is None:
+            raise UnsupportedError(
+                f"the {self.shape} schedule needs a last step, because the learning rate falls towards it: "
+                "max_steps is None and the Trainer has no end. Set max_steps on the model or the Trainer, or use "
+                "schedule constant."
+            )
+
+    def factor(self, step: int) -> float:
+        """Return the learning rate as a part of the highest one; the first step of a warm-up already learns.
+
+        Args:
+            step: Optimizer steps done (steps).
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.num_steps is None or self.shape == "constant":
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps))
+        fall = 0.5 * (1.0 + math.cos(math.pi * done)) if self.shape == "cosine" else 1.0 - done
+        return self.min_ratio + (1.0 - self.min_ratio) * fall
