@@ -206,10 +206,11 @@ def _check_group(num_stages: int, num_microbatches: int, group: int) -> None:
     if num_microbatches < num_stages:
         raise ParallelPlanError(
             f"schedule 'interleaved' needs at least as many microbatches as stages: num_microbatches is "
-            f"{num_microbatches}, pp is {num_stages}. A chunk's next turn would come before its input. Use {num_stages} "
-            f"microbatches or more, or schedule '1f1b' with vpp of 1."
+            f"{num_microbatches}, pp is {num_stages}. A chunk's next turn would come before its input. Use "
+            f"{num_stages} microbatches or more, or schedule '1f1b' with vpp of 1."
         )
-    legal = [size for size in range(num_stages, num_microbatches + 1) if not 0 < num_microbatches % size < num_stages]
+    sizes = range(num_stages, num_microbatches + 1)
+    legal = [size for size in sizes if not 0 < num_microbatches % size < num_stages]
     if group in legal:
         return
     remainder = num_microbatches % group

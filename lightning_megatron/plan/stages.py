@@ -36,34 +36,35 @@ def split_layers(
         if cost < 0:
             raise ParallelPlanError(f"{name} must not be negative: it is {cost} layers. Use 0 or more.")
     _check_enough_layers(num_layers, num_stages, num_chunks)
-    per_stage = _fill(num_layers, num_chunks, _edges(num_stages, embedding_cost, loss_cost))
     counts = []
-    for stage, total in enumerate(per_stage):
-        embedding = embedding_cost if stage == 0 else 0.0
-        loss = loss_cost if stage == num_stages - 1 else 0.0
+    for stage, total in enumerate(_fill(num_layers, num_chunks, _edges(num_stages, embedding_cost, loss_cost))):
+        embedding = embedding_cost if stage == 0 else None
+        loss = loss_cost if stage == num_stages - 1 else None
         counts.append(_fill(total, 1, _edges(num_chunks, embedding, loss)))
     return _ranges(counts, num_stages, num_chunks)
 
 
-def _edges(num_parts: int, first: float, last: float) -> list[float]:
-    costs = [0.0] * num_parts
-    costs[0] += first
-    costs[-1] += last
-    return costs
+def _edges(num_parts: int, embedding: float | None, loss: float | None) -> list[tuple[float, int]]:
+    # (cost beside the layers, reluctance): of two parts at equal cost the less reluctant one takes the next layer.
+    costs, reluctances = [0.0] * num_parts, [0] * num_parts
+    if loss is not None:
+        costs[-1], reluctances[-1] = loss, 1
+    if embedding is not None:
+        costs[0], reluctances[0] = costs[0] + embedding, 2
+    return list(zip(costs, reluctances, strict=True))
 
 
-def _fill(total: int, least: int, costs: Sequence[float]) -> list[int]:
+def _fill(total: int, least: int, parts: Sequence[tuple[float, int]]) -> list[int]:
     # Giving each layer in turn to the cheapest part is optimal: all layers cost the same, so swapping any one of them
     # to another part can only raise the maximum.
-    last = len(costs) - 1
-    counts = [least] * len(costs)
+    counts = [least] * len(parts)
 
     def price(part: int) -> tuple[float, int, int]:
-        edge = 2 if part == 0 else 1 if part == last else 0
-        return round(costs[part] + counts[part], 9), edge, -part
+        cost, reluctance = parts[part]
+        return round(cost + counts[part], 9), reluctance, -part  # later stages hold fewer activations
 
-    for _ in range(total - least * len(costs)):
-        counts[min(range(len(costs)), key=price)] += 1
+    for _ in range(total - least * len(parts)):
+        counts[min(range(len(parts)), key=price)] += 1
     return counts
 
 

@@ -104,11 +104,11 @@ class _Delivery:
 def plan_transfers(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Program:
     """Place the transfers between stages among the actions of a schedule so that no order of arrival can deadlock.
 
-    The schedule runs on a clock (by default a forward takes one tick, a backward two). All tensors that come into being at one
-    tick form the exchanges of one number, and each stage carries an exchange out before the first action that starts at
-    that tick or later. All stages' instructions are thereby parts of one global order, in which a tensor is made before
-    it is sent and received before it is used. Streams that run their operations strictly in order, as NCCL's do, then
-    cannot block each other.
+    The schedule runs on a clock (by default a forward takes one tick, a backward two). All tensors that come into being
+    at one tick form the exchanges of one number, and each stage carries an exchange out before the first action that
+    starts at that tick or later. All stages' instructions are thereby parts of one global order, in which a tensor is
+    made before it is sent and received before it is used. Streams that run their operations strictly in order, as
+    NCCL's do, then cannot block each other.
 
     Args:
         schedule: the order of work.
