@@ -187,9 +187,7 @@ def test_files_and_functions_are_small() -> None:
         for function in functions_of(path):
             length = (function.end_lineno or function.lineno) - function.lineno + 1
             if length > MAX_FUNCTION_LINES:
-                wrong.append(
-                    f"{place(path)}:{function.lineno} {function.name}: {length} lines of {MAX_FUNCTION_LINES}"
-                )
+                wrong.append(f"{place(path)}:{function.lineno} {function.name}: {length} lines of {MAX_FUNCTION_LINES}")
     assert not wrong, "\n".join(wrong)
 
 
