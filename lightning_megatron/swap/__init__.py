@@ -1,0 +1,4 @@
+"""Replace torch.nn blocks and whole models by tensor-parallel ones, with their weights."""
+
+from lightning_megatron.swap.apply import parallelize as parallelize
+from lightning_megatron.swap.record import SwapRecord as SwapRecord

@@ -1,0 +1,50 @@
+"""The same values on every rank, before each keeps its part."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import broadcast_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.swap.plan import Place
+from lightning_megatron.swap.whole_model import is_foreign
+
+
+def agree_on_values(root: nn.Module, places: list[Place], mesh: ParallelMesh) -> None:
+    """Give every rank the parameters and buffers of the first one, in place.
+
+    Ranks that were not seeded alike would otherwise hold shards of different tensors. Models built on ``mesh`` are left
+    out: their ranks hold different layers. Tensors on the meta device have no values.
+
+    Communication: one broadcast over all ranks for each tensor.
+    """
+    if mesh.world.size == 1:
+        return
+    built_here = [place.name for place in places if place.closed_by is None and _is_built_here(place.module, mesh)]
+    tensors = dict(root.named_parameters()) | dict(root.named_buffers())
+    for name, tensor in tensors.items():
+        if is_lazy(tensor):
+            raise UnsupportedError(
+                f"the lazy parameter {name!r} has no shape yet, so ranks cannot agree on its value. Run one batch "
+                "through the "
+                "module in configure_model, or give the layer its sizes."
+            )
+        if not tensor.is_meta and not any(name.startswith(f"{model}.") for model in built_here):
+            _send_first(tensor, mesh)
+
+
+def _is_built_here(module: nn.Module, mesh: ParallelMesh) -> bool:
+    return getattr(module, "mesh", None) is mesh and not is_foreign(module, mesh)
+
+
+@torch.no_grad()
+def _send_first(tensor: Tensor, mesh: ParallelMesh) -> None:
+    values = tensor.detach().contiguous()
+    # As bytes every dtype can be sent.
+    sent = values.reshape(-1).view(torch.uint8)
+    broadcast_(sent, mesh.world_cpu if tensor.device.type == "cpu" else mesh.world)
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.copy_(values)

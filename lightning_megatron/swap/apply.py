@@ -1,0 +1,204 @@
+"""Swap the blocks of an ordinary module for tensor-parallel ones, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.swap.agree import agree_on_values
+from lightning_megatron.swap.build import Site
+from lightning_megatron.swap.plan import Place, choose_kinds, places_of
+from lightning_megatron.swap.record import SwapRecord
+from lightning_megatron.swap.registry import BlockRule, rule_for, source_names, swapped
+from lightning_megatron.swap.ties import NewHome, tie
+from lightning_megatron.swap.whole_model import NOTE, is_foreign, sharded_gpt
+
+#: Layers below this number belong to models that number their own layers.
+_FIRST_LAYER = 1_000_000
+
+_Choice = tuple[Place, str, BlockRule]
+
+
+@dataclass(frozen=True)
+class _Swap:
+    place: Place
+    kind: str
+    target: nn.Module
+    rule: BlockRule | None = None
+    site: Site | None = None
+    note: str = ""
+
+
+def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] | None = None) -> list[SwapRecord]:
+    """Swap blocks below ``module`` for tensor-parallel ones that hold this rank's part of their weights.
+
+    Outputs, gradients and training equal those of the module before, and parameters keep their names. Blocks that the
+    plan does not name stay as they are: every tensor-parallel rank computes the same there, and because swapped blocks
+    take and give complete tensors (other than between ``column`` and ``row``), gradients there are complete and equal
+    on all tensor-parallel ranks without further communication. First of all, every rank takes the values of the first
+    one, swapped or not. If anything raises, nothing has been swapped.
+
+    Kinds of the plan:
+
+    * ``auto``: nn.TransformerEncoderLayer and nn.MultiheadAttention, alone or anywhere inside the named module. Without
+      a plan all of them are swapped.
+    * ``column``: nn.Linear whose outputs stay cut; only elementwise functions and a ``row`` may follow, which is the
+      user's responsibility.
+    * ``column_gather``: nn.Linear whose outputs are gathered.
+    * ``row``: nn.Linear that takes cut inputs and sums.
+    * ``vocab``: nn.Embedding over its vocabulary; nn.Linear with any number of outputs, gathered, which may share the
+      weight of such an embedding.
+    * ``dropout``: nn.Dropout between ``column`` and ``row``, where masks must differ by rank.
+    * ``replicate``: leave a module, and everything in it, as it is.
+
+    A pattern (``fnmatch`` over dotted names; ``*`` matches dots too) that comes later in the plan wins over an earlier
+    one. A GPT that was built whole becomes one on ``mesh`` whatever the plan says. With tp=1 nothing else is swapped,
+    but the plan is checked. Modules that use the weight of a layer without calling it must be left alone.
+
+    Args:
+        module: The root; its children are replaced in place.
+        mesh: The groups of this rank.
+        plan: Kind by name pattern, or None.
+
+    Returns:
+        What was swapped, in the order of definition.
+
+    Raises:
+        ParallelPlanError: If a pattern or a kind fits nothing, sizes do not divide, or a shared weight is cut in two
+            ways.
+        UnsupportedError: If a block has settings, hooks or a layout that a swap cannot keep.
+
+    Communication: a broadcast over all ranks for each parameter and buffer.
+    """
+    places = places_of(module)
+    _check_root(module, mesh)
+    kinds = choose_kinds(places, plan, _fits)
+    swaps = _chosen(places, kinds, mesh)
+    agree_on_values(module, places, mesh)
+    built = [_model(place, mesh) for place in _first_names(places) if is_foreign(place.module, mesh)]
+    models = [swap.place.name for swap in built]
+    built += [_block(number, *choice, mesh) for number, choice in enumerate(swaps)]
+    tie(module, {key: home for swap in built for key, home in _homes(swap).items()}, models)
+    for swap in built:
+        _check_hooks(swap)
+    order = {place.name: number for number, place in enumerate(places)}
+    built.sort(key=lambda swap: order[swap.place.name])
+    records = [_record(swap) for swap in built]
+    _install(places, built)
+    return records
+
+
+def _fits(kind: str, module: nn.Module) -> bool:
+    return kind == "replicate" or rule_for(kind, module) is not None or (kind == "auto" and isinstance(module, GPT))
+
+
+def _check_root(module: nn.Module, mesh: ParallelMesh) -> None:
+    if rule_for("auto", module) is not None or is_foreign(module, mesh):
+        raise UnsupportedError(
+            f"the root ({type(module).__name__}) cannot be swapped in place, because nothing holds it. "
+            "Make it a child of another module, such as an attribute of a LightningModule."
+        )
+
+
+def _first_names(places: Sequence[Place]) -> list[Place]:
+    """Return the places that can be swapped, once for each module."""
+    first: dict[int, Place] = {}
+    for place in places:
+        if place.closed_by is None:
+            first.setdefault(id(place.module), place)
+    return list(first.values())
+
+
+def _chosen(places: Sequence[Place], kinds: Mapping[str, str], mesh: ParallelMesh) -> list[_Choice]:
+    chosen: list[_Choice] = []
+    encoders: list[tuple[Place, nn.TransformerEncoder]] = []
+    for place in _first_names(places):
+        kind = kinds.get(place.name, "replicate")
+        rule = rule_for(kind, place.module)
+        if isinstance(place.module, nn.TransformerEncoder):
+            encoders.append((place, place.module))
+        elif rule is not None:
+            chosen.append((place, kind, rule))
+    _check_layout(chosen, mesh)
+    if mesh.tp.size == 1:
+        return []
+    layers = {id(place.module) for place, _, _ in chosen}
+    for place, encoder in encoders:
+        # Whatever the plan says about the encoder itself: with a swapped layer, its packing of padded batches must go.
+        if any(id(layer) in layers for layer in encoder.layers):
+            chosen.append((place, "auto", _encoder_rule(place)))
+    return chosen
+
+
+def _encoder_rule(place: Place) -> BlockRule:
+    rule = rule_for("auto", place.module)
+    if rule is None:
+        raise UnsupportedError(
+            f"the layers of {place.name!r} cannot be cut over tp, because {type(place.module).__name__} may read "
+            "their weights "
+            "as torch.nn.TransformerEncoder does. Use that class, or give it the kind 'replicate'."
+        )
+    return rule
+
+
+def _check_layout(chosen: Sequence[_Choice], mesh: ParallelMesh) -> None:
+    for place, kind, _ in chosen:
+        if mesh.cp.size > 1 and kind == "auto":
+            raise UnsupportedError(
+                f"the attention of {place.name!r} sees whole sequences, but cp ({mesh.cp.size}) cuts them. Use cp 1."
+            )
+        if mesh.pp.size > 1 and mesh.tp.size > 1:
+            raise UnsupportedError(
+                f"the block {place.name!r} can be cut over tp only, because plain modules have no pipeline stages: pp "
+                "is "
+                f"{mesh.pp.size}. Use pp 1, a GPT, or the plan {{'*': 'replicate'}}."
+            )
+
+
+def _model(place: Place, mesh: ParallelMesh) -> _Swap:
+    cut = mesh.tp.size * mesh.pp.size > 1
+    return _Swap(place, "model", sharded_gpt(place.name, place.module, mesh), note=NOTE if cut else "")
+
+
+def _block(number: int, place: Place, kind: str, rule: BlockRule, mesh: ParallelMesh) -> _Swap:
+    # Inputs and outputs of a plain module are whole sequences, batch first as often as not.
+    site = Site(place.name, place.module, replace(mesh, sequence_parallel=False), _FIRST_LAYER + number)
+    return _Swap(place, kind, swapped(rule, site), rule, site)
+
+
+def _homes(swap: _Swap) -> dict[str, NewHome]:
+    if swap.rule is None or swap.site is None:
+        return {}
+    return {key: NewHome(swap.target, name, swap.kind) for key, name in source_names(swap.rule, swap.site).items()}
+
+
+def _check_hooks(swap: _Swap) -> None:
+    kept = set(swap.target.modules())
+    for path, gone in swap.place.module.named_modules():
+        hooks = (gone._forward_hooks, gone._forward_pre_hooks, gone._backward_hooks, gone._backward_pre_hooks)
+        inside_encoder = isinstance(swap.place.module, nn.TransformerEncoder) and gone is not swap.place.module
+        if gone not in kept and not inside_encoder and any(hooks):
+            name = f"{swap.place.name}.{path}".rstrip(".")
+            raise UnsupportedError(
+                f"{name!r} has hooks, which a swap would lose, because another module takes its place. Register them "
+                "after the "
+                f"strategy has set the module up, or give {swap.place.name!r} the kind 'replicate'."
+            )
+
+
+def _record(swap: _Swap) -> SwapRecord:
+    source, target = swap.place.module, swap.target
+    full, local = (sum(p.numel() for p in module.parameters()) for module in (source, target))
+    return SwapRecord(swap.place.name, swap.kind, type(source).__name__, type(target).__name__, full, local, swap.note)
+
+
+def _install(places: Sequence[Place], built: Sequence[_Swap]) -> None:
+    targets = {id(swap.place.module): swap.target for swap in built}
+    for place in places:
+        if place.closed_by is None and id(place.module) in targets:
+            setattr(place.parent, place.key, targets[id(place.module)])

@@ -1,0 +1,34 @@
+"""Dropout for activations that are cut over the tensor axis."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.dropout import tensor_region_stream
+
+
+class TensorDropout(nn.Dropout):
+    """Drop elements between a column and a row layer, where every tensor-parallel rank holds other features.
+
+    Equal to torch.nn.Dropout, with masks that differ on every tensor-parallel rank and that recomputation draws again.
+
+    Args:
+        p: How likely an element is dropped.
+        mesh: The random streams of this rank.
+        layer: Number of the layer for random streams; None inside a block that has moved the streams itself.
+    """
+
+    def __init__(self, p: float, mesh: ParallelMesh, layer: int | None = None) -> None:
+        super().__init__(p)
+        self.mesh, self.layer = mesh, layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input with elements dropped while training."""
+        if not self.training or self.p == 0.0:
+            return input
+        if self.layer is not None:
+            self.mesh.random.seek(self.layer)
+        with tensor_region_stream(self.p, self.training, self.mesh):
+            return F.dropout(input, self.p, training=True)

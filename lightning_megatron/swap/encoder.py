@@ -1,0 +1,153 @@
+"""torch.nn's Transformer encoder with its layers cut over the tensor axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.dropout import hidden_dropout
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.swap.attention import HeadParallelAttention
+from lightning_megatron.swap.dropout import TensorDropout
+
+
+class ParallelEncoderLayer(nn.Module):
+    """Run one encoder layer with its heads and its inner features cut over tp.
+
+    Equal to torch.nn.TransformerEncoderLayer in training and evaluation, with the names of its parameters.
+
+    Shapes: ``(S, B, D)``, or ``(B, S, D)`` where ``attention.batch_first``; output the same.
+
+    Args:
+        attention: The attention layer.
+        linear1: From D to this rank's inner features.
+        linear2: From this rank's inner features to D.
+        norm1: Norm of the attention, held whole by every rank.
+        norm2: Norm of the position-wise network, held whole by every rank.
+        activation: Function of each inner feature.
+        mesh: The random streams of this rank.
+        layer: Number of the layer for random streams.
+        norm_first: Whether the norms come before their blocks, or after the residual sums.
+        dropout: Probability that an inner feature is dropped.
+        dropout1: The same for the attention's output.
+        dropout2: The same for the network's output.
+
+    Communication: two all-reduces over tp forward, two backward.
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self,
+        attention: HeadParallelAttention,
+        linear1: ColumnParallelLinear,
+        linear2: RowParallelLinear,
+        norm1: nn.Module,
+        norm2: nn.Module,
+        activation: Callable[[Tensor], Tensor],
+        *,
+        mesh: ParallelMesh,
+        layer: int,
+        norm_first: bool = False,
+        dropout: float = 0.0,
+        dropout1: float = 0.0,
+        dropout2: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.self_attn, self.linear1, self.linear2 = attention, linear1, linear2
+        self.norm1, self.norm2, self.activation = norm1, norm2, activation
+        self.dropout = TensorDropout(dropout, mesh)
+        self.dropout1, self.dropout2 = dropout1, dropout2
+        self.mesh, self.layer, self.norm_first = mesh, layer, norm_first
+        self.draws = any(p > 0.0 for p in (attention.dropout, dropout, dropout1, dropout2))
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Return the layer's output.
+
+        Args:
+            src: The input.
+            src_mask: Pairs to ignore ``(S, S)`` or ``(B H, S, S)``.
+            src_key_padding_mask: Positions to ignore ``(B, S)``.
+            is_causal: Promise that ``src_mask`` is the causal mask.
+        """
+        if self.training and self.draws:
+            # From here the masks depend on the layer alone, so that recomputation draws the same ones.
+            self.mesh.random.seek(self.layer)
+        if self.norm_first:
+            hidden = src + self._attend(self.norm1(src), src_mask, src_key_padding_mask, is_causal)
+            return hidden + self._feed(self.norm2(hidden))
+        hidden = self.norm1(src + self._attend(src, src_mask, src_key_padding_mask, is_causal))
+        return self.norm2(hidden + self._feed(hidden))
+
+    def _attend(self, x: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool) -> Tensor:
+        attended, _ = self.self_attn(
+            x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal
+        )
+        return hidden_dropout(attended, self.dropout1, self.training, self.mesh)
+
+    def _feed(self, x: Tensor) -> Tensor:
+        fed = self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return hidden_dropout(fed, self.dropout2, self.training, self.mesh)
+
+
+class ParallelEncoder(nn.Module):
+    """Run encoder layers in turn without torch's nested tensors.
+
+    Equal to torch.nn.TransformerEncoder. For evaluation torch may pack padded batches into nested tensors, which layers
+    cut over tp cannot take; a side effect of the packing, zeros at padded positions before the last norm, is kept.
+
+    Args:
+        source: The encoder whose layers, norm and settings this one takes over.
+    """
+
+    def __init__(self, source: nn.TransformerEncoder) -> None:
+        super().__init__()
+        self.layers, self.norm, self.num_layers = source.layers, source.norm, source.num_layers
+        self.packs_padding = bool(getattr(source, "use_nested_tensor", False))
+        self.mask_check = bool(getattr(source, "mask_check", True))
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """Return the output of the last layer, normed if the encoder has a norm.
+
+        Args:
+            src: The input.
+            mask: Pairs to ignore ``(S, S)`` or ``(B H, S, S)``.
+            src_key_padding_mask: Positions to ignore ``(B, S)``.
+            is_causal: Promise that ``mask`` is the causal mask; None promises nothing.
+        """
+        padding, output = src_key_padding_mask, src
+        for layer in self.layers:
+            output = layer(output, src_mask=mask, src_key_padding_mask=padding, is_causal=bool(is_causal))
+        if padding is not None and self._would_pack(src, mask, padding):
+            output = output.masked_fill(_is_padding(padding).unsqueeze(-1), 0.0)
+        return output if self.norm is None else self.norm(output)
+
+    def _would_pack(self, src: Tensor, mask: Tensor | None, padding: Tensor) -> bool:
+        """Tell whether torch.nn.TransformerEncoder would take its nested path, by the rules in its forward."""
+        first = self.layers[0]
+        possible = self.packs_padding and torch.backends.mha.get_fastpath_enabled() and not torch.is_autocast_enabled()
+        if not possible or first.training or src.dim() != 3 or mask is not None:
+            return False
+        if torch.is_grad_enabled() and (src.requires_grad or any(p.requires_grad for p in first.parameters())):
+            return False
+        # True before False along a row means that padding comes first.
+        return not self.mask_check or bool((_is_padding(padding).to(torch.int8).diff(dim=1) >= 0).all())
+
+
+def _is_padding(padding: Tensor) -> Tensor:
+    # torch makes a number mask of a boolean one and packs the positions where the number is zero.
+    return padding if padding.dtype == torch.bool else padding != 0

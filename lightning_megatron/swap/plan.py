@@ -1,0 +1,151 @@
+"""Which blocks of a module are cut, and how: patterns over their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.plan.legal_values import one_of
+
+#: What a plan can say about a block, and for which blocks it is meant.
+KINDS: Mapping[str, str] = {
+    "auto": "nn.TransformerEncoderLayer and nn.MultiheadAttention, alone or inside the named module",
+    "column": "nn.Linear whose outputs stay cut",
+    "column_gather": "nn.Linear whose outputs are gathered",
+    "row": "nn.Linear whose inputs are cut",
+    "vocab": "nn.Embedding, or nn.Linear with a vocabulary of any size as outputs",
+    "dropout": "nn.Dropout between a column and a row layer",
+    "replicate": "any module, which then stays as it is",
+}
+
+#: Kinds that hold for everything inside the module that a pattern names.
+_FOR_WHOLE_TREES = ("auto", "replicate")
+
+#: Blocks that read the weights of their children directly, so that only the whole block can be swapped.
+_CLOSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention, PipelinedModule)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Locate a module in its parent.
+
+    Args:
+        name: Dotted name from the root.
+        parent: The module that holds it.
+        key: Its name in the parent.
+        module: The module itself.
+        closed_by: Name of the block around it that must be swapped whole; None if there is none.
+    """
+
+    name: str
+    parent: nn.Module
+    key: str
+    module: nn.Module
+    closed_by: str | None = None
+
+
+def places_of(root: nn.Module) -> list[Place]:
+    """List every module below ``root`` in the order of definition, one entry for each name of a shared module."""
+    return list(_places(root, "", None))
+
+
+def _places(parent: nn.Module, prefix: str, closed_by: str | None) -> Iterator[Place]:
+    for key, child in _children(parent):
+        name = f"{prefix}{key}"
+        yield Place(name, parent, key, child, closed_by)
+        inner = name if closed_by is None and isinstance(child, _CLOSED) else closed_by
+        yield from _places(child, f"{name}.", inner)
+
+
+def _children(parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    # named_children leaves the second name of a shared module out.
+    return ((key, child) for key, child in parent._modules.items() if child is not None)
+
+
+def choose_kinds(
+    places: Sequence[Place], plan: Mapping[str, str] | None, fits: Callable[[str, nn.Module], bool]
+) -> dict[str, str]:
+    """Return the kind of every place that the plan says something about, by name.
+
+    A pattern matches whole dotted names; ``*`` also matches dots. ``auto`` and ``replicate`` hold for everything inside
+    the named module as well. Where several patterns match, the last one of the plan wins. Without a plan everything is
+    ``auto``.
+
+    Args:
+        places: All modules.
+        plan: Kind by name pattern, or None.
+        fits: Whether a module is of a type that a kind can be applied to.
+
+    Raises:
+        ParallelPlanError: For an unknown kind, a pattern that matches nothing it could be applied to, or a module with
+            two names and two kinds.
+    """
+    if plan is None:
+        return {place.name: "auto" for place in places if place.closed_by is None}
+    kinds: dict[str, str] = {}
+    for pattern, kind in plan.items():
+        _check_kind(pattern, kind)
+        matching = [place for place in places if _matches(pattern, kind, place.name)]
+        fitting = [place for place in matching if place.closed_by is None and fits(kind, place.module)]
+        if not fitting:
+            raise ParallelPlanError(_nothing_fits(pattern, kind, places, matching, fits))
+        kinds.update((place.name, kind) for place in fitting)
+    _check_shared(places, kinds)
+    return kinds
+
+
+def _matches(pattern: str, kind: str, name: str) -> bool:
+    if fnmatchcase(name, pattern):
+        return True
+    if kind not in _FOR_WHOLE_TREES:
+        return False
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts)))
+
+
+def _check_kind(pattern: str, kind: str) -> None:
+    if kind not in KINDS:
+        raise ParallelPlanError(
+            f"a kind of the plan must be one of those that exist: {pattern!r} is given {kind!r}. "
+            f"Use {one_of([repr(known) for known in KINDS])}."
+        )
+
+
+def _nothing_fits(
+    pattern: str, kind: str, places: Sequence[Place], matching: Sequence[Place], fits: Callable[[str, nn.Module], bool]
+) -> str:
+    head = f"every pattern of the plan must match a module that {kind!r} is for: {pattern!r} matches "
+    if matching and matching[0].closed_by is not None:
+        outer = next(place for place in places if place.name == matching[0].closed_by)
+        remedy = f"Use {{{outer.name!r}: 'auto'}}." if fits("auto", outer.module) else "Leave it out."
+        return (
+            f"{head}{matching[0].name!r} inside {outer.name!r}, which reads the weights of its parts directly and is "
+            f"swapped whole or not at all. {remedy}"
+        )
+    if matching:
+        found = type(matching[0].module).__name__
+        what = f"{head}{matching[0].name!r} of type {found}. {kind!r} is for {KINDS[kind]}. "
+    else:
+        what = f"{head}nothing. A misspelt name would leave a layer whole. "
+    names = list(dict.fromkeys(place.name for place in places if place.closed_by is None and fits(kind, place.module)))
+    near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
+    remedy = f"Did you mean {one_of([repr(name) for name in near])}?" if near else "The module has no such layer."
+    return what + remedy
+
+
+def _check_shared(places: Sequence[Place], kinds: Mapping[str, str]) -> None:
+    first: dict[int, str] = {}
+    for place in places:
+        other = first.setdefault(id(place.module), place.name)
+        mine, theirs = kinds.get(place.name, "replicate"), kinds.get(other, "replicate")
+        if mine != theirs:
+            raise ParallelPlanError(
+                f"a module with two names must have one kind: {other!r} is {theirs!r}, {place.name!r} is {mine!r}. "
+                "Both are the same module. Give both names the same kind."
+            )

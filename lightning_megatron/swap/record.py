@@ -1,0 +1,35 @@
+"""What a swap did, for the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SwapRecord:
+    """Say which block was replaced by which, and how many of its elements this rank keeps.
+
+    ``str(record)`` is one line for the log.
+
+    Args:
+        name: Dotted name of the block in the module.
+        kind: How it was cut: a kind of the plan, or ``model`` for a GPT that was built whole.
+        source: Class of the block before.
+        target: Class of the block now.
+        full_elements: Elements of its parameters before (elements).
+        local_elements: Elements of its parameters on this rank now (elements).
+        note: What the user should know; empty if nothing.
+    """
+
+    name: str
+    kind: str
+    source: str
+    target: str
+    full_elements: int
+    local_elements: int
+    note: str = ""
+
+    def __str__(self) -> str:
+        sizes = f"{self.local_elements:,} of {self.full_elements:,} elements here"
+        line = f"{self.name}: {self.source} -> {self.target} ({self.kind}, {sizes})"
+        return f"{line}. {self.note}" if self.note else line

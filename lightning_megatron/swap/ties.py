@@ -1,0 +1,87 @@
+"""Weights that several modules share, before and after a swap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.groups.shard_spec import shard_spec_of
+
+
+@dataclass(frozen=True)
+class NewHome:
+    """Locate the parameter that takes over a source parameter's values.
+
+    Args:
+        block: The target block.
+        name: Dotted name of the parameter in it.
+        kind: How the plan cuts the block, for errors.
+    """
+
+    block: nn.Module
+    name: str
+    kind: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Return the parameter."""
+        return self.block.get_parameter(self.name)
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Put another parameter in its place."""
+        path, _, key = self.name.rpartition(".")
+        setattr(self.block.get_submodule(path), key, parameter)
+
+
+def tie(root: nn.Module, homes: Mapping[str, NewHome], closed: Sequence[str] = ()) -> None:
+    """Let the targets share what their sources share; ``root`` still holds the sources and is not changed.
+
+    Args:
+        root: The module before the swap.
+        homes: Where each swapped parameter went, by its full name in ``root``.
+        closed: Names of whole models that are replaced, which may share weights within themselves only.
+
+    Raises:
+        ParallelPlanError: If a shared weight is cut in one place and not, or otherwise, in another.
+    """
+    names: dict[int, list[str]] = {}
+    for path, owner in root.named_modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), []).append(f"{path}.{key}" if path else key)
+    for shared in names.values():
+        if len(shared) > 1:
+            _check_models(shared, closed)
+            _tie_one(shared, homes)
+
+
+def _check_models(shared: Sequence[str], closed: Sequence[str]) -> None:
+    models = {next((name for name in closed if key.startswith(f"{name}.")), "") for key in shared}
+    if len(models) > 1:
+        raise ParallelPlanError(
+            f"{' and '.join(repr(key) for key in shared)} share one weight across the border of a model that is cut "
+            "as a whole. "
+            "The shared weight would fall apart. Use GPTConfig(tie_embeddings=True) or separate weights."
+        )
+
+
+def _tie_one(shared: Sequence[str], homes: Mapping[str, NewHome]) -> None:
+    moved = [homes[key] for key in shared if key in homes]
+    if not moved:
+        return
+    first = moved[0].parameter
+    same = all(
+        shard_spec_of(home.parameter) == shard_spec_of(first) and home.parameter.shape == first.shape for home in moved
+    )
+    if len(moved) < len(shared) or not same:
+        kinds = ", ".join(f"{key!r} is {homes[key].kind if key in homes else 'replicate'!r}" for key in shared)
+        raise ParallelPlanError(
+            f"modules that share one weight must cut it alike: {kinds}. Cut differently, the weights would drift "
+            "apart. "
+            "Give all of them the kind 'replicate', or 'vocab' where an embedding and an output layer share a weight."
+        )
+    for home in moved[1:]:
+        home.adopt(first)

@@ -1,0 +1,111 @@
+"""An embedding and a linear layer cut over the vocabulary, with the shapes of their torch.nn twins."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.groups.collectives import copy_to_axis, gather_from_axis, reduce_from_axis
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
+from lightning_megatron.layers.loss import check_ids
+from lightning_megatron.plan.shards import padded_vocab_size, vocab_range
+
+#: Rows of each rank are a multiple of this, which tensor cores need; a full tensor has no padding.
+ROWS_MULTIPLE = 8
+
+
+class EmbeddingOverVocabulary(nn.Module):
+    """Look vectors up in a table whose rows are cut over tp.
+
+    Equal to torch.nn.Embedding(num_embeddings, embedding_dim, padding_idx).
+
+    Shapes: ids ``(...)``; output ``(..., D)``.
+
+    Args:
+        num_embeddings: Rows of the full table (tokens).
+        embedding_dim: Size of each vector (elements).
+        mesh: The groups of this rank.
+        padding_idx: Token whose row gets no gradient, or None.
+
+    Raises:
+        IndexError: In forward, if an id is outside the table (on CPU; a CUDA kernel asserts).
+
+    Communication: one all-reduce over tp forward.
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, mesh: ParallelMesh, *, padding_idx: int | None = None
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.mesh = mesh
+        self.weight = _vocabulary_parameter((num_embeddings, embedding_dim), Initializer.normal(), mesh)
+        self.first = mesh.tp.rank * self.weight.shape[0]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the vector of every id."""
+        check_ids(input, self.num_embeddings)
+        num_rows = self.weight.shape[0]
+        local = input - self.first
+        elsewhere = (local < 0) | (local >= num_rows)
+        # An illegal id becomes an illegal row, so that the CUDA kernel that reads it asserts.
+        illegal = (input < 0) | (input >= self.num_embeddings)
+        index = local.masked_fill(elsewhere, 0).masked_fill(illegal, num_rows)
+        vectors = F.embedding(index, self.weight, padding_idx=self._local_padding_idx())
+        return reduce_from_axis(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.mesh.tp)
+
+    def _local_padding_idx(self) -> int | None:
+        if self.padding_idx is None:
+            return None
+        local = self.padding_idx - self.first
+        return local if 0 <= local < self.weight.shape[0] else None
+
+    def extra_repr(self) -> str:
+        """Show full and local sizes."""
+        return f"{self.num_embeddings} ({self.weight.shape[0]} here), {self.embedding_dim}"
+
+
+class LinearOverVocabulary(nn.Module):
+    """Compute ``x A^T + b`` with the outputs, a vocabulary of any size, cut over tp, and gather them.
+
+    Equal to torch.nn.Linear(in_features, out_features, bias). Its rows are cut as those of EmbeddingOverVocabulary, so
+    that the two can share one weight.
+
+    Shapes: input ``(..., in)``; output ``(..., out)``.
+
+    Args:
+        in_features: Size of each input vector (elements).
+        out_features: Size of each output vector (elements).
+        mesh: The groups of this rank.
+        bias: Whether to add a bias, cut like the outputs.
+
+    Communication: an all-gather over tp forward, an all-reduce backward.
+    """
+
+    def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh, *, bias: bool = True) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.mesh = in_features, out_features, mesh
+        self.weight = _vocabulary_parameter((out_features, in_features), Initializer.normal(), mesh)
+        self.bias = _vocabulary_parameter((out_features,), ZEROS, mesh) if bias else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return all outputs on every rank."""
+        part = F.linear(copy_to_axis(input, self.mesh.tp), self.weight, self.bias)
+        # Padding rows come after the last true one, so that cutting them off leaves the true outputs in order.
+        return gather_from_axis(part, self.mesh.tp, dim=-1)[..., : self.out_features]
+
+    def extra_repr(self) -> str:
+        """Show full and local sizes."""
+        return f"{self.in_features}, {self.out_features} ({self.weight.shape[0]} here), bias={self.bias is not None}"
+
+
+def _vocabulary_parameter(full_shape: tuple[int, ...], initializer: Initializer, mesh: ParallelMesh) -> nn.Parameter:
+    num_rows, tp = full_shape[0], mesh.tp
+    return sharded_parameter(
+        full_shape,
+        [vocab_range(num_rows, tp.size, tp.rank, ROWS_MULTIPLE)],
+        initializer,
+        local_size=padded_vocab_size(num_rows, tp.size, ROWS_MULTIPLE) // tp.size,
+    )

@@ -1,0 +1,201 @@
+"""Cases that compare swapped modules with the ones they came from, on the ranks of one world."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.swap import SwapRecord, parallelize
+
+
+class Classifier(nn.Module):
+    """Label token sequences the way a user's own LightningModule would."""
+
+    def __init__(self, num_tokens: int = 21, num_labels: int = 7, **layer: Any) -> None:
+        super().__init__()
+        settings = {"nhead": 4, "dim_feedforward": 24, "dropout": 0.0, "batch_first": True} | layer
+        self.embedding = nn.Embedding(num_tokens, 16, padding_idx=0)
+        encoder_layer = nn.TransformerEncoderLayer(16, **settings)
+        nested = bool(settings["batch_first"]) and not settings.get("norm_first", False)
+        nested = nested and settings.get("bias", True)
+        self.encoder = nn.TransformerEncoder(encoder_layer, 2, nn.LayerNorm(16), enable_nested_tensor=nested)
+        self.head = nn.Sequential(nn.Linear(16, 20), nn.Tanh(), nn.Linear(20, num_labels))
+        self.batch_first = settings["batch_first"]
+
+    def forward(self, tokens: Tensor, **masks: Any) -> Tensor:
+        hidden = self.embedding(tokens)
+        hidden = hidden if self.batch_first else hidden.transpose(0, 1)
+        hidden = self.encoder(hidden, **masks)
+        return self.head(hidden.mean(1 if self.batch_first else 0))
+
+
+class TiedDecoder(nn.Module):
+    """Predict tokens with the embedding's own weight."""
+
+    def __init__(self, num_tokens: int = 21) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_tokens, 8)
+        self.body = nn.Linear(8, 8)
+        self.decoder = nn.Linear(8, num_tokens)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.decoder(torch.tanh(self.body(self.embedding(tokens))))
+
+
+class Translator(nn.Module):
+    """Hold a whole torch.nn.Transformer, whose decoder layers have attention of both sorts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(16, 4, 1, 2, 24, dropout=0.0, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=target.dtype)
+        return self.transformer(source, target, tgt_mask=mask, tgt_is_causal=True)
+
+
+class Attending(nn.Module):
+    """Hold attention alone."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, **settings)
+
+    def forward(self, *inputs: Tensor, **masks: Any) -> Tensor:
+        output, weights = self.attention(*inputs, **masks)
+        # Both results count, so that gradients flow back through the attention weights as well.
+        return output if weights is None else torch.cat([output.flatten(), weights.flatten()])
+
+
+@dataclass
+class Comparison:
+    """Collect the largest difference of each claim."""
+
+    differences: dict[str, float] = field(default_factory=dict)
+
+    def add(self, claim: str, ours: Tensor, theirs: Tensor) -> None:
+        """Note how far two tensors are apart; another shape is infinitely far."""
+        ours, theirs = ours.detach(), theirs.detach()
+        apart = (
+            float("inf") if ours.shape != theirs.shape else float((ours - theirs).abs().max()) if ours.numel() else 0.0
+        )
+        self.differences[claim] = max(self.differences.get(claim, 0.0), apart)
+
+
+def double(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """Build a module in float64 with weights of usual size from a seed."""
+    torch.manual_seed(seed)
+    module = build().double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            # torch starts biases and norms at constants, which would hide a wrong cut.
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return module
+
+
+def twin(
+    build: Callable[[], nn.Module], mesh: ParallelMesh, plan: dict[str, str] | None = None
+) -> tuple[nn.Module, nn.Module, list[SwapRecord]]:
+    """Return a module, its swapped copy and what was swapped."""
+    module = double(build)
+    ours = copy.deepcopy(module)
+    return module, ours, parallelize(ours, mesh, plan)
+
+
+def compare_training(
+    note: Comparison,
+    claim: str,
+    theirs: nn.Module,
+    ours: nn.Module,
+    call: Callable[[nn.Module], Tensor],
+    num_steps: int = 5,
+    inputs: tuple[Tensor, ...] = (),
+) -> None:
+    """Take SGD steps with both modules and note how far outputs, gradients and weights are apart."""
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (theirs, ours)]
+    for _ in range(num_steps):
+        outputs, grads = [], []
+        for module, optimizer in zip((theirs, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            output = call(module)
+            weights = torch.linspace(-1.0, 2.0, output.numel(), dtype=output.dtype).reshape(output.shape)
+            (output * weights + output.square()).mean().backward()
+            outputs.append(output.detach())
+            grads.append([x.grad.clone() for x in inputs])
+            for x in inputs:
+                x.grad = None
+        note.add(f"{claim}: outputs", outputs[1], outputs[0])
+        for mine, other in zip(grads[1], grads[0], strict=True):
+            note.add(f"{claim}: gradients of inputs", mine, other)
+        compare_parameters(note, claim, theirs, ours)
+        for optimizer in optimizers:
+            optimizer.step()
+    compare_parameters(note, f"{claim}: after training", theirs, ours, with_grads=False)
+
+
+def compare_parameters(
+    note: Comparison, claim: str, theirs: nn.Module, ours: nn.Module, with_grads: bool = True
+) -> None:
+    """Note how far this rank's weights and gradients are from the full module's."""
+    for name, parameter in ours.named_parameters():
+        spec = shard_spec_of(parameter)
+        full = theirs.get_parameter(name if spec.tied_to is None else f"{name.split('.')[0]}.{spec.tied_to}")
+        note.add(f"{claim}: weights", parameter, _local(full, parameter))
+        if with_grads and full.grad is not None:
+            assert parameter.grad is not None, f"{name} got no gradient"
+            note.add(f"{claim}: gradients", parameter.grad, _local(full.grad, parameter))
+
+
+def _local(full: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Cut this rank's part out of a full tensor, which may have padding of its own."""
+    spec = shard_spec_of(parameter)
+    true = full.detach().narrow(spec.dim, 0, spec.full_shape[spec.dim])
+    return spec.shard(true, parameter.shape[spec.dim])
+
+
+def tokens(num_rows: int = 3, length: int = 6, num_tokens: int = 21) -> Tensor:
+    """Return token ids that cover the ends of the vocabulary."""
+    ids = torch.randint(0, num_tokens, (num_rows, length), generator=torch.Generator().manual_seed(1))
+    ids[0, 0], ids[-1, -1] = num_tokens - 1, 0
+    return ids
+
+
+def padding(num_rows: int = 3, length: int = 6) -> Tensor:
+    """Return a padding mask whose rows end at different places."""
+    return torch.arange(length)[None] >= torch.tensor([length, length - 2, 3])[:num_rows, None]
+
+
+def causal(length: int = 6) -> Tensor:
+    """Return the causal mask as numbers."""
+    return nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
+
+
+def normal(*shape: int, seed: int = 2, grad: bool = False) -> Tensor:
+    """Return reproducible normal numbers in float64."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x.requires_grad_(grad)
+
+
+def mlp() -> nn.Module:
+    """Build a stack of linear layers that uses every way to cut one."""
+    return nn.Sequential(
+        nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 12), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 5), nn.LayerNorm(5)
+    )
+
+
+MLP_PLAN = {"0": "column", "2": "row", "3": "column_gather", "5": "vocab"}
+CLASSIFIER_PLAN = {"embedding": "vocab", "encoder": "auto", "head.0": "column", "head.2": "row"}
+
+
+def losses_of(module: nn.Module, ids: Tensor) -> Tensor:
+    """Return next-token losses of a GPT."""
+    return F.cross_entropy(module(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
