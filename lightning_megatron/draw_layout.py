@@ -1,0 +1,219 @@
+"""Draw the rank map of a layout: nodes as boxes, ranks as squares, the groups of an axis as colours."""
+
+from __future__ import annotations
+
+import colorsys
+from dataclasses import dataclass
+from math import ceil, sqrt
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightning_megatron.extras import import_extra
+from lightning_megatron.plan.layout import ParallelLayout
+
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+GPUS_PER_NODE = 8
+"""Ranks per node of a picture, unless given."""
+
+
+MAX_PIXELS = 16000
+"""Of the picture's longer side, so that thousands of ranks still fit into memory."""
+
+# Lengths in inches.
+SQUARE = 0.46
+GAP = 0.06
+NODE_PADDING = 0.1
+NODE_TITLE = 0.24
+NODE_GAP = 0.16
+GRID_GAP = 0.3
+PANEL_TITLE = 0.42
+PANEL_GAP = 0.45
+GRID_TITLE = 0.44
+MARGIN = 0.35
+HEADER = 0.86
+
+INK, SOFT_INK, NODE_FILL, NODE_EDGE = "#1f2933", "#616e7c", "#f5f7fa", "#cbd2d9"
+FEW_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#bbbbbb")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Show the groups of one axis."""
+
+    axis: str
+    groups: list[list[int]]
+
+    @property
+    def title(self) -> str:
+        """Return the panel's heading, such as "tp: 4 groups of 4"."""
+        plural = "group" if len(self.groups) == 1 else "groups"
+        return f"{self.axis}: {len(self.groups)} {plural} of {len(self.groups[0])}"
+
+    def note(self, gpus_per_node: int) -> str:
+        """Return how many of the groups stay inside a node."""
+        inside = sum(len({rank // gpus_per_node for rank in group}) == 1 for group in self.groups)
+        if inside == len(self.groups):
+            return "inside a node"
+        return f"{inside} inside a node, the others across" if inside else "across nodes"
+
+
+@dataclass(frozen=True)
+class NodeMap:
+    """Place nodes and ranks in a panel, in inches from its upper left corner.
+
+    Args:
+        num_ranks: ranks of the layout.
+        rank_offset: global rank of the first rank.
+        gpus_per_node: ranks per node.
+    """
+
+    num_ranks: int
+    rank_offset: int
+    gpus_per_node: int
+
+    @property
+    def nodes(self) -> list[int]:
+        """Return the nodes that hold at least one rank."""
+        last = self.rank_offset + self.num_ranks - 1
+        return list(range(self.rank_offset // self.gpus_per_node, last // self.gpus_per_node + 1))
+
+    @property
+    def squares_across(self) -> int:
+        """Return how many ranks of a node stand side by side."""
+        return self.gpus_per_node if self.gpus_per_node <= 4 else ceil(sqrt(2 * self.gpus_per_node))
+
+    @property
+    def nodes_across(self) -> int:
+        """Return how many nodes stand side by side, so that a panel is about as wide as high."""
+        width, height = self.node_size
+        return max(1, min(len(self.nodes), round(sqrt(len(self.nodes) * height / width))))
+
+    @property
+    def node_size(self) -> tuple[float, float]:
+        """Return width and height of a node's box."""
+        down = ceil(self.gpus_per_node / self.squares_across)
+        across = self.squares_across
+        width = across * SQUARE + (across - 1) * GAP + 2 * NODE_PADDING
+        return width, down * SQUARE + (down - 1) * GAP + NODE_TITLE + NODE_PADDING
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Return width and height of the panel, without its title."""
+        width, height = self.node_size
+        across, down = self.nodes_across, ceil(len(self.nodes) / self.nodes_across)
+        return across * width + (across - 1) * NODE_GAP, down * height + (down - 1) * NODE_GAP
+
+    def node_corner(self, node: int) -> tuple[float, float]:
+        """Return the upper left corner of a node's box."""
+        row, column = divmod(node - self.nodes[0], self.nodes_across)
+        width, height = self.node_size
+        return column * (width + NODE_GAP), row * (height + NODE_GAP)
+
+    def rank_corner(self, rank: int) -> tuple[float, float]:
+        """Return the upper left corner of a rank's square."""
+        node, slot = divmod(rank, self.gpus_per_node)
+        row, column = divmod(slot, self.squares_across)
+        left, top = self.node_corner(node)
+        return left + NODE_PADDING + column * (SQUARE + GAP), top + NODE_TITLE + row * (SQUARE + GAP)
+
+
+def draw_layout(
+    layout: ParallelLayout, path: str | Path, gpus_per_node: int = GPUS_PER_NODE, experts: bool = False
+) -> None:
+    """Draw the rank map of a layout into a picture.
+
+    Each row of panels is a grid, each panel one of its axes above size 1; ranks of one colour form a group.
+
+    Args:
+        layout: the layout to draw.
+        path: the picture; its suffix (.png, .svg, .pdf) names the format.
+        gpus_per_node: ranks per node.
+        experts: whether to draw the expert grid.
+
+    Raises:
+        MissingExtraError: if matplotlib is not installed.
+    """
+    figures = import_extra("matplotlib.figure", "plot")
+    patches = import_extra("matplotlib.patches", "plot")
+    node_map = NodeMap(
+        layout.world_size, layout.rank_offset, min(gpus_per_node, layout.world_size + layout.rank_offset)
+    )
+    rows = _panel_rows(layout, experts)
+    panel_width, panel_height = node_map.size
+    panel_width = max(panel_width, 2.0)
+    columns = max(len(panels) for _, panels in rows)
+    row_height = GRID_TITLE + PANEL_TITLE + panel_height
+    width = max(2 * MARGIN + columns * panel_width + (columns - 1) * PANEL_GAP, 6.4)
+    height = HEADER + len(rows) * row_height + (len(rows) - 1) * GRID_GAP + MARGIN
+    figure = figures.Figure(figsize=(width, height), facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+    axes.axis("off")
+    _draw_header(axes, layout)
+    for row, (title, panels) in enumerate(rows):
+        top = HEADER + row * (row_height + GRID_GAP)
+        axes.text(MARGIN, top + 0.2, title, size=12, weight="bold", color=INK, va="center")
+        for column, panel in enumerate(panels):
+            left = MARGIN + column * (panel_width + PANEL_GAP)
+            axes.text(left, top + GRID_TITLE + 0.07, panel.title, size=10.5, color=INK, va="center")
+            note = panel.note(gpus_per_node)
+            axes.text(left, top + GRID_TITLE + 0.27, note, size=8.5, color=SOFT_INK, va="center")
+            _draw_panel(axes, patches, panel, node_map, left, top + GRID_TITLE + PANEL_TITLE)
+    figure.savefig(path, dpi=min(150.0, MAX_PIXELS / max(width, height)))
+
+
+def _panel_rows(layout: ParallelLayout, experts: bool) -> list[tuple[str, list[Panel]]]:
+    def row(title: str, groups: dict[str, list[list[int]]]) -> tuple[str, list[Panel]]:
+        sizes = " x ".join(f"{axis} {len(found[0])}" for axis, found in groups.items())
+        panels = [Panel(axis, found) for axis, found in groups.items() if len(found[0]) > 1]
+        return f"{title}: {sizes}", panels or [Panel(axis, found) for axis, found in groups.items()][:1]
+
+    rows = [row("Dense grid", {axis: layout.groups(axis) for axis in ("tp", "cp", "dp", "pp")})]
+    if experts:
+        rows.append(row("Expert grid", {axis: layout.expert_groups(axis) for axis in ("etp", "ep", "edp", "pp")}))
+    return rows
+
+
+def _draw_header(axes: Any, layout: ParallelLayout) -> None:
+    title = f"{layout.world_size} ranks, order {layout.order}"
+    axes.text(MARGIN, 0.33, title, size=14, weight="bold", color=INK, va="center")
+    note = "One colour, one group. In a square: the rank, and below it its group."
+    axes.text(MARGIN, 0.62, note, size=9.5, color=SOFT_INK, va="center")
+
+
+def _draw_panel(axes: Any, patches: ModuleType, panel: Panel, node_map: NodeMap, left: float, top: float) -> None:
+    width, height = node_map.node_size
+    for node in node_map.nodes:
+        x, y = node_map.node_corner(node)
+        corner, style = (left + x, top + y), "round,pad=0,rounding_size=0.08"
+        axes.add_patch(
+            patches.FancyBboxPatch(corner, width, height, boxstyle=style, facecolor=NODE_FILL, edgecolor=NODE_EDGE)
+        )
+        axes.text(left + x + NODE_PADDING, top + y + 0.13, f"node {node}", size=7.5, color=SOFT_INK, va="center")
+    colours = _colours(len(panel.groups))
+    for index, group in enumerate(panel.groups):
+        ink = _ink_on(colours[index])
+        for rank in group:
+            x, y = node_map.rank_corner(rank)
+            corner, style = (left + x, top + y), "round,pad=0,rounding_size=0.05"
+            axes.add_patch(
+                patches.FancyBboxPatch(corner, SQUARE, SQUARE, boxstyle=style, facecolor=colours[index], linewidth=0)
+            )
+            middle = left + x + SQUARE / 2
+            axes.text(middle, top + y + 0.18, str(rank), size=9.5, weight="bold", color=ink, ha="center", va="center")
+            axes.text(middle, top + y + 0.35, str(index), size=6.5, color=ink, ha="center", va="center")
+
+
+def _colours(number: int) -> list[str]:
+    if number <= len(FEW_COLOURS):
+        return list(FEW_COLOURS[:number])
+    # Hues all around the circle; neighbours also differ in lightness.
+    rgb = [colorsys.hls_to_rgb(index / number, (0.42, 0.62, 0.78)[index % 3], 0.55) for index in range(number)]
+    return ["#" + "".join(f"{round(255 * part):02x}" for part in colour) for colour in rgb]
+
+
+def _ink_on(colour: str) -> str:
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 135 else "white"
