@@ -72,16 +72,13 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     given = list(sys.argv[1:] if args is None else args)
     name = help_parser().parse_args(given[:1] or ["--help"]).command
-    module = import_module(COMMANDS[name].module)
+    run = import_module(COMMANDS[name].module).main
     if COMMANDS[name].module == TRAINER:
         # The ranks that a strategy starts run this process's command line again, so it is left where they find it.
-        module.main(None if args is None else given)
+        run(None if args is None else given)
         return
-    parser = argparse.ArgumentParser(prog="lightning-megatron")
-    getattr(module, f"add_{name}_parser")(parser.add_subparsers())
-    arguments = parser.parse_args(given)
     try:
-        arguments.run(arguments)
+        run(given[1:])
     except OUR_ERRORS as error:
         print(f"lightning-megatron {name}: error: {error}", file=sys.stderr)
         sys.exit(2)

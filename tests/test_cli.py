@@ -128,3 +128,22 @@ def test_fit_runs_again_from_its_saved_configuration(base: Path) -> None:
     MegatronCLI(args=["fit", "-c", str(base), *options])
     assert saved.exists()
     MegatronCLI(args=["fit", "-c", str(saved), *options])
+
+
+def test_model_and_data_are_ours_unless_others_are_given(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = printed_config(capsys, "--model.config.num_layers", "3", "--data.seq_length", "12")
+    assert config["model"]["class_path"] == "lightning_megatron.CausalLM"
+    assert config["model"]["init_args"]["config"]["num_layers"] == 3
+    assert config["data"]["init_args"]["seq_length"] == 12
+
+
+def test_layout_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["layout", "--world-size", "4", "--tp", "2"])
+    assert "tp" in capsys.readouterr().out
+
+
+def test_a_layout_that_does_not_fit_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["layout", "--world-size", "4", "--tp", "3"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("lightning-megatron layout: error: ")

@@ -6,7 +6,8 @@ from typing import Any
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from typing_extensions import override
 
 
 class MegatronCLI(LightningCLI):
@@ -18,8 +19,9 @@ class MegatronCLI(LightningCLI):
     they need the parameters that ``configure_model`` creates. A second run may overwrite the saved ``config.yaml``.
 
     Args:
-        model_class: Base class of the model; any subclass may be given by its class path.
-        datamodule_class: Base class of the data module; any subclass may be given by its class path.
+        model_class: Base class of the model; any subclass may be given by its class path, and `CausalLM` is taken
+            where none is.
+        datamodule_class: Base class of the data module; likewise, and `TokenDataModule` is taken where none is.
         options: Further arguments of ``LightningCLI``.
     """
 
@@ -38,6 +40,13 @@ class MegatronCLI(LightningCLI):
             "parser_kwargs": {"parser_mode": "omegaconf+"},
         }
         super().__init__(model_class, datamodule_class, **(defaults | options))
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        if self.model_class is LightningModule:
+            parser.set_defaults({"model": {"class_path": "lightning_megatron.CausalLM"}})
+        if self.datamodule_class is LightningDataModule:
+            parser.set_defaults({"data": {"class_path": "lightning_megatron.TokenDataModule"}})
 
 
 def main(args: list[str] | None = None) -> None:
