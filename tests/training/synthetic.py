@@ -1,4 +1,4 @@
-"""A small model as bare tensors, with every way of being cut: what any layout holds of it, and the truth of one process."""
+"""A small model as bare tensors, with every way of being cut: what a layout holds of it, and one process's truth."""
 
 from __future__ import annotations
 

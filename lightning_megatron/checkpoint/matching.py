@@ -1,0 +1,92 @@
+"""Which entry of a checkpoint each tensor of the model is read from, and what to say when there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import ShardSpec
+from lightning_megatron.training.shared_gradients import original_name
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Match:
+    """Pair tensors with entries.
+
+    Args:
+        sources: For every tensor of this rank that the checkpoint has, the entry's name.
+        missing: Tensors of any rank that the checkpoint does not have.
+        unexpected: Entries that no rank asks for.
+    """
+
+    sources: dict[str, str]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def match(
+    saved: Mapping[str, Sequence[int]],
+    tensors: Mapping[str, tuple[Tensor, ShardSpec]],
+    mesh: ParallelMesh,
+    strict: bool,
+    prefix: str,
+) -> Match:
+    """Find the entry of every tensor; a tied copy reads its original.
+
+    Args:
+        saved: Full shape of every entry of the checkpoint.
+        tensors: This rank's tensors.
+        mesh: The groups of this rank.
+        strict: Refuse tensors that the checkpoint lacks and entries that no rank asks for.
+        prefix: Only entries that start with it can be unexpected.
+
+    Raises:
+        CheckpointMismatchError: On all ranks, naming tensors and shapes.
+
+    Communication: one gather of names over tp x pp.
+    """
+    sources, missing, shapes = {}, [], []
+    for name, (_, spec) in tensors.items():
+        if 0 in spec.full_shape:
+            continue  # nothing is saved of a tensor without elements
+        source = name if name in saved else None
+        if spec.tied_to is not None:
+            source = original_name(name, spec.tied_to, saved.keys()) or source
+        if source is None:
+            missing.append(name)
+        elif tuple(saved[source]) != spec.full_shape:
+            shapes.append((source, tuple(saved[source]), spec.full_shape))
+        else:
+            sources[name] = source
+    everyone = all_gather_objects((set(sources.values()), missing, shapes), mesh.model_cpu)
+    asked = set().union(*(one[0] for one in everyone)) | {source for one in everyone for source, _, _ in one[2]}
+    all_missing = sorted({name for one in everyone for name in one[1]})
+    all_shapes = sorted({entry for one in everyone for entry in one[2]})
+    unexpected = sorted(name for name in saved if name.startswith(prefix) and name not in asked)
+    found = Match(sources, tuple(all_missing), tuple(unexpected))
+    complaints = [f"{name} is {was} in the checkpoint and {now} in the model" for name, was, now in all_shapes[:_SHOWN]]
+    complaints += [f"{len(all_shapes) - _SHOWN} more have other shapes"] if len(all_shapes) > _SHOWN else []
+    if strict:
+        complaints += _listed("missing in the checkpoint", all_missing)
+        complaints += _listed("unexpected in the checkpoint", unexpected)
+    if complaints:
+        raise CheckpointMismatchError(
+            f"the checkpoint's tensors must be the model's: {'; '.join(complaints)}. Weights would be left as they "
+            "are or dropped. Build the model with the configuration that was saved"
+            + ("." if all_shapes else ", or load with strict=False.")
+        )
+    return found
+
+
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"{what}: {', '.join(names[:_SHOWN])}{more}"]

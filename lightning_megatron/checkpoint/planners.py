@@ -1,0 +1,168 @@
+"""Planners of torch.distributed.checkpoint that write and read the boxes of a ShardSpec."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from lightning_megatron.groups.shard_spec import Box, ShardSpec
+
+
+@dataclass(frozen=True)
+class BoxToWrite:
+    """Name a piece of a full tensor that this rank writes.
+
+    Args:
+        name: Entry of the checkpoint.
+        full_shape: Shape of the full tensor (elements).
+        box: Where the piece lies in it.
+        view: The piece.
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    box: Box
+    view: Tensor
+
+
+class ShardSavePlanner(DefaultSavePlanner):
+    """Write boxes of full tensors, and objects that are pickled when they are written.
+
+    Boxes that several ranks list are written by the lowest.
+
+    Args:
+        boxes: The pieces that this rank writes.
+        objects: By entry, functions that return the bytes of an object.
+    """
+
+    def __init__(self, boxes: Iterable[BoxToWrite], objects: Mapping[str, Callable[[], io.BytesIO]]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
+        self._boxes = {(box.name, torch.Size(box.box.offsets)): box for box in boxes}
+        self._objects = dict(objects)
+
+    def create_local_plan(self) -> SavePlan:
+        """List what this rank writes."""
+        items = [_write_item(box) for box in self._boxes.values()]
+        items += [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO) for name in self._objects]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Return the data of one item."""
+        index = write_item.index
+        if write_item.type == WriteItemType.BYTE_IO:
+            return self._objects[index.fqn]()
+        assert index.offset is not None, f"the piece of {index.fqn} has no offset"
+        return self._boxes[index.fqn, index.offset].view.detach()
+
+
+@dataclass(frozen=True)
+class TensorToRead:
+    """Name a local tensor and the entry that it is read from.
+
+    Args:
+        source: Entry of the checkpoint.
+        tensor: The local tensor, written in place.
+        spec: How it lies in the full tensor.
+    """
+
+    source: str
+    tensor: Tensor
+    spec: ShardSpec
+
+
+class ShardLoadPlanner(LoadPlanner):
+    """Read exactly the boxes that local tensors cover, from boxes cut in any other way, and objects as bytes.
+
+    Args:
+        tensors: The tensors to fill, by a name of the reader's choice.
+        objects: Entries to read as bytes, found in ``bytes_of`` afterwards.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorToRead], objects: Iterable[str] = ()) -> None:
+        self._tensors = dict(tensors)
+        self._objects = tuple(objects)
+        self._views = {
+            (name, torch.Size(box.offsets)): view
+            for name, wanted in self._tensors.items()
+            for box, view in wanted.spec.local_views(wanted.tensor.detach())
+        }
+        self._metadata: Metadata | None = None
+        self.bytes_of: dict[str, io.BytesIO] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the list of the checkpoint's entries."""
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """List what this rank reads."""
+        assert self._metadata is not None, "the planner is set up before it plans"
+        items = []
+        for name, wanted in self._tensors.items():
+            saved = self._metadata.state_dict_metadata[wanted.source]
+            assert isinstance(saved, TensorStorageMetadata), f"{wanted.source} is no tensor"
+            chunks = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in wanted.spec.boxes()]
+            items += [
+                # The reader finds the data by the source's name, this planner the destination by the local one.
+                replace(item, dest_index=replace(item.dest_index, fqn=name))
+                for item in create_read_items_for_chunk_list(wanted.source, saved, chunks)
+            ]
+        none = torch.Size((0,))
+        for name in self._objects:
+            index = MetadataIndex(name)
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave the plans as they are: every rank reads for itself."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Leave the plan as it is."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Keep the bytes of an object."""
+        self.bytes_of[read_item.dest_index.fqn] = value
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Return the part of the local tensor that an item fills."""
+        index = read_item.dest_index
+        assert index.offset is not None, f"the piece of {index.fqn} has no offset"
+        view = self._views[index.fqn, index.offset]
+        for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dim, start, size)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Do nothing: the tensor was a view of the local one."""
+
+
+def _write_item(box: BoxToWrite) -> WriteItem:
+    offsets = torch.Size(box.box.offsets)
+    return WriteItem(
+        index=MetadataIndex(box.name, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, torch.Size(box.box.sizes)),
+            properties=TensorProperties.create_from_tensor(box.view.detach()),
+            size=torch.Size(box.full_shape),
+        ),
+    )

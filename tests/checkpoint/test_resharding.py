@@ -1,0 +1,356 @@
+"""A checkpoint saved under one layout is the same under every other: tensors, optimizer state, hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.checkpoint import (
+    load_metadata,
+    load_model,
+    load_optimizer,
+    load_rank_state,
+    load_tensors,
+    model_tensors,
+    optimizer_metadata,
+    optimizer_tensors,
+    read_full,
+    save_checkpoint,
+)
+from lightning_megatron.checkpoint.save import assign_writers, boxes_to_write
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.groups.collectives import barrier
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.training import GradientSync, MainParameters
+from tests.training.synthetic import HEAD, WORD, full_gradients, full_parameters, parameters, pieces, set_gradients
+from tests.world import run_world
+
+LAYOUTS: dict[str, dict[str, int]] = {"tp2 pp2": {"tp": 2, "pp": 2}, "tp4": {"tp": 4}, "pp4": {"pp": 4}, "dp4": {}}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
+}
+# Every pair of layouts with AdamW, and every optimizer out of one layout into all.
+CASES = [(source, layout, "AdamW") for source in LAYOUTS for layout in LAYOUTS]
+CASES += [("tp2 pp2", layout, optimizer) for layout in LAYOUTS for optimizer in OPTIMIZERS if optimizer != "AdamW"]
+SAVED = list(dict.fromkeys((source, optimizer) for source, _, optimizer in CASES))
+GPTS = {
+    "gpt2 tied": GPTConfig.gpt2(
+        vocab_size=50, max_seq_length=8, num_layers=4, hidden_size=16, num_heads=4, vocab_multiple=4
+    ),
+    "llama": GPTConfig.llama(
+        vocab_size=50,
+        max_seq_length=8,
+        num_layers=4,
+        hidden_size=16,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=24,
+        vocab_multiple=4,
+    ),
+}
+STEPS = 2
+
+
+class Run:
+    """A model, its optimizer and its mesh, without anything that this rank does not hold."""
+
+    def __init__(self, mesh: ParallelMesh, optimizer: str) -> None:
+        self.mesh = mesh
+        self.named = parameters(mesh)
+        self.main = MainParameters(self.named)
+        self.optimizer = OPTIMIZERS[optimizer](groups_of(self.named))
+        self.main.attach(self.optimizer)
+
+    def train(self) -> None:
+        sync = GradientSync(self.main, self.mesh)
+        for _ in range(STEPS):
+            set_gradients(self.named, self.mesh)
+            sync.finish()
+            self.optimizer.step()
+        self.optimizer.param_groups[1]["lr"] = 0.125
+
+    def tensors(self) -> dict[str, Any]:
+        model = {name: (self.main.main(name), self.main.spec(name)) for name in self.main.names}
+        return {**model, **optimizer_tensors(0, self.optimizer, self.main)}
+
+    def save(self, path: Path) -> None:
+        metadata = {"optimizer": optimizer_metadata(self.optimizer, self.main, self.mesh)}
+        place = self.mesh.layout.coordinates(self.mesh.rank)
+        save_checkpoint(path, self.tensors(), metadata, {"place": place}, self.mesh)
+
+    def load(self, path: Path) -> None:
+        model = {name: (self.main.main(name), self.main.spec(name)) for name in self.main.names}
+        load_tensors(path, model, self.mesh, prefix="model.")
+        metadata = load_metadata(path, weights_only=True)["optimizer"]
+        load_optimizer(path, 0, self.optimizer, self.main, self.mesh, metadata)
+
+
+def groups_of(named: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    matrices = [parameter for parameter in named.values() if parameter.ndim == 2]
+    return [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": [parameter for parameter in named.values() if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def difference(full: Mapping[str, Tensor], run: Run) -> list[str]:
+    """List the local tensors that are not bitwise the shard of the full one, padding and tied copies included."""
+    wrong = []
+    for name, (tensor, spec) in run.tensors().items():
+        source = name.replace(HEAD, WORD)
+        local = tensor.narrow(spec.dim, 0, spec.local_extent) if spec.full_shape else tensor
+        if not torch.equal(local, spec.shard(full[source])):
+            wrong.append(name)
+        padding = tensor[spec.local_extent :] if name in (WORD, HEAD) else torch.empty(0)
+        if not (padding == 1000).all():
+            wrong.append(f"padding of {name}")
+    return wrong
+
+
+def mesh_of(layout: str, size: int) -> ParallelMesh:
+    return ParallelMesh.create(ParallelLayout(size, **LAYOUTS[layout]))
+
+
+def reshard(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Save under every layout, load under every other, save again, and compare the files' contents."""
+    found: dict[str, Any] = {}
+    meshes = {layout: mesh_of(layout, size) for layout in LAYOUTS}
+    for layout, optimizer in SAVED:
+        run = Run(meshes[layout], optimizer)
+        run.train()
+        run.save(folder / layout / optimizer)
+        found[f"names {layout}"] = {box.name for box in boxes_to_write(run.tensors(), meshes[layout])}
+    fulls = {saved: read_full(folder / saved[0] / saved[1]) for saved in SAVED}
+    for source, layout, optimizer in CASES:
+        run = Run(meshes[layout], optimizer)
+        run.load(folder / source / optimizer)
+        found[f"{source} -> {layout}, {optimizer}"] = difference(fulls[source, optimizer], run)
+        found[f"lr {source} -> {layout}, {optimizer}"] = [group["lr"] for group in run.optimizer.param_groups]
+        if optimizer == "AdamW":
+            path = folder / source / optimizer
+            found[f"state {source} -> {layout}"] = load_rank_state(path, meshes[layout], weights_only=True)
+    for layout, mesh in meshes.items():
+        again = folder / "again" / layout
+        run = Run(mesh, "AdamW")
+        run.load(folder / "tp2 pp2" / "AdamW")
+        run.save(again)
+        first, second = fulls["tp2 pp2", "AdamW"], read_full(again)
+        found[f"round trip {layout}"] = sorted(first) == sorted(second) and all(
+            torch.equal(first[name], second[name]) for name in first
+        )
+        mesh.destroy()
+    # A process on its own, although process groups exist.
+    single = Run(ParallelMesh.single(), "AdamW")
+    single.load(folder / "tp2 pp2" / "AdamW")
+    found["single"] = difference(fulls["tp2 pp2", "AdamW"], single)
+    return found
+
+
+def gpt_world(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, config in GPTS.items():
+        for layout in LAYOUTS:
+            mesh = mesh_of(layout, size)
+            model = GPT(config, mesh, seed=3)
+            main = MainParameters(dict(model.named_parameters()))
+            if layout == "tp2 pp2":
+                save_checkpoint(folder / name, model_tensors(model, main), {}, {}, mesh)
+            before = {key: value.detach().clone() for key, value in model.named_parameters()}
+            with torch.no_grad():
+                for key, (tensor, spec) in model_tensors(model, main).items():
+                    if spec.full_shape:
+                        tensor.narrow(spec.dim, 0, spec.local_extent).fill_(7)
+                    assert key.startswith("state_dict."), key
+            load_model(folder / name, model, main, mesh)
+            wrong = [key for key, value in model.named_parameters() if not torch.equal(value, before[key])]
+            found[f"{name} {layout}"] = wrong
+            mesh.destroy()
+    return found
+
+
+def errors_world(rank: int, size: int, folder: Path) -> dict[str, str]:
+    mesh = mesh_of("tp2 pp2", size)
+    run = Run(mesh, "SGD")
+    run.train()
+    run.save(folder / "good")
+    found: dict[str, str] = {}
+
+    def attempt(what: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except (CheckpointMismatchError, RuntimeError, UnsupportedError) as error:
+            found[what] = f"{type(error).__name__}: {error}"
+        barrier(mesh.world_cpu)
+
+    tensors = {name: (run.main.main(name), run.main.spec(name)) for name in run.main.names}
+    fewer = {name: entry for name, entry in tensors.items() if "scale" not in name}
+    attempt("unexpected", lambda: load_tensors(folder / "good", fewer, mesh, prefix="model."))
+    renamed = {name.replace("qkv", "query"): entry for name, entry in tensors.items()}
+    attempt("missing", lambda: load_tensors(folder / "good", renamed, mesh, prefix="model."))
+    word = pieces(ParallelMesh.single())[WORD].spec
+    longer = {"model.final_norm.weight": (torch.ones(word.full_shape), word)}
+    attempt("shape", lambda: load_tensors(folder / "good", longer if mesh.pp.is_last else {}, mesh, strict=False))
+    loose = load_tensors(folder / "good", renamed, mesh, strict=False, prefix="model.")
+    found["loose"] = f"{len(loose.missing)} missing, {len(loose.unexpected)} unexpected"
+
+    metadata = load_metadata(folder / "good")["optimizer"]
+    regrouped = torch.optim.SGD(list(run.named.values()), lr=0.1)
+    attempt("groups", lambda: load_optimizer(folder / "good", 0, regrouped, run.main, mesh, metadata))
+
+    # One rank cannot write: nobody sees a new checkpoint, and the old one of that name is still there.
+    state = {"broken": (lambda: None) if rank == 1 else 1}
+    attempt("save", lambda: save_checkpoint(folder / "good", run.tensors(), {"new": True}, state, mesh))
+    attempt("metadata", lambda: save_checkpoint(folder / "bad", run.tensors(), {"broken": lambda: None}, {}, mesh))
+    found["files"] = " ".join(sorted(path.name for path in folder.iterdir()))
+    found["still"] = " ".join(load_metadata(folder / "good"))
+    barrier(mesh.world_cpu)
+    run.save(folder / "good")
+    found["replaced"] = " ".join(sorted(path.name for path in folder.iterdir()))
+    mesh.destroy()
+    return found
+
+
+def world(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        "reshard": reshard(rank, size, folder / "reshard"),
+        "gpt": gpt_world(rank, size, folder / "gpt"),
+        "errors": errors_world(rank, size, folder / "errors"),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> list[dict[str, Any]]:
+    return run_world(world, 4, folder)
+
+
+@pytest.mark.parametrize(("source", "layout", "optimizer"), CASES)
+def test_every_layout_loads_every_other_bitwise(
+    results: list[dict[str, Any]], source: str, layout: str, optimizer: str
+) -> None:
+    for result in results:
+        found = result["reshard"]
+        assert found[f"{source} -> {layout}, {optimizer}"] == []
+        assert found[f"lr {source} -> {layout}, {optimizer}"] == [0.01, 0.125]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_was_loaded_is_saved_again_as_it_was(results: list[dict[str, Any]], layout: str) -> None:
+    assert all(result["reshard"][f"round trip {layout}"] for result in results)
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), SAVED)
+def test_one_process_continues_what_any_layout_saved(
+    results: list[dict[str, Any]], folder: Path, layout: str, optimizer: str
+) -> None:
+    path = folder / "reshard" / layout / optimizer
+    run = Run(ParallelMesh.single(), optimizer)
+    run.load(path)
+    assert difference(read_full(path), run) == []
+    # The truth: one process that took the same steps.
+    twins = {name: nn.Parameter(full) for name, full in full_parameters().items()}
+    twin_optimizer = OPTIMIZERS[optimizer](groups_of(twins))
+    for _ in range(STEPS):
+        for name, gradient in full_gradients(4 if layout == "dp4" else 1).items():
+            twins[name].grad = gradient
+        twin_optimizer.step()
+    for name, twin in twins.items():
+        rows = slice(len(twin)) if twin.ndim else ...  # without the padded vocabulary
+        torch.testing.assert_close(run.named[name].data[rows], twin.data, rtol=0, atol=1e-12)
+        for key, want in twin_optimizer.state[twin].items():
+            found = run.optimizer.state[run.named[name]][key]
+            torch.testing.assert_close(found[rows] if found.ndim else found, want, rtol=0, atol=1e-12)
+    run.optimizer.step()
+
+
+def test_entries_are_the_full_tensors_without_padding_or_copies(results: list[dict[str, Any]], folder: Path) -> None:
+    names = set(read_full(folder / "reshard" / "tp2 pp2" / "SGD"))
+    assert names == set(full_parameters()) | {f"optimizer.0.state.{name}.momentum_buffer" for name in full_parameters()}
+    for layout in LAYOUTS:
+        written = set().union(*(result["reshard"][f"names {layout}"] for result in results))
+        assert not any(HEAD in name for name in written)
+        assert set(full_parameters()) < written
+
+
+def test_a_single_process_inside_a_job_loads_too(results: list[dict[str, Any]]) -> None:
+    assert all(result["reshard"]["single"] == [] for result in results)
+
+
+def test_rank_state_comes_from_the_same_place_or_the_nearest(results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        found = result["reshard"]
+        same = found["state tp2 pp2 -> tp2 pp2"]
+        assert (same.rank, same.same_data, same.same_layout) == (rank, True, True)
+        other = found["state tp4 -> tp2 pp2"]
+        assert other.values["place"] == {"tp": rank % 2, "cp": 0, "dp": 0, "pp": 0}
+        assert (other.same_data, other.same_layout) == (True, False)
+        assert not found["state dp4 -> tp4"].same_data
+
+
+def test_data_parallel_ranks_share_the_writing() -> None:
+    large, small = 10 * 65536, 100
+    writers = assign_writers([large, small, large, large, small, large], 2)
+    assert writers[1] == writers[4] == 0
+    assert sorted(writers[index] for index in (0, 2, 3, 5)) == [0, 0, 1, 1]
+    assert assign_writers([], 3) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", GPTS)
+def test_gpt_saved_under_tp2_pp2_loads_under_every_layout(
+    results: list[dict[str, Any]], name: str, layout: str
+) -> None:
+    assert all(result["gpt"][f"{name} {layout}"] == [] for result in results)
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_gpt_of_one_process_loads_what_tp2_pp2_saved(results: list[dict[str, Any]], folder: Path, name: str) -> None:
+    want, model = GPT(GPTS[name], seed=3), GPT(GPTS[name], seed=4)
+    load_model(folder / "gpt" / name, model, MainParameters(dict(model.named_parameters())), ParallelMesh.single())
+    vocab = GPTS[name].vocab_size
+    for (key, found), expected in zip(model.named_parameters(), want.parameters(), strict=True):
+        rows = slice(vocab) if "word" in key or "head" in key else slice(None)
+        assert torch.equal(found[rows], expected[rows]), key
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("unexpected", ["unexpected in the checkpoint: model.layers.0.scale, model.layers.1.scale", "strict=False"]),
+        ("missing", ["missing in the checkpoint: model.layers.0.query.weight", "unexpected in the checkpoint"]),
+        ("shape", ["model.final_norm.weight is (4,) in the checkpoint and (10, 4) in the model"]),
+        ("groups", ["2 groups were saved, the optimizer has 1", "is in group 0, saved in 1"]),
+        ("save", ["failed on 1 rank(s): rank 1:"]),
+        ("metadata", ["writing the metadata", "failed on rank 0"]),
+    ],
+)
+def test_every_rank_raises_and_says_what_is_wrong(results: list[dict[str, Any]], what: str, parts: list[str]) -> None:
+    for result in results:
+        for part in parts:
+            assert part in result["errors"][what]
+
+
+def test_without_strict_what_differs_is_reported(results: list[dict[str, Any]]) -> None:
+    assert all(result["errors"]["loose"] == "4 missing, 4 unexpected" for result in results)
+
+
+def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["errors"]["files"] == "good"
+        assert result["errors"]["still"] == "optimizer"
+        assert result["errors"]["replaced"] == "good"
