@@ -84,9 +84,8 @@ def run_pipeline(model: GPT, tokens: torch.Tensor, labels: torch.Tensor, grad: t
     return losses
 
 
-def check_cut(sizes: dict[str, int], sequence_parallel: bool, name: str) -> None:
-    what = f"{name} {sizes} sp={sequence_parallel}"
-    mesh = ParallelMesh.create(ParallelLayout(world_size=4, **sizes), seed=5, sequence_parallel=sequence_parallel)
+def check_cut(mesh: ParallelMesh, name: str) -> None:
+    what = f"{name} {mesh.layout} sp={mesh.sequence_parallel}"
     config, (tokens, labels) = CONFIGS[name], batch()
     single, model = GPT(config, seed=7), GPT(config, mesh, seed=7)
     weights = full_weights(single, single.mesh)
@@ -112,7 +111,6 @@ def check_cut(sizes: dict[str, int], sequence_parallel: bool, name: str) -> None
         assert_equal(model(tokens), single(tokens), f"{what}: logits")
     assert_equal(losses, expected, f"{what}: losses")
     assert_same_gradients(model, mesh, gradients, what)
-    mesh.destroy()
 
 
 def join_tied_gradients(model: GPT, gradients: dict[str, torch.Tensor]) -> None:
@@ -125,8 +123,11 @@ def join_tied_gradients(model: GPT, gradients: dict[str, torch.Tensor]) -> None:
 def check_cuts(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
     for sizes, sequence_parallel in CUTS:
+        layout = ParallelLayout(world_size=size, **sizes)
+        mesh = ParallelMesh.create(layout, seed=5, sequence_parallel=sequence_parallel)
         for name in CONFIGS:
-            check_cut(sizes, sequence_parallel, name)
+            check_cut(mesh, name)
+        mesh.destroy()
 
 
 def test_every_cut_starts_equal_and_has_the_losses_and_gradients_of_one_process() -> None:

@@ -1,0 +1,137 @@
+"""Dropout masks across ranks, and recomputation that repeats them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.dropout import hidden_dropout
+from lightning_megatron.layers.recompute import check_recompute, replayed
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.world import run_world
+
+SIZES = {"vocab_size": 40, "max_seq_length": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 4}
+DROPPING = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
+CONFIGS = [GPTConfig.gpt2(**SIZES, **DROPPING), GPTConfig.llama(**SIZES, **DROPPING, norm_position="post")]
+
+
+def mask(mesh: ParallelMesh) -> list[bool]:
+    return (hidden_dropout(torch.ones(64), 0.5, True, mesh) == 0).tolist()
+
+
+def attention_mask(mesh: ParallelMesh) -> list[bool]:
+    """Drop attention weights of a layer whose heads all compute the same, and return which ones were dropped."""
+    model = GPT(GPTConfig.gpt2(**SIZES, attention_dropout=0.5), mesh, seed=1)
+    core = model.layers["0"].attention._core
+    value = torch.eye(8).view(8, 1, 1, 8).expand(8, 1, 4 // mesh.tp.size, 8)
+    return (core(torch.zeros_like(value), torch.zeros_like(value), value) == 0).flatten().tolist()
+
+
+def check_masks(mesh: ParallelMesh) -> None:
+    before = torch.get_rng_state()
+    mesh.random.begin_microbatch(3, 1)
+    mesh.random.seek(2)
+    first, second = mask(mesh), mask(mesh)
+    assert first != second, "a layer's draws follow one another"
+    assert torch.equal(torch.get_rng_state(), before), "default generators are left alone"
+    masks = all_gather_objects(first, mesh.tp)
+    assert (masks[0] == masks[1]) is not mesh.sequence_parallel, "masks are shared exactly where activations are"
+    mesh.random.seek(2)
+    weights = all_gather_objects(attention_mask(mesh), mesh.tp)
+    assert weights[0] != weights[1], "heads of different ranks drop different weights"
+
+
+def train(mesh: ParallelMesh, config: GPTConfig, recompute: str) -> list[Tensor]:
+    """Run two microbatches forward, then both backward, and return losses and gradients."""
+    model = GPT(config, mesh, seed=1)
+    model.recompute = recompute
+    tokens = torch.randint(0, 40, (2, 2, 8), generator=torch.Generator().manual_seed(2))
+    losses = []
+    for number in range(2):
+        mesh.random.begin_microbatch(5, number)
+        losses.append(model(tokens[number], tokens[number]).mean())
+    for loss in losses:
+        loss.backward()
+    assert losses[0] != losses[1]
+    return [loss.detach() for loss in losses] + [p.grad for p in model.parameters()]
+
+
+def check_replay(mesh: ParallelMesh) -> None:
+    for config in CONFIGS:
+        kept = train(mesh, config, "none")
+        for recompute in ("selective", "full"):
+            for mine, theirs in zip(train(mesh, config, recompute), kept, strict=True):
+                assert torch.equal(mine, theirs), f"{recompute} sp={mesh.sequence_parallel}"
+
+
+def check_all(rank: int, size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    for sequence_parallel in (False, True):
+        mesh = ParallelMesh.create(ParallelLayout(world_size=2, tp=2), seed=4, sequence_parallel=sequence_parallel)
+        check_masks(mesh)
+        check_replay(mesh)
+        mesh.destroy()
+
+
+def test_masks_agree_where_they_must_and_recomputation_repeats_them() -> None:
+    run_world(check_all, 2)
+
+
+def test_recomputation_repeats_masks_in_one_process() -> None:
+    check_replay(ParallelMesh.single(seed=4))
+
+
+def test_nothing_is_drawn_in_evaluation_or_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = ParallelMesh.single()
+    monkeypatch.setattr(mesh.random, "fork", lambda name: pytest.fail(f"stream {name} was opened"))
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    GPT(CONFIGS[0], mesh, seed=1).eval()(tokens)
+    GPT(GPTConfig.gpt2(**SIZES), mesh, seed=1).train()(tokens)
+
+
+def test_a_model_without_a_strategy_drops_other_elements_in_every_call() -> None:
+    model = GPT(CONFIGS[0], seed=1)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    assert not torch.equal(model(tokens), model(tokens))
+    assert torch.equal(model.eval()(tokens), model(tokens))
+
+
+def test_recomputation_keeps_the_position_of_the_streams() -> None:
+    mesh = ParallelMesh.single()
+    mesh.random.begin_microbatch(1, 1)
+    x = torch.ones(4, requires_grad=True)
+    y = replayed(lambda t: hidden_dropout(t, 0.5, True, mesh) * t, mesh.random, 0, x)
+    mesh.random.begin_microbatch(1, 2)
+    position = mesh.random.position
+    y.sum().backward()
+    assert mesh.random.position == position
+
+
+def test_full_recomputation_keeps_only_block_inputs() -> None:
+    kept = {recompute: saved_elements(recompute) for recompute in ("none", "selective", "full")}
+    assert kept["full"] < kept["selective"] <= kept["none"]
+
+
+def saved_elements(recompute: str) -> int:
+    model = GPT(CONFIGS[0], seed=1)
+    model.recompute = recompute
+    total = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal total
+        total += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.zeros(2, 8, dtype=torch.long))
+    return total
+
+
+def test_unknown_modes_are_refused() -> None:
+    with pytest.raises(ValueError, match="recompute must be one of none, selective, full: 'all'"):
+        check_recompute("all")

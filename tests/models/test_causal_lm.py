@@ -1,0 +1,115 @@
+"""CausalLM under a plain Trainer: it learns, logs, decays what it should and comes back from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.models.causal_lm import CausalLM
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.schedule import WarmupSchedule
+
+CONFIG = GPTConfig.gpt2(vocab_size=20, max_seq_length=8, num_layers=1, hidden_size=16, num_heads=2, hidden_dropout=0.1)
+
+
+class Counting(L.LightningDataModule):
+    """Sequences that count upwards: the next token is always known."""
+
+    bytes_per_token = 2.0
+
+    def loader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        rows = [(torch.arange(9) + start) % 20 for start in range(16)]
+        return DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=4)
+
+    def train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        return self.loader()
+
+    def val_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        return self.loader()
+
+    def test_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        return self.loader()
+
+    def predict_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        return self.loader()
+
+
+def trainer(tmp_path: Path, **options: Any) -> L.Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    return L.Trainer(accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet, **options)
+
+
+def test_it_learns_logs_and_predicts(tmp_path: Path) -> None:
+    L.seed_everything(1)
+    module, data = CausalLM(CONFIG, learning_rate=1e-2, warmup_steps=4), Counting()
+    run = trainer(tmp_path, max_epochs=30)
+    run.fit(module, data)
+    metrics = run.callback_metrics
+    assert metrics["val_loss"] < 0.5
+    assert metrics["train_loss"] < 1.5
+    assert metrics["val_bits_per_byte"] == pytest.approx(float(metrics["val_loss"]) / math.log(2) / 2.0)
+    tested = run.test(module, data, verbose=False)[0]
+    assert tested["test_loss"] == pytest.approx(float(metrics["val_loss"]))
+    losses = run.predict(module, data)
+    assert losses is not None
+    assert losses[0].shape == (4, 8)
+    assert float(torch.cat(losses).mean()) == pytest.approx(tested["test_loss"], rel=1e-5)
+
+
+def test_a_checkpoint_brings_configuration_and_weights_back(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=1)
+    module = CausalLM(CONFIG, betas=(0.8, 0.9))
+    run.fit(module, Counting())
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    loaded = CausalLM.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=False)
+    assert loaded.config == CONFIG
+    assert loaded.betas == (0.8, 0.9)
+    assert torch.equal(loaded.model.embedding.word.weight, module.model.embedding.word.weight)
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    module = CausalLM(CONFIG, weight_decay=0.3, max_steps=10)
+    module.configure_model()
+    groups = module.configure_optimizers()["optimizer"].param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    assert all(p.dim() == 2 for p in groups[0]["params"])
+    assert all(p.dim() == 1 for p in groups[1]["params"])
+    assert sum(len(group["params"]) for group in groups) == len(list(module.parameters()))
+
+
+def test_configure_model_builds_once() -> None:
+    module = CausalLM(CONFIG)
+    module.configure_model()
+    built = module.model
+    module.configure_model()
+    assert module.model is built
+
+
+def test_a_foreign_device_mesh_is_refused() -> None:
+    module = CausalLM(CONFIG)
+    module._device_mesh = object()
+    with pytest.raises(UnsupportedError, match="Use MegatronStrategy, ddp or one device"):
+        module.configure_model()
+
+
+@pytest.mark.parametrize(("shape", "middle"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)])
+def test_the_learning_rate_rises_then_falls(shape: Any, middle: float) -> None:
+    schedule = WarmupSchedule(shape, warmup_steps=4, num_steps=24, min_ratio=0.1)
+    assert [schedule.factor(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert schedule.factor(14) == pytest.approx(middle)
+    assert schedule.factor(24) == schedule.factor(1000) == pytest.approx(1.0 if shape == "constant" else 0.1)
+
+
+def test_a_fall_without_an_end_and_an_unknown_shape_are_refused() -> None:
+    assert WarmupSchedule("constant", 0, None, 0.0).factor(10**6) == 1.0
+    with pytest.raises(UnsupportedError, match="cosine schedule needs a last step"):
+        WarmupSchedule("cosine", 0, None, 0.0)
+    with pytest.raises(UnsupportedError, match="one of cosine, linear, constant: 'step'"):
+        WarmupSchedule("step", 0, 10, 0.0)  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""Sizes that do not fit together are refused with rule, values, reason and legal values."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.layout import ParallelLayout
+
+SIZES = {"vocab_size": 100, "max_seq_length": 32, "num_layers": 4, "hidden_size": 36, "num_heads": 9}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "message"),
+    [
+        ({}, {"tp": 2}, "num_attention_heads (9) must be a multiple of tp (2), because each rank holds whole heads"),
+        ({"ffn_hidden_size": 40}, {"tp": 3}, "ffn_hidden_size (40) must be a multiple of tp (3)"),
+        ({"num_heads": 12, "num_kv_heads": 4}, {"tp": 6}, "num_kv_heads (4) must be a multiple or a divisor of tp (6)"),
+        ({}, {"pp": 6}, "num_layers (4) must be at least pp x vpp (6 x 1 = 6)"),
+        ({}, {"pp": 3, "vpp": 2}, "num_layers (4) must be at least pp x vpp (3 x 2 = 6)"),
+        ({}, {"ep": 2}, "ep (2) needs a model with experts"),
+    ],
+)
+def test_layouts_that_cannot_hold_the_model_are_refused(
+    sizes: dict[str, Any], layout: dict[str, int], message: str
+) -> None:
+    config = GPTConfig.gpt2(**(SIZES | sizes))
+    with pytest.raises(ParallelPlanError, match=re.escape(message)):
+        config.check_layout(ParallelLayout(world_size=6, **layout))
+
+
+def test_context_parallelism_is_named_as_unavailable() -> None:
+    with pytest.raises(UnsupportedError, match=r"cp \(2\)"):
+        GPTConfig.gpt2(**SIZES).check_layout(ParallelLayout(world_size=2, cp=2))
+
+
+def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
+    config, layout = GPTConfig.gpt2(**SIZES), ParallelLayout(world_size=3, tp=3)
+    config.check_layout(layout, sequence_parallel=False, seq_length=31)
+    with pytest.raises(ParallelPlanError, match=r"seq_length \(31\) must be a multiple of tp \(3\).*Use 30, or"):
+        config.check_layout(layout, sequence_parallel=True, seq_length=31)
+    with pytest.raises(ParallelPlanError, match=r"seq_length \(33\) must not exceed max_seq_length \(32\)"):
+        config.check_layout(layout, seq_length=33)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers (0) must be at least 1"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size (0) must be at least 1 or None"),
+        ({"hidden_dropout": 1.0}, "hidden_dropout (1.0) must lie in [0, 1)"),
+        ({"activation": "relu"}, "activation (relu) must be one of gelu, gelu_tanh, swiglu"),
+        ({"norm": "batch"}, "norm (batch) must be one of layernorm, rmsnorm"),
+        ({"hidden_size": 40}, "hidden_size (40) must be a multiple of num_heads (9)"),
+        ({"position": "rotary", "head_dim": 5}, "head_dim (5) must be even"),
+        ({"num_kv_heads": 4}, "num_attention_heads (9) must be a multiple of num_kv_heads (4)"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParallelPlanError, match=re.escape(message)):
+        GPTConfig.gpt2(**(SIZES | sizes))
+
+
+def test_layers_that_divide_are_cut_evenly_and_others_by_work() -> None:
+    def sizes(num_layers: int, vocab_size: int, pp: int, vpp: int = 1) -> list[list[int]]:
+        config = GPTConfig.gpt2(num_layers=num_layers, vocab_size=vocab_size)
+        layout = ParallelLayout(world_size=pp, pp=pp, vpp=vpp)
+        return [[len(layers) for layers in chunks] for chunks in config.stage_layers(layout)]
+
+    assert sizes(12, 50257, 4) == [[3], [3], [3], [3]]
+    assert sizes(8, 50257, 2, 2) == [[2, 2], [2, 2]]
+    assert sizes(10, 256, 4) == [[2], [3], [3], [2]]
+    # A vocabulary of 50257 costs as much as 5 layers of GPT-2 small, so the last stage takes the fewest layers allowed.
+    assert sizes(13, 50257, 4) == [[4], [4], [4], [1]]
+
+
+def test_families_have_their_published_shapes() -> None:
+    assert GPTConfig.gpt2().ffn_size == 3072
+    llama = GPTConfig.llama()
+    assert (llama.ffn_size, llama.kv_heads, llama.head_size, llama.bias) == (14336, 8, 128, False)
+    small = GPTConfig.llama(hidden_size=64, num_heads=4)
+    assert (small.ffn_size, small.kv_heads) == (256, 4)
