@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -71,6 +72,12 @@ class TokenFile:
     def document_starts(self) -> npt.NDArray[np.int64]:
         """Give the token position where each document that has a sequence starts, and the total at the end."""
         return self.starts[np.unique(self.document_index)]
+
+    @cached_property
+    def index_sha256(self) -> str:
+        """Hash the index: the lengths of all sequences and documents, wherever the files lie."""
+        with open(idx_path(self.prefix), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.generic]:
         """Return `length` tokens of sequence `index` from `offset` on (all that follow if None)."""

@@ -20,7 +20,7 @@ def test_the_parts_are_split_in_time_and_nothing_is_lost() -> None:
     train, heldout = load_speeches("train"), load_speeches("heldout")
     assert len(train) + len(heldout) == 249
     assert (sum(map(len, train)), sum(map(len, heldout))) == (11_325_479, 855_614)
-    assert train[0].startswith("Fellow Citizens of the Senate")
+    assert train[0].startswith("Fellow-Citizens of the Senate")
 
 
 def test_a_changed_speech_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

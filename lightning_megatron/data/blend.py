@@ -1,0 +1,69 @@
+"""Mix datasets in the proportion of weights: at each step the dataset that lags most behind its share comes next.
+
+Counts and weights are integers, so ties are ties: the lowest index wins.
+Source: Megatron-Core core/datasets/helpers.cpp (build_blending_indices, build_exhaustive_blending_indices).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_megatron.errors import UnsupportedError
+
+
+def blend(weights: Sequence[float], size: int) -> npt.NDArray[np.int16]:
+    """Choose the dataset of each of `size` samples; a larger size only continues the order of a smaller one."""
+    shares = integer_weights(weights)
+    return _choose(shares, size, limits=[size] * len(shares))
+
+
+def blend_exhaustively(sizes: Sequence[int]) -> npt.NDArray[np.int16]:
+    """Choose the dataset of each sample so that each dataset is used once, spread over the whole."""
+    return _choose(list(sizes), sum(sizes), limits=list(sizes))
+
+
+def integer_weights(weights: Sequence[float]) -> list[int]:
+    """Turn weights, read as the decimal numbers that they are written as, into integers of the same proportion.
+
+    Raises:
+        UnsupportedError: A weight is negative or not finite, or all are zero.
+    """
+    if not weights or any(not math.isfinite(w) or w < 0 for w in weights) or not any(weights):
+        raise UnsupportedError(f"weights of a blend must be finite, not negative and not all zero: {list(weights)}.")
+    fractions = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(fraction.denominator for fraction in fractions))
+    shares = [int(fraction * scale) for fraction in fractions]
+    divisor = math.gcd(*shares)
+    return [share // divisor for share in shares]
+
+
+def occurrences(choices: npt.NDArray[np.int16], num_datasets: int) -> npt.NDArray[np.int64]:
+    """Number each choice among those of the same dataset: its sample there."""
+    numbers = np.zeros(len(choices), dtype=np.int64)
+    for dataset in range(num_datasets):
+        places = np.flatnonzero(choices == dataset)
+        numbers[places] = np.arange(len(places))
+    return numbers
+
+
+def _choose(shares: list[int], size: int, limits: list[int]) -> npt.NDArray[np.int16]:
+    if len(shares) > np.iinfo(np.int16).max:
+        raise UnsupportedError(f"a blend has at most {np.iinfo(np.int16).max} datasets: {len(shares)} were given.")
+    total = sum(shares)
+    choices = np.empty(size, dtype=np.int16)
+    counts = [0] * len(shares)
+    open_datasets = [dataset for dataset, limit in enumerate(limits) if limit]
+    for step in range(size):
+        due = max(step, 1)
+        # max keeps the first of equal ones
+        best = max(open_datasets, key=lambda dataset: shares[dataset] * due - counts[dataset] * total)  # noqa: B023
+        choices[step] = best
+        counts[best] += 1
+        if counts[best] == limits[best]:
+            open_datasets.remove(best)
+    return choices

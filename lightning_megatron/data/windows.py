@@ -1,0 +1,159 @@
+"""Where windows of tokens start: exact integer arithmetic over documents, epochs and shuffles.
+
+Documents in some order form one long row of tokens; window k covers tokens [k S, k S + S], so that its S inputs and its
+S labels overlap in all but one token, and neighbouring windows share one token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = np.ndarray
+
+
+@dataclass(frozen=True)
+class WindowIndex:
+    """Hold the order of documents, the start of each window as (position in that order, offset), and a shuffle.
+
+    `starts` has one entry more than there are windows: the token where the last window ends. `shuffle` is empty for
+    windows in their own order.
+    """
+
+    documents: Integers
+    starts: Integers
+    shuffle: Integers
+
+
+def num_windows(num_tokens: int, seq_length: int, drop_last: bool = True) -> int:
+    """Count the windows of a row of tokens; without `drop_last` a shorter one takes the rest.
+
+    Source: Megatron-Core core/datasets/helpers.cpp; its count without drop_last rounds in float32 and may be one short.
+    """
+    predicted = max(num_tokens - 1, 0)
+    return predicted // seq_length if drop_last else -(-predicted // seq_length)
+
+
+def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
+    """Count the passes over the documents that `num_samples` windows need."""
+    return max(-(-(num_samples * seq_length + 1) // tokens_per_epoch), 1)
+
+
+def window_starts(lengths: npt.ArrayLike, documents: npt.ArrayLike, seq_length: int, count: int) -> Integers:
+    """Find where windows start.
+
+    Args:
+        lengths: Tokens of each document.
+        documents: Documents in the order of the row; any may occur several times.
+        seq_length: Tokens that a window predicts.
+        count: Number of windows.
+
+    Returns:
+        (count + 1, 2): position in `documents` and offset in that document; the last entry ends the last window
+    """
+    ends = np.cumsum(np.asarray(lengths, dtype=np.int64)[np.asarray(documents)], dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    # a last window that is short ends with the last token
+    tokens = np.minimum(np.arange(count + 1, dtype=np.int64) * seq_length, total - 1)
+    positions = np.searchsorted(ends, tokens, side="right")
+    before = np.where(positions > 0, ends[np.maximum(positions, 1) - 1], 0)
+    starts = np.stack([positions, tokens - before], axis=1)
+    return starts.astype(np.int32) if starts.max(initial=0) < 2**31 else starts
+
+
+def shuffle_windows(first: int, total: int, random: np.random.RandomState) -> Integers:
+    """Shuffle the windows [0, first) and, apart from them, [first, total).
+
+    Source: Megatron-Core core/datasets/gpt_dataset.py (_build_shuffle_index).
+    """
+    order = np.arange(total, dtype=np.int32 if total < 2**31 else np.int64)
+    random.shuffle(order[:first])
+    if first < total:
+        random.shuffle(order[first:])
+    return order
+
+
+def shuffle_documents(count: int, epochs: int, random: np.random.RandomState, final_apart: bool) -> Integers:
+    """Shuffle the documents of all epochs together, or the final epoch apart from those before it.
+
+    Source: Megatron-Core core/datasets/gpt_dataset.py (_build_document_index).
+    """
+    if final_apart and epochs > 1:
+        before = shuffle_documents(count, epochs - 1, random, False)
+        return np.concatenate([before, shuffle_documents(count, 1, random, False)])
+    order = np.tile(np.arange(count, dtype=np.int32 if count < 2**31 else np.int64), epochs)
+    random.shuffle(order)
+    return order
+
+
+def index_in_order(lengths: npt.NDArray[np.int64], seq_length: int) -> WindowIndex:
+    """Index every token of one pass in the order of the documents; the last window may be short."""
+    documents = np.arange(len(lengths))
+    count = num_windows(int(lengths.sum()), seq_length, drop_last=False)
+    return WindowIndex(documents, window_starts(lengths, documents, seq_length, count), np.zeros(0, np.int32))
+
+
+def index_as_megatron(lengths: npt.NDArray[np.int64], seq_length: int, num_samples: int, seed: int) -> WindowIndex:
+    """Index as many epochs as `num_samples` needs in the order that Megatron gives them.
+
+    The order depends on `num_samples`: all epochs but a short final one are shuffled together.
+
+    Source: Megatron-Core core/datasets/gpt_dataset.py (_build_document_sample_shuffle_indices).
+    """
+    random = np.random.RandomState(seed)
+    tokens = int(lengths.sum())
+    epochs = num_epochs(tokens, seq_length, num_samples)
+    before_final = num_windows((epochs - 1) * tokens, seq_length)
+    # the final epoch stays apart if less than 0.8 of it is used
+    final_apart = epochs > 1 and num_samples - before_final < 8 * num_windows(tokens, seq_length) // 10
+    documents = shuffle_documents(len(lengths), epochs, random, final_apart)
+    count = num_windows(epochs * tokens, seq_length)
+    starts = window_starts(lengths, documents, seq_length, count)
+    return WindowIndex(documents, starts, shuffle_windows(before_final if final_apart else count, count, random))
+
+
+def index_one_pass(lengths: npt.NDArray[np.int64], seq_length: int, seed: int) -> WindowIndex:
+    """Index one pass over the documents, documents and windows shuffled; the rest of the tokens is left out."""
+    documents = np.random.RandomState([seed, 0, 0]).permutation(len(lengths))
+    count = num_windows(int(lengths.sum()), seq_length)
+    shuffle = np.random.RandomState([seed, 0, 1]).permutation(count)
+    return WindowIndex(documents, window_starts(lengths, documents, seq_length, count), shuffle)
+
+
+def index_passes(lengths: npt.NDArray[np.int64], seq_length: int, num_samples: int, seed: int) -> WindowIndex:
+    """Index pass after pass, each shuffled by itself, so that more samples only continue the order of fewer.
+
+    A window belongs to the pass in which it starts, and is shuffled among the windows of that pass.
+    """
+    tokens = int(lengths.sum())
+    num_passes = max(num_samples - 1, 0) * seq_length // tokens + 1
+    # first window that starts in each pass, and the number of windows of all
+    firsts = [-(-number * tokens // seq_length) for number in range(num_passes + 1)]
+    # the last window reaches into documents of further passes
+    covered = firsts[-1] * seq_length // tokens + 1
+    documents = [np.random.RandomState([seed, number, 0]).permutation(len(lengths)) for number in range(covered)]
+    order = np.concatenate(documents)
+    shuffles = [
+        start + np.random.RandomState([seed, number, 1]).permutation(stop - start)
+        for number, (start, stop) in enumerate(zip(firsts, firsts[1:], strict=False))
+    ]
+    starts = window_starts(lengths, order, seq_length, firsts[-1])
+    return WindowIndex(order, starts, np.concatenate(shuffles)[:num_samples])
+
+
+def split_range(count: int, weights: str) -> tuple[range, ...]:
+    """Divide `count` documents in the proportion of comma-separated weights such as "980,15,5", exactly.
+
+    Bounds are rounded to the nearest document, halves to the even one, as Megatron rounds them.
+
+    Raises:
+        ValueError: A weight is negative or no number, or all are zero.
+    """
+    shares = [Fraction(part.strip()) for part in weights.split(",")]
+    if min(shares) < 0 or sum(shares) == 0:
+        raise ValueError(f"split weights must not be negative and must not all be zero: {weights!r}.")
+    bounds = [round(count * sum(shares[:parts]) / sum(shares)) for parts in range(len(shares) + 1)]
+    return tuple(range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False))

@@ -1,0 +1,126 @@
+"""Data-parallel ranks share each global batch without overlap, and any number of them continues at any sample."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_megatron.data.sampler import TokenBatchSampler
+from lightning_megatron.errors import ParallelPlanError
+
+sizes = st.tuples(st.integers(1, 4), st.integers(1, 4))
+
+
+class Trainer:
+    """Count finished batches as a Trainer does."""
+
+    def __init__(self) -> None:
+        self.finished = 0
+
+    def __call__(self) -> int:
+        return self.finished
+
+
+def make(num_samples: int, batch_size: int, dp_size: int, **options: object) -> list[TokenBatchSampler]:
+    return [TokenBatchSampler(num_samples, batch_size, rank, dp_size, **options) for rank in range(dp_size)]  # type: ignore[arg-type]
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_samples=st.integers(16, 60), size=sizes, seed=st.sampled_from([None, 3]), epoch=st.integers(0, 2))
+def test_ranks_take_contiguous_disjoint_shares(
+    num_samples: int, size: tuple[int, int], seed: int | None, epoch: int
+) -> None:
+    batch_size, dp_size = size
+    samplers = make(num_samples, batch_size, dp_size, seed=seed)
+    [whole] = make(num_samples, batch_size * dp_size, 1, seed=seed)
+    for sampler in (*samplers, whole):
+        sampler.set_epoch(epoch)
+    for batch, *shares in zip(whole, *samplers, strict=True):
+        assert [number for share in shares for number in share] == batch
+        assert [len(share) for share in shares] == [batch_size] * dp_size
+    assert len(whole) == num_samples // (batch_size * dp_size)
+
+
+@settings(max_examples=100, deadline=None)
+@given(num_samples=st.integers(16, 60), parts=st.lists(st.tuples(sizes, st.integers(0, 3)), min_size=1, max_size=4))
+def test_other_ranks_and_batch_sizes_neither_repeat_nor_skip(
+    num_samples: int, parts: list[tuple[tuple[int, int], int]]
+) -> None:
+    state = {"epoch": 0, "consumed": 0}
+    taken: list[int] = []
+    for (batch_size, dp_size), num_batches in parts:
+        trainer = Trainer()
+        samplers = make(num_samples, batch_size, dp_size, seed=1, finished=trainer)
+        for sampler in samplers:
+            sampler.load_state_dict(state)
+        if samplers[0].epoch > 0:
+            break
+        rows = zip(*samplers, strict=True)
+        for shares, _ in zip(rows, range(num_batches), strict=False):
+            taken += [number for share in shares for number in share]
+            trainer.finished += 1
+        states = [sampler.state_dict() for sampler in samplers]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+    assert taken == list(range(len(taken)))
+
+
+def test_the_state_counts_what_is_finished_and_not_what_was_handed_out() -> None:
+    trainer = Trainer()
+    [sampler] = make(40, 4, 1, finished=trainer)
+    batches = iter(sampler)
+    for _ in range(5):
+        next(batches)
+    trainer.finished += 2
+    assert sampler.state_dict() == {"epoch": 0, "consumed": 8}
+
+
+def test_epochs_have_different_orders_that_are_the_same_everywhere() -> None:
+    orders = []
+    for _ in range(2):
+        [sampler] = make(30, 5, 1, seed=7)
+        found = []
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            found.append([number for batch in sampler for number in batch])
+        orders.append(found)
+    assert orders[0] == orders[1]
+    assert all(sorted(order) == list(range(30)) for order in orders[0])
+    assert orders[0][0] == list(range(30)) != orders[0][1] != orders[0][2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(num_samples=st.integers(1, 40), size=sizes)
+def test_evaluation_takes_every_sample_once_in_equal_shapes(num_samples: int, size: tuple[int, int]) -> None:
+    samplers = make(num_samples, *size, drop_last=False)
+    rows = list(zip(*samplers, strict=True))
+    assert len(rows) == len(samplers[0])
+    assert all(len({len(share) for share in shares}) == 1 for shares in rows)
+    real = [number for shares in rows for share in shares for number in share if number >= 0]
+    assert real == list(range(num_samples))
+    # at most one empty row per rank
+    assert all(share.count(-1) <= 1 for shares in rows for share in shares)
+
+
+def test_a_stream_goes_on_over_the_epochs_of_the_trainer() -> None:
+    trainer = Trainer()
+    [sampler] = make(12, 2, 1, stream=True, finished=trainer)
+    taken = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch, _ in zip(sampler, range(3), strict=False):
+            taken += batch
+            trainer.finished += 1
+    assert taken == list(range(12))
+    sampler.set_epoch(2)
+    assert sampler.state_dict() == {"epoch": 1, "consumed": 0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((10, 0, 0, 1), "batch_size 0"), ((10, 1, 2, 2), "dp_rank 2"), ((5, 3, 0, 2), "3 x 2 = 6, but there are 5")],
+)
+def test_sizes_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ParallelPlanError, match=message):
+        TokenBatchSampler(*arguments)
