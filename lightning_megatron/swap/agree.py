@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import broadcast_
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.swap.plan import Place
 from lightning_megatron.swap.whole_model import is_foreign
 
@@ -17,7 +18,7 @@ def agree_on_values(root: nn.Module, places: list[Place], mesh: ParallelMesh) ->
     """Give every rank the parameters and buffers of the first one, in place.
 
     Ranks that were not seeded alike would otherwise hold shards of different tensors. Models built on ``mesh`` are left
-    out: their ranks hold different layers. Tensors on the meta device have no values.
+    out: their ranks hold different layers. So are shards. Tensors on the meta device have no values.
 
     Communication: one broadcast over all ranks for each tensor.
     """
@@ -32,7 +33,9 @@ def agree_on_values(root: nn.Module, places: list[Place], mesh: ParallelMesh) ->
                 "through the "
                 "module in configure_model, or give the layer its sizes."
             )
-        if not tensor.is_meta and not any(name.startswith(f"{model}.") for model in built_here):
+        if tensor.is_meta or not shard_spec_of(tensor).is_whole:
+            continue
+        if not any(name.startswith(f"{model}.") for model in built_here):
             _send_first(tensor, mesh)
 
 

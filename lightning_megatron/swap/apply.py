@@ -15,11 +15,15 @@ from lightning_megatron.swap.build import Site
 from lightning_megatron.swap.plan import Place, choose_kinds, places_of
 from lightning_megatron.swap.record import SwapRecord
 from lightning_megatron.swap.registry import BlockRule, rule_for, source_names, swapped
+from lightning_megatron.swap.rejoin import rejoin
 from lightning_megatron.swap.ties import NewHome, tie
 from lightning_megatron.swap.whole_model import NOTE, is_foreign, sharded_gpt
 
 #: Layers below this number belong to models that number their own layers.
 _FIRST_LAYER = 1_000_000
+
+#: Attribute of a swapped block: its kind, by which the same plan fits the module a second time.
+_SWAPPED_AS = "swapped_as"
 
 _Choice = tuple[Place, str, BlockRule]
 
@@ -58,7 +62,8 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
 
     A pattern (``fnmatch`` over dotted names; ``*`` matches dots too) that comes later in the plan wins over an earlier
     one. A GPT that was built whole becomes one on ``mesh`` whatever the plan says. With tp=1 nothing else is swapped,
-    but the plan is checked. Modules that use the weight of a layer without calling it must be left alone.
+    but the plan is checked. A module that was swapped before, on a mesh of the same layout, moves to the groups of
+    ``mesh``. Modules that use the weight of a layer without calling it must be left alone.
 
     Args:
         module: The root; its children are replaced in place.
@@ -75,6 +80,7 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
 
     Communication: a broadcast over all ranks for each parameter and buffer.
     """
+    rejoin(module, mesh)
     places = places_of(module)
     _check_root(module, mesh)
     kinds = choose_kinds(places, plan, _fits)
@@ -94,7 +100,9 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
 
 
 def _fits(kind: str, module: nn.Module) -> bool:
-    return kind == "replicate" or rule_for(kind, module) is not None or (kind == "auto" and isinstance(module, GPT))
+    if kind == "replicate" or getattr(module, _SWAPPED_AS, None) == kind:
+        return True
+    return rule_for(kind, module) is not None or (kind == "auto" and isinstance(module, GPT))
 
 
 def _check_root(module: nn.Module, mesh: ParallelMesh) -> None:
@@ -199,6 +207,8 @@ def _record(swap: _Swap) -> SwapRecord:
 
 def _install(places: Sequence[Place], built: Sequence[_Swap]) -> None:
     targets = {id(swap.place.module): swap.target for swap in built}
+    for swap in built:
+        setattr(swap.target, _SWAPPED_AS, swap.kind)
     for place in places:
         if place.closed_by is None and id(place.module) in targets:
             setattr(place.parent, place.key, targets[id(place.module)])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_stack
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
@@ -58,7 +59,7 @@ def masks(note: Comparison, mesh: ParallelMesh) -> None:
     }
     for claim, choice in choices.items():
         theirs, ours, _ = twin(cases.Classifier, mesh)
-        compare_training(note, f"mask, {claim}", theirs, ours, lambda m, c=choice: m(ids, **c), num_steps=2)
+        compare_training(note, f"mask, {claim}", theirs, ours, lambda m, c=choice: m(ids, **c), num_steps=1)
 
 
 def evaluation(note: Comparison, mesh: ParallelMesh) -> None:
@@ -94,7 +95,7 @@ def attention(note: Comparison, mesh: ParallelMesh) -> None:
     for claim, call in calls.items():
         theirs, ours, _ = twin(partial(cases.Attending, batch_first=True), mesh)
         inputs = (row,) if claim == "unbatched" else (x, memory) if claim == "to a memory" else (x,)
-        compare_training(note, f"attention {claim}", theirs, ours, call, num_steps=2, inputs=inputs)
+        compare_training(note, f"attention {claim}", theirs, ours, call, num_steps=1, inputs=inputs)
     target = cases.normal(3, 4, 16, seed=5, grad=True)
     theirs, ours, _ = twin(
         cases.Translator, mesh, {"*": "auto", "*decoder*linear1": "column", "*decoder*linear2": "row"}
@@ -216,6 +217,31 @@ def different_seeds(note: Comparison, mesh: ParallelMesh) -> None:
     assert bool(module.flags.all()), "buffers as well"
 
 
+def second_fit(note: Comparison, mesh: ParallelMesh) -> None:
+    plan = cases.CLASSIFIER_PLAN | {"gpt": "auto"}
+
+    def build() -> nn.Module:
+        module = cases.Classifier()
+        module.gpt = Predicting(
+            GPTConfig.gpt2(vocab_size=21, max_seq_length=8, num_layers=1, hidden_size=16, num_heads=4)
+        )
+        return module
+
+    theirs, ours, _ = twin(build, mesh, plan)
+    layout = mesh.layout
+    again = ParallelMesh.create(layout, sequence_parallel=True, seed=1)
+    assert parallelize(ours, again, plan) == [], "nothing is left to swap"
+    assert ours.gpt.model.mesh is again, "the model is on the new mesh"
+    block = ours.encoder.layers[0].linear1
+    assert block.mesh.random is again.random, "the block draws from the new streams"
+    assert block.mesh.tp.group is again.tp.group, "the block talks over the new groups"
+    assert not block.mesh.sequence_parallel, "the block still sees whole sequences"
+    compare_training(note, "second fit", theirs, ours, lambda module: module(cases.tokens()), num_steps=1)
+    with pytest.raises(UnsupportedError, match="already cut for another layout"):
+        parallelize(ours, replace(again, layout=ParallelLayout(4), random=mesh.random))
+    again.destroy()
+
+
 CASES = (
     linear_layers,
     classifiers,
@@ -227,6 +253,7 @@ CASES = (
     dropout,
     whole_gpt,
     different_seeds,
+    second_fit,
 )
 
 

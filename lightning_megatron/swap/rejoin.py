@@ -1,0 +1,46 @@
+"""A module that was cut before, on new process groups of the same layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+
+_ATTRIBUTE = "mesh"
+
+
+def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:
+    """Let blocks that were cut on an earlier mesh use this one, whose groups are alive.
+
+    A second fit of one module builds its groups anew; its shards stay right as long as the layout is the same.
+
+    Raises:
+        UnsupportedError: If a block was cut for another layout.
+    """
+    cut_before = [(name, module) for name, module in root.named_modules() if _was_cut(module, mesh)]
+    for name, module in cut_before:
+        old = _mesh_of(module)
+        if (old.layout, old.rank) != (mesh.layout, mesh.rank):
+            raise UnsupportedError(
+                f"{name!r} is already cut for another layout ({old.layout}), so its weights cannot be cut for this one "
+                f"({mesh.layout}). Build the module again, and load its weights from a checkpoint."
+            )
+    for _, module in cut_before:
+        sequence_parallel = _mesh_of(module).sequence_parallel
+        same = sequence_parallel == mesh.sequence_parallel
+        setattr(module, _ATTRIBUTE, mesh if same else replace(mesh, sequence_parallel=sequence_parallel))
+
+
+def _mesh_of(module: nn.Module) -> ParallelMesh:
+    mesh = getattr(module, _ATTRIBUTE)
+    assert isinstance(mesh, ParallelMesh), "only modules of this package keep a mesh"
+    return mesh
+
+
+def _was_cut(module: nn.Module, mesh: ParallelMesh) -> bool:
+    # What was built for one process is not cut. Meshes with and without sequence parallelism share one set of streams.
+    old = getattr(module, _ATTRIBUTE, None)
+    return isinstance(old, ParallelMesh) and old.random is not mesh.random and old.layout.world_size > 1
