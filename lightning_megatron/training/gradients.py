@@ -104,6 +104,35 @@ class GradientSync:
         if missing:
             self._forget_unused(missing, present)
 
+    def check_ties(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that an optimizer trains the first stage's embedding and its copy on the last stage alike.
+
+        Args:
+            optimizer: One over these parameters, before or after ``main.attach``.
+
+        Raises:
+            UnsupportedError: On every stage, if their groups differ.
+
+        Communication: one gather over pp where there are ties.
+        """
+        if not self._ties:
+            return
+        place: dict[str, str] = {}
+        groups = zip(optimizer.param_groups, self._main.names_of(optimizer), strict=True)
+        for number, (group, names) in enumerate(groups):
+            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            place |= dict.fromkeys(names, f"group {number} with {settings}")
+        stages = all_gather_objects(place, self._mesh.pp_cpu)
+        everyone = {name: where for stage in stages for name, where in stage.items()}
+        for original, copy in self._ties:
+            first, last = everyone.get(original, "no group"), everyone.get(copy, "no group")
+            if first != last:
+                raise UnsupportedError(
+                    f"a tied embedding must be trained alike on the first and the last stage: {original!r} is in "
+                    f"{first}, its copy {copy!r} in {last}. The two would drift apart. Put both in the same group in "
+                    "configure_optimizers."
+                )
+
     def _sums(self) -> list[tuple[list[list[_Segment]], MeshAxis, ReduceOp]]:
         plan, mesh = self._plan, self._mesh
         return [(plan.tensor, mesh.tp, "sum"), (plan.tied, mesh.embedding, "sum"), (plan.data, mesh.data, "mean")]
@@ -170,7 +199,9 @@ class GradientSync:
         if len(bucket) == 1 and local[0] is not None and local[0].is_contiguous():
             all_reduce_(local[0], axis, op)
             return
-        flat = gradients[0].new_zeros(sum(prod(segment.shape) for segment in bucket))
+        size = sum(prod(segment.shape) for segment in bucket)
+        is_held_whole = all(view is not None for view in local)
+        flat = gradients[0].new_empty(size) if is_held_whole else gradients[0].new_zeros(size)
         slots = flat.split([prod(segment.shape) for segment in bucket])
         pairs = [
             (slot.view(segment.shape), view)
@@ -196,12 +227,15 @@ class GradientSync:
 
     def _agree_on_present(self, missing: Sequence[str]) -> Tensor:
         """Mark the parameters that have a gradient on any rank that shares them; nobody waits for the answer."""
-        names, absent = self._plan.names, set(missing)
-        present = torch.tensor([name not in absent for name in names], dtype=torch.float32).to(self._mesh.device)
+        # Made and indexed on the device: a copy from the host would wait for the backward pass.
+        names = self._plan.names
+        present = torch.ones(len(names), device=self._mesh.device)
+        for name in missing:
+            present[names.index(name)].fill_(0.0)
         all_reduce_(present, self._mesh.tp, "max")
-        tied = [names.index(segment.name) for bucket in self._plan.tied for segment in bucket]
-        if tied:
-            present[tied] = all_reduce_(present[tied], self._mesh.embedding, "max")
+        for segment in (segment for bucket in self._plan.tied for segment in bucket):
+            index = names.index(segment.name)
+            all_reduce_(present[index : index + 1], self._mesh.embedding, "max")
         return all_reduce_(present, self._mesh.data, "max")
 
     def _forget_unused(self, missing: Sequence[str], present: Tensor) -> None:

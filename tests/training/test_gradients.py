@@ -82,6 +82,21 @@ def missing_gradients(rank: int, mesh: ParallelMesh) -> dict[str, Any]:
     return {"grads": grads, "records": records}
 
 
+def tie_errors(mesh: ParallelMesh) -> list[str]:
+    """Check optimizers that treat the embedding and its copy alike, and differently."""
+    named = parameters(mesh)
+    sync = GradientSync(MainParameters(named), mesh)
+    rest = [parameter for name, parameter in named.items() if name != HEAD]
+    head = [parameter for name, parameter in named.items() if name == HEAD]
+    found = []
+    for groups in ([{"params": [*rest, *head]}], [{"params": rest}, {"params": head, "weight_decay": 0.1}]):
+        try:
+            sync.check_ties(torch.optim.SGD(groups, lr=0.1))
+        except UnsupportedError as error:
+            found.append(str(error))
+    return found
+
+
 def world(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for sizes in LAYOUTS:
@@ -93,12 +108,14 @@ def world(rank: int, size: int) -> dict[str, Any]:
             sync_bf16 = MainParameters({"weight": nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))})
             sync_bf16.main("weight").grad = torch.full((4,), float(rank), dtype=torch.bfloat16)
             GradientSync(sync_bf16, mesh).finish()
-            found["bf16"] = sync_bf16.main("weight").grad
+            gradient = sync_bf16.main("weight").grad
+            found["bf16"] = (str(gradient.dtype), gradient.tolist())
         if sizes == {"pp": 2}:
             try:
                 GradientSync(MainParameters({"outside.weight": nn.Parameter(torch.ones(1))}), mesh)
             except UnsupportedError as error:
                 found["on several stages"] = str(error)
+            found["ties"] = tie_errors(mesh)
         mesh.destroy()
     return found
 
@@ -135,13 +152,19 @@ def test_a_filled_gradient_is_named_once_in_the_log(results: list[dict[str, Any]
 
 def test_half_precision_gradients_without_mains_are_averaged_in_their_dtype(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert result["bf16"].dtype == torch.bfloat16
-        assert result["bf16"].tolist() == [1.5] * 4
+        assert result["bf16"] == ("torch.bfloat16", [1.5] * 4)
 
 
 def test_a_parameter_on_several_stages_is_refused(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert "'outside.weight' is on several" in result["on several stages"]
+
+
+def test_a_tied_embedding_in_different_groups_is_refused_on_every_stage(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        (message,) = result["ties"]
+        assert f"{WORD!r} is in group 0" in message
+        assert f"its copy {HEAD!r} in group 1" in message
 
 
 def test_one_process_leaves_gradients_alone() -> None:
