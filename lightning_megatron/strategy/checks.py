@@ -1,0 +1,169 @@
+"""What this strategy cannot honour, refused before training starts, with the reason."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.strategy.private import is_overridden, train_dataloaders
+
+log = logging.getLogger(__name__)
+
+#: Trainer settings that decide how many steps run and what they compute.
+_TRAINER_FIELDS = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "fast_dev_run",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_predict_batches",
+    "limit_test_batches",
+    "limit_train_batches",
+    "limit_val_batches",
+    "max_epochs",
+    "max_steps",
+    "min_epochs",
+    "min_steps",
+    "num_sanity_val_steps",
+    "overfit_batches",
+    "precision",
+    "val_check_interval",
+)
+
+
+def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedModule | None:
+    """Find the module that is cut into stages; None with one stage.
+
+    Raises:
+        UnsupportedError: If pp > 1 and there is none, or more than one.
+    """
+    if mesh.pp.size == 1:
+        return None
+    found = [(name, part) for name, part in module.named_modules() if isinstance(part, PipelinedModule)]
+    if len(found) != 1:
+        names = ", ".join(name for name, _ in found) or "none"
+        raise UnsupportedError(
+            f"pp ({mesh.pp.size}) above 1 needs exactly one model that can be cut into stages: "
+            f"{type(module).__name__} has {names}. Plain "
+            "modules have no stages. Build a lightning_megatron.GPT with mesh=self.device_mesh in configure_model, "
+            "or use pp=1."
+        )
+    return found[0][1]
+
+
+def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
+    """Refuse what a pipeline cannot do, and warn about hooks that it cannot call.
+
+    Raises:
+        UnsupportedError: For manual optimization or parameters outside the stages with pp > 1.
+    """
+    if mesh.pp.size == 1:
+        return
+    if not module.automatic_optimization:
+        raise UnsupportedError(
+            f"manual optimization cannot be used with pp ({mesh.pp.size}) above 1, because the schedule runs the "
+            "backward passes "
+            "itself, while later forward passes are still to come. Use automatic optimization, or pp=1."
+        )
+    pipelined = pipelined_module(module, mesh)
+    inside = {id(parameter) for parameter in (pipelined.parameters() if pipelined is not None else ())}
+    outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
+    if outside:
+        raise UnsupportedError(
+            f"with pp ({mesh.pp.size}) above 1 all trained parameters must be inside the pipelined model: "
+            f"{', '.join(outside[:5])} "
+            "would be trained on the last stage alone. Move them into the model, freeze them, or use pp=1."
+        )
+    for hook in ("backward", "on_before_backward"):
+        if is_overridden(hook, module) and mesh.rank == 0:
+            log.warning(
+                "%s.%s is not called with pp above 1: the schedule runs one backward pass for each microbatch and "
+                "stage.",
+                type(module).__name__,
+                hook,
+            )
+
+
+def check_train_loaders(trainer: Trainer, microbatch_size: int) -> None:
+    """Refuse batches that cannot be cut into equal microbatches.
+
+    Raises:
+        ParallelPlanError: If the batch size of a training dataloader is no multiple of the microbatch size.
+    """
+    for loader in train_dataloaders(trainer):
+        batch_size = loader.batch_size if isinstance(loader, DataLoader) else None
+        if batch_size is not None and batch_size % microbatch_size:
+            legal = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+            raise ParallelPlanError(
+                f"batch_size ({batch_size}) of the training dataloader must be a multiple of microbatch_size "
+                f"({microbatch_size}), "
+                f"because a step is cut into equal microbatches; only the last batch of an epoch may be smaller. Use a "
+                f"microbatch_size of {', '.join(map(str, legal))}, or a batch_size of "
+                f"{-(-batch_size // microbatch_size) * microbatch_size}."
+            )
+
+
+def configuration_fields(arguments: Mapping[str, Any], trainer: Trainer) -> dict[str, str]:
+    """List what must be equal on all ranks before anything is built."""
+    settings = {f"strategy.{name}": repr(value) for name, value in arguments.items()}
+    settings |= {f"trainer.{name}": repr(getattr(trainer, name, None)) for name in _TRAINER_FIELDS}
+    versions = {name: version(name) for name in ("torch", "lightning", "lightning-megatron")}
+    return {
+        "world_size": str(trainer.world_size),
+        **settings,
+        **versions,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def data_fields(trainer: Trainer) -> dict[str, str]:
+    """List the lengths of the training data, which must be equal on all ranks."""
+    return {
+        f"train dataloader {number}: {what}": str(_length(part))
+        for number, loader in enumerate(train_dataloaders(trainer))
+        for what, part in (("batches", loader), ("samples", getattr(loader, "dataset", None)))
+    }
+
+
+def _length(part: Any) -> int | None:
+    try:
+        return len(part)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def digest_of(batch: Any) -> str:
+    """Hash all tensors of a batch."""
+    digest = hashlib.sha1(usedforsecurity=False)
+    for tensor in _tensors(batch):
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{tuple(values.shape)}{values.dtype}".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _tensors(node: Any) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, Mapping):
+        for value in node.values():
+            yield from _tensors(value)
+    elif isinstance(node, Sequence) and not isinstance(node, str):
+        for value in node:
+            yield from _tensors(value)
+    elif is_dataclass(node) and not isinstance(node, type):
+        for item in fields(node):
+            yield from _tensors(getattr(node, item.name))

@@ -1,0 +1,36 @@
+"""Data that is random must be the same on all ranks of one data-parallel rank, and differ between these."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from lightning_megatron.groups.random import derive_seed
+from lightning_megatron.strategy.private import seed_worker
+
+
+def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
+    """Give a dataloader generators and worker seeds that depend on the data-parallel rank alone.
+
+    What the user has set stays. Without this, workers are seeded by the global rank and from the default generator,
+    which pipeline stages use unequally: stages would see different batches.
+
+    Args:
+        dataloader: Anything that yields batches; only a torch DataLoader is changed.
+        seed: Seed of the run, equal on all ranks.
+        data_rank: Which part of the data this rank reads.
+    """
+    if not isinstance(dataloader, DataLoader):
+        return dataloader
+    sampler = dataloader.sampler
+    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        # The order of all samples, of which every data rank takes its part.
+        sampler.generator = torch.Generator().manual_seed(derive_seed(seed, "sampler"))
+    if dataloader.generator is None:
+        dataloader.generator = torch.Generator().manual_seed(derive_seed(seed, "dataloader", data_rank))
+    if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+        dataloader.worker_init_fn = partial(seed_worker, rank=data_rank)
+    return dataloader

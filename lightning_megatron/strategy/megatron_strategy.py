@@ -1,0 +1,188 @@
+"""The strategy that trains one LightningModule over tensor, pipeline and data-parallel ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron.strategy import checkpoints
+from lightning_megatron.strategy.model_strategy import ModelStrategy
+from lightning_megatron.strategy.options import StrategyOptions
+from lightning_megatron.strategy.private import publish_device_mesh, training_loader_states
+
+
+class MegatronStrategy(ModelStrategy):
+    """Train models that are too large or too slow for one GPU, with an ordinary LightningModule.
+
+    A Lightning batch is what one data-parallel rank contributes to a step. It is cut into microbatches, and
+    ``training_step`` runs once for each of them; losses and logged values are averaged over the microbatches, so that
+    they equal those of the whole batch. With ``pp`` above 1, code after the call of the model runs on the last stage
+    alone, and what it logs appears on every rank.
+
+    Args:
+        tp: Ranks that share every matrix product (tensor parallel).
+        pp: Stages that the layers are cut into (pipeline parallel).
+        vpp: Chunks of layers on every stage (virtual pipeline stages); above 1 shortens the pipeline's bubble.
+        cp: Ranks that share a sequence (context parallel); only 1 is available yet.
+        ep: Ranks that share the experts of a layer (expert parallel); only 1 is available yet.
+        etp: Ranks that share each expert's matrix products; only the default is available yet.
+        sequence_parallel: Whether activations between tensor-parallel regions are cut along the sequence, which must
+            divide by tp then. None means True if tp is above 1. It concerns this package's models; swapped plain
+            modules take whole sequences in any case.
+        schedule: Order of forward and backward passes: 1f1b, interleaved or gpipe. None means interleaved if vpp is
+            above 1, else 1f1b.
+        microbatch_size: Samples of one data-parallel rank in a microbatch.
+        microbatch_group_size: Microbatches that run through one chunk before the next chunk has its turn (interleaved
+            only). None means one for each stage.
+        order: Axes from the fastest to the slowest: neighbours on the first axis are neighbouring ranks.
+        recompute: Which activations are computed again in the backward pass instead of kept: none, selective (the
+            attention core) or full (whole blocks). None leaves the models' own setting.
+        tensor_parallel_plan: How plain torch.nn modules are cut over tp: name patterns and kinds, such as
+            {"*.up": "column", "*.down": "row"}. None swaps the blocks that are known.
+        timeout: Seconds that a collective may wait for a rank before the job fails. None leaves torch's default.
+        process_group_backend: Communication library: nccl or gloo. None means nccl on GPUs, else gloo.
+        nccl_options: NCCL settings by axis, such as {"pp": {"max_ctas": 4}}.
+        signal_check_interval: Training batches between two agreements of all ranks on a received SIGTERM.
+    """
+
+    strategy_name = "megatron"
+
+    def __init__(
+        self,
+        tp: int = 1,
+        pp: int = 1,
+        vpp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+        sequence_parallel: bool | None = None,
+        schedule: Literal["1f1b", "interleaved", "gpipe"] | None = None,
+        microbatch_size: int = 1,
+        microbatch_group_size: int | None = None,
+        order: str = "tp-cp-ep-dp-pp",
+        recompute: Literal["none", "selective", "full"] | None = None,
+        tensor_parallel_plan: dict[str, str] | None = None,
+        timeout: float | timedelta | None = None,
+        process_group_backend: str | None = None,
+        nccl_options: dict[str, dict[str, Any]] | None = None,
+        signal_check_interval: int = 10,
+    ) -> None:
+        options = StrategyOptions(
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            cp=cp,
+            ep=ep,
+            etp=etp,
+            sequence_parallel=sequence_parallel,
+            schedule=schedule,
+            microbatch_size=microbatch_size,
+            microbatch_group_size=microbatch_group_size,
+            order=order,
+            recompute=recompute,
+            tensor_parallel_plan=tensor_parallel_plan,
+            timeout=timeout,
+            process_group_backend=process_group_backend,
+            nccl_options=nccl_options,
+            signal_check_interval=signal_check_interval,
+        )
+        super().__init__(options)
+
+    # ---- checkpoints
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        # load_checkpoint fills the optimizers: their states are as large as the model and cut like it.
+        return False
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's shards by name; in full precision under mixed precision."""
+        assert self._state is not None, "setup has run"
+        return checkpoints.local_state_dict(self.user_module, self._state.main)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        # save_checkpoint reads the optimizers themselves.
+        return {}
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Write a directory that any layout can load; a collective over all ranks."""
+        if storage_options is not None:
+            raise TypeError(
+                "`Trainer.save_checkpoint(..., storage_options=...)` is not supported, because every rank writes its "
+                "own files. Leave "
+                "it out."
+            )
+        assert self._state is not None, "setup has run"
+        with self.temporary_mesh() as mesh:
+            path = self.broadcast(os.fspath(filepath))
+            loaders = training_loader_states(self.user_module.trainer)
+            checkpoints.save(path, checkpoint, self.user_module, self.optimizers, self._state.main, mesh, loaders)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Fill the module, and while fitting the optimizers, and return what is left for Lightning."""
+        assert self._state is not None, "setup has run"
+        path = self.broadcast(os.fspath(checkpoint_path))
+        return checkpoints.load(path, self.user_module, self.optimizers, self._state.main, self.mesh, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        # Sharded checkpoints are in the module already; files of other strategies come with full tensors.
+        if "state_dict" in checkpoint:
+            assert self._state is not None, "setup has run"
+            checkpoints.load_full_state_dict(checkpoint, self.user_module, self._state.main, self.mesh, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing: load_checkpoint has filled the optimizers."""
+
+    # ---- end
+
+    @override
+    def teardown(self) -> None:
+        """Give back what the run has taken: hooks, signal check, groups."""
+        if self._signals is not None:
+            self._signals.remove()
+            self._signals = None
+        if self._state is not None:
+            self._state.release()
+        self._steps = None
+        self.leave_mesh()
+        if self.lightning_module is not None:
+            publish_device_mesh(self.lightning_module, None)
+        assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
+        assert self.accelerator is not None, "the Trainer sets the accelerator"
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self._watch.cleanup_done()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make ``Trainer(strategy="megatron")`` work, once."""
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
+
+
+MegatronStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,297 @@
+"""Ranks, processes and communication: the half of the strategy that knows no model."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import (
+    all_gather_sequence,
+    all_reduce_,
+    barrier,
+    broadcast_object,
+)
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.dataloaders import seed_dataloader
+from lightning_megatron.strategy.failure import FailureWatch
+from lightning_megatron.strategy.launcher import MegatronLauncher
+from lightning_megatron.strategy.private import (
+    default_backend,
+    init_process_group,
+    publish_device_mesh,
+    reduce_over_group,
+    reset_seed,
+    utils_rank_zero_only,
+)
+
+log = logging.getLogger(__name__)
+
+
+class MeshStrategy(ParallelStrategy):
+    """Place one process on each device, join them in a mesh and answer Lightning's questions about ranks.
+
+    Args:
+        sizes: Arguments of the :class:`ParallelLayout` other than the world size.
+        sequence_parallel: Whether the mesh shards activations along the sequence.
+        timeout: How long a collective may wait for a rank; None leaves torch's default.
+        process_group_backend: ``nccl`` or ``gloo``; None chooses by the device.
+        nccl_options: NCCL options by axis.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, Any],
+        sequence_parallel: bool,
+        timeout: timedelta | None,
+        process_group_backend: str | None,
+        nccl_options: Mapping[str, Mapping[str, Any]] | None,
+    ) -> None:
+        self._sizes = dict(sizes)
+        self._sequence_parallel = sequence_parallel
+        self._timeout = timeout
+        self._backend = process_group_backend
+        self._nccl_options = nccl_options
+        self._num_nodes = 1
+        self._layout: ParallelLayout | None = None
+        self._mesh: ParallelMesh | None = None
+        self._watch = FailureWatch(0)
+        super().__init__()
+
+    # ---- ranks
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Return the sizes of all axes; known once the Trainer exists."""
+        if self._layout is None:
+            self._layout = ParallelLayout(self.num_nodes * self.num_processes, **self._sizes)
+        return self._layout
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """Return the groups of this rank; known while the Trainer runs.
+
+        Raises:
+            RuntimeError: Before ``setup_environment`` and after ``teardown``.
+        """
+        if self._mesh is None:
+            raise RuntimeError("the mesh exists while the Trainer runs: from the `setup` hook to the `teardown` hook.")
+        return self._mesh
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None, "the Trainer sets the devices"
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Count the nodes of the job."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+        self._layout = None
+
+    @property
+    def num_processes(self) -> int:
+        """Count the processes of this node."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tell Lightning to inject samplers and to honour ``sync_dist``."""
+        return True
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Count the ranks that read different data."""
+        return self.layout.dp
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Return which part of the data this rank reads."""
+        return self.layout.coordinates(self.global_rank)["dp"]
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise UnsupportedError(
+            f"a CheckpointIO plugin cannot be used with this strategy: {type(io).__name__}. Every rank writes its "
+            "own shards, which "
+            "the plugin would not see. Remove it from Trainer(plugins=...)."
+        )
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._layout = None
+        # Sizes that do not divide raise here, inside Trainer(...), before any process exists.
+        layout = self.layout
+        if self._layer_sync is not None:
+            raise UnsupportedError(
+                "Trainer(sync_batchnorm=True) cannot be used with this strategy: batch statistics over microbatches "
+                "and stages "
+                "would differ from those of the batch. Use norms without batch statistics."
+            )
+        assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
+        log.debug("layout: %s", layout)
+        self._watch = FailureWatch(self.global_rank, self.num_processes)
+        self._launcher = MegatronLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, lambda: self._watch
+        )
+
+    # ---- the mesh's life
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._watch.rank = self.global_rank
+        self.join_mesh()
+        assert self.lightning_module is not None, "the Trainer has connected the module"
+        publish_device_mesh(self.lightning_module, self._mesh)
+
+    def join_mesh(self) -> ParallelMesh:
+        """Create this rank's groups and agree on the seed.
+
+        The process group of all ranks lives as long as the process, as with every strategy of Lightning; all groups
+        below it are given back by :meth:`leave_mesh`.
+
+        Communication: collective over all ranks.
+        """
+        layout, seed = self.layout, torch.initial_seed()
+        if layout.world_size > 1:
+            backend = self._backend or default_backend(self.root_device)
+            options: dict[str, Any] = {} if self._timeout is None else {"timeout": self._timeout}
+            if self.root_device.type == "cuda":
+                options["device_id"] = self.root_device
+            assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
+            init_process_group(self.cluster_environment, backend, **options)
+        mesh = ParallelMesh.create(
+            layout,
+            device=self.root_device,
+            seed=seed % 2**63,
+            sequence_parallel=self._sequence_parallel,
+            backend=self._backend,
+            timeout=self._timeout,
+            options=self._nccl_options,
+        )
+        agreed, job = broadcast_object((seed, uuid.uuid4().hex[:12]), mesh.world_cpu)
+        if agreed != seed:
+            # The ranks were not seeded alike: take rank 0's seed, as ddp takes rank 0's weights.
+            torch.manual_seed(agreed)
+            mesh.random.seed = agreed % 2**63
+        if layout.world_size > 1:
+            self._watch.join_job(job)
+        self._mesh = mesh
+        return mesh
+
+    def leave_mesh(self) -> None:
+        """Give back the groups of this run."""
+        # A failed rank must not wait for the others here; the end of the process closes everything.
+        if self._mesh is not None and not self._watch.has_failed:
+            self._mesh.destroy()
+        self._mesh = None
+
+    @contextmanager
+    def temporary_mesh(self) -> Iterator[ParallelMesh]:
+        """Return the mesh of the run, or after its end a new one for the length of the block."""
+        if self._mesh is not None:
+            yield self._mesh
+            return
+        try:
+            yield self.join_mesh()
+        finally:
+            self.leave_mesh()
+
+    # ---- communication
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._mesh is not None:
+            barrier(self._mesh.world_cpu)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._mesh is None else broadcast_object(obj, self._mesh.world_cpu, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Reduce over the ranks that read different data, in place, unless a group is given.
+
+        Ranks of one tensor or pipeline group hold the same value, which must count once.
+
+        Args:
+            tensor: A tensor; anything else is returned as it is.
+            group: A :class:`MeshAxis`, or a process group; None means the data axis.
+            reduce_op: ``mean``, ``sum``, ``max`` or ``min``, or torch's constant.
+        """
+        if not isinstance(tensor, Tensor) or self._mesh is None:
+            return tensor
+        if group is not None and not isinstance(group, MeshAxis):
+            return reduce_over_group(tensor, group, reduce_op)
+        axis = group or self._mesh.data
+        op = str(reduce_op or "sum").rpartition(".")[2].lower().replace("avg", "mean")
+        if op == "mean" and not tensor.is_floating_point():
+            return tensor.copy_(all_reduce_(tensor, axis, "sum") / axis.size)
+        return all_reduce_(tensor, axis, op)  # type: ignore[arg-type]
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._mesh is None:
+            return decision
+        vote = torch.tensor(int(decision))
+        return bool(all_reduce_(vote, self._mesh.world_cpu, "min" if all else "max"))
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack a tensor over the ranks that read different data, along a new first dimension.
+
+        Args:
+            tensor: The tensor of this rank.
+            group: A :class:`MeshAxis`; None means the data axis.
+            sync_grads: Whether gradients flow back to the ranks' tensors.
+        """
+        if self._mesh is None:
+            return tensor
+        if group is not None and not isinstance(group, MeshAxis):
+            return super().all_gather(tensor, group, sync_grads)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and sync_grads):
+            return all_gather_sequence(tensor.unsqueeze(0), group or self._mesh.data)
+
+    # ---- data
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return seed_dataloader(dataloader, torch.initial_seed(), self.data_parallel_rank)

@@ -1,0 +1,232 @@
+"""Modules, optimizers and steps: the half of the strategy that knows the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_megatron.groups.fingerprint import check_same_everywhere
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.strategy.checks import (
+    check_module,
+    check_train_loaders,
+    configuration_fields,
+    data_fields,
+    digest_of,
+    pipelined_module,
+)
+from lightning_megatron.strategy.mesh_strategy import MeshStrategy
+from lightning_megatron.strategy.modules import find_models, rebind_mesh
+from lightning_megatron.strategy.options import StrategyOptions
+from lightning_megatron.strategy.precision import MegatronPrecision
+from lightning_megatron.strategy.private import (
+    accumulates,
+    call_after_backward_hooks,
+    skips_backward,
+    total_batch_index,
+)
+from lightning_megatron.strategy.scheduled_loop import install_scheduled_loop
+from lightning_megatron.strategy.signals import SignalAgreement
+from lightning_megatron.strategy.step import StepRunner
+from lightning_megatron.strategy.training_state import TrainingState
+from lightning_megatron.swap import parallelize
+
+log = logging.getLogger(__name__)
+
+
+class ModelStrategy(MeshStrategy):
+    """Cut the module, own its optimizers' parameters and run its steps.
+
+    Args:
+        options: The strategy's arguments.
+    """
+
+    def __init__(self, options: StrategyOptions) -> None:
+        self.options = options
+        super().__init__(
+            options.sizes(),
+            options.shards_sequence,
+            options.timeout_delta,
+            options.process_group_backend,
+            options.nccl_options,
+        )
+        self._state: TrainingState | None = None
+        self._steps: StepRunner | None = None
+        self._signals: SignalAgreement | None = None
+        self._has_checked_batch = False
+
+    @property
+    def user_module(self) -> LightningModule:
+        """Return the user's module, which the Trainer has connected."""
+        assert self.lightning_module is not None, "the Trainer connects the module before anything else"
+        return self.lightning_module
+
+    # ---- precision
+
+    @property
+    @override
+    def precision_plugin(self) -> MegatronPrecision:
+        if not isinstance(self._precision_plugin, MegatronPrecision):
+            self._precision_plugin = MegatronPrecision.from_lightning(self._precision_plugin)
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = MegatronPrecision.from_lightning(precision_plugin)
+
+    # ---- setup
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        fields = configuration_fields(self.options.as_dict(), self.user_module.trainer)
+        check_same_everywhere(self.mesh.world_cpu, fields)
+        for note in self.options.notes(self.precision_plugin.precision):
+            rank_zero_info(note)
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        device = torch.device("meta") if empty_init else self.root_device
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None, "the Trainer sets the accelerator"
+        module, fitting = self.user_module, trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        rebind_mesh(module, self.mesh)
+        check_module(module, self.mesh)
+        for record in parallelize(module, self.mesh, self.options.tensor_parallel_plan):
+            rank_zero_info(str(record))
+        models = find_models(module, self.options.recompute)
+        self.precision_plugin.converts_inputs = not models
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.process_group is None:
+                # A sum over all ranks would count every tensor-parallel copy.
+                metric.process_group = self.mesh.data.group
+        executor = PipelineExecutor(
+            self.mesh,
+            pipelined_module(module, self.mesh),
+            self.options.schedule_name,
+            self.options.microbatch_group_size,
+        )
+        self._steps = StepRunner(self.mesh, executor, self.options.microbatch_size)
+        self._setup_training(trainer, fitting)
+
+    def _setup_training(self, trainer: Trainer, fitting: bool) -> None:
+        if fitting:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        previous = self._state.main if self._state is not None else None
+        # Without training there is nothing for main parameters to keep, unless an earlier fit has made some.
+        mains = self.precision_plugin.dtypes.mains if fitting or previous is not None else None
+        optimizers = self.optimizers if fitting else None
+        self._state = TrainingState(self.user_module, optimizers, self.mesh, mains, previous)
+        self.precision_plugin.bind(self._state)
+        self.setup_precision_plugin()
+        if not fitting:
+            return
+        install_scheduled_loop(trainer)
+        self._has_checked_batch = False
+        if self.mesh.world.size > 1:
+            self._signals = SignalAgreement(trainer, self.mesh, self.options.signal_check_interval)
+            self._signals.install()
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None, "the Trainer has connected the module"
+        self.model.to(self.root_device)
+
+    @override
+    def on_train_start(self) -> None:
+        trainer = self.user_module.trainer
+        if self.user_module.automatic_optimization:
+            check_train_loaders(trainer, self.options.microbatch_size)
+        check_same_everywhere(self.mesh.world_cpu, data_fields(trainer))
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, list) and batch and all(isinstance(part, Microbatch) for part in batch):
+            move = super().batch_to_device
+            return [Microbatch(move(part.data, device, dataloader_idx), part.num_samples) for part in batch]
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    # ---- steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and backward of all microbatches; the gradients are summed over the ranks when the optimizer "
+        "steps."""
+        assert self._steps is not None, "setup has run"
+        module, trainer = self.user_module, self.user_module.trainer
+        step, precision = total_batch_index(trainer), self.precision_plugin
+        if not module.automatic_optimization:
+            self.mesh.random.begin_microbatch(step, self.mesh.dp.rank)
+            with precision.train_step_context():
+                return module.training_step(*args, **kwargs)
+        self._check_first_batch(args[0])
+        backward = not skips_backward(trainer)
+        with precision.train_step_context():
+            return self._steps.train(
+                module,
+                args[0],
+                args[1:],
+                step=step,
+                backward=backward,
+                divisor=trainer.accumulate_grad_batches,
+                factor=precision.loss_factor,
+                values_to_log=precision.values_to_log(),
+                after_backward=self._after_backward if backward else lambda: None,
+            )
+
+    def _after_backward(self) -> None:
+        assert self._state is not None, "setup has run"
+        trainer = self.user_module.trainer
+        self._state.gradients_changed()
+        if not accumulates(trainer):
+            self.precision_plugin.finish_gradients()
+        call_after_backward_hooks(trainer)
+
+    def _check_first_batch(self, batch: Any) -> None:
+        """Compare the first batch over the ranks that must see the same one."""
+        if self._has_checked_batch or self.mesh.model.size == 1:
+            return
+        self._has_checked_batch = True
+        check_same_everywhere(self.mesh.model_cpu, {"first training batch of its data-parallel rank": digest_of(batch)})
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluate("validation_step", args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluate("test_step", args)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate("predict_step", args)
+
+    def _evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
+        assert self._steps is not None, "setup has run"
+        batch, rest = args[0], args[1:]
+        step = rest[0] if rest and isinstance(rest[0], int) else 0
+        # The second index names the dataloader, where there are several.
+        return self._steps.evaluate(self.user_module, name, batch, rest, step=step, key=(name, *rest[1:]))

@@ -1,0 +1,56 @@
+"""What the strategy does to the modules inside a LightningModule before training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.stage import PipelinedModule
+
+
+def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
+    """Give modules that were built in an earlier run the groups of this one.
+
+    Raises:
+        UnsupportedError: If they were cut for another layout.
+    """
+    for name, part in module.named_modules():
+        found = vars(part).get("mesh")
+        if not isinstance(found, ParallelMesh) or found is mesh or found.layout.world_size == 1:
+            # A model without a mesh of its own was built whole: swapping cuts it.
+            continue
+        if found.layout != mesh.layout:
+            raise UnsupportedError(
+                f"a module can only be used again with the layout that it was cut for: {name!r} was cut for "
+                f"{found.layout}, "
+                f"this run has {mesh.layout}. Build a new module, and pass ckpt_path to continue with its weights."
+            )
+        same = found.sequence_parallel == mesh.sequence_parallel
+        part.mesh = mesh if same else replace(mesh, sequence_parallel=found.sequence_parallel)
+
+
+def find_models(module: nn.Module, recompute: str | None) -> list[nn.Module]:
+    """List the models of this package inside a module, and set their recomputation.
+
+    Args:
+        module: Where to look.
+        recompute: The setting; None leaves the models' own.
+
+    Raises:
+        UnsupportedError: If recomputation is asked for and there is nothing that knows it.
+    """
+    models = [part for part in module.modules() if isinstance(part, PipelinedModule)]
+    known = [model for model in models if hasattr(model, "recompute")]
+    if recompute not in (None, "none") and not known:
+        raise UnsupportedError(
+            f"recompute ({recompute!r}) needs a model of this package: {type(module).__name__} has none. Plain "
+            "modules would ignore "
+            "it. Use a lightning_megatron.GPT, torch.utils.checkpoint in the module, or recompute=None."
+        )
+    if recompute is not None:
+        for model in known:
+            model.recompute = recompute  # type: ignore[assignment]
+    return models

@@ -1,0 +1,130 @@
+"""The strategy's arguments, checked as far as they can be before the world is known."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.layers.recompute import check_recompute
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.schedule import SCHEDULE_NAMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """Hold the arguments of :class:`MegatronStrategy`, where they are explained.
+
+    Raises:
+        ParallelPlanError: For numbers that no layout can have.
+        UnsupportedError: For what this version cannot do.
+    """
+
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    ep: int
+    etp: int | None
+    sequence_parallel: bool | None
+    schedule: str | None
+    microbatch_size: int
+    microbatch_group_size: int | None
+    order: str
+    recompute: str | None
+    tensor_parallel_plan: dict[str, str] | None
+    timeout: float | timedelta | None
+    process_group_backend: str | None
+    nccl_options: dict[str, dict[str, Any]] | None
+    signal_check_interval: int
+
+    def __post_init__(self) -> None:
+        # Sizes and order of one copy of the model: what they need of the world is checked when it is known.
+        smallest = self.tp * self.pp * self.cp if min(self.tp, self.pp, self.cp) > 0 else 1
+        self._check_available()
+        ParallelLayout(smallest, **self.sizes())
+        self._check_schedule()
+        for name in ("microbatch_size", "signal_check_interval"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ParallelPlanError(f"{name} must be a positive integer: {value!r}. It counts. Use 1 or more.")
+        if self.sequence_parallel and self.tp == 1:
+            raise ParallelPlanError(
+                "sequence_parallel (True) needs tp above 1, because it cuts the sequence over the tensor-parallel "
+                "ranks. Use "
+                "tp of 2 or more, or leave sequence_parallel out."
+            )
+        if self.recompute is not None:
+            check_recompute(self.recompute)
+
+    def sizes(self) -> dict[str, Any]:
+        """Return the arguments of the layout other than the world size."""
+        return {name: getattr(self, name) for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order")}
+
+    @property
+    def shards_sequence(self) -> bool:
+        """Tell whether activations are cut along the sequence."""
+        return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def schedule_name(self) -> str:
+        """Name the schedule that runs."""
+        return self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")
+
+    @property
+    def timeout_delta(self) -> timedelta | None:
+        """Return the timeout as torch takes it."""
+        return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all arguments by name."""
+        return asdict(self)
+
+    def notes(self, precision: str) -> list[str]:
+        """Say what was chosen for the user where an argument was left open."""
+        notes = []
+        if self.sequence_parallel is None and self.tp > 1:
+            notes.append("sequence_parallel is on, because tp is above 1; sequences must divide by tp.")
+        if precision == "bf16-mixed":
+            notes.append(
+                "precision bf16-mixed: bfloat16 parameters with float32 main parameters and gradients, no autocast. "
+                "(On CPU Lightning "
+                "replaces 16-mixed by it.)"
+            )
+        return notes
+
+    def _check_available(self) -> None:
+        if isinstance(self.cp, int) and self.cp > 1:
+            raise UnsupportedError(
+                f"cp ({self.cp}) above 1 is not available in this version, because no attention here works on a part "
+                "of the "
+                "sequence yet. Use cp=1, and sequence_parallel for long sequences."
+            )
+        experts = {"ep": self.ep} if isinstance(self.ep, int) and self.ep > 1 else {}
+        if self.etp is not None and self.etp != self.tp:
+            experts["etp"] = self.etp
+        for name, value in experts.items():
+            raise UnsupportedError(
+                f"{name} ({value}) needs a model with experts, because it says how experts are divided among ranks; "
+                "no model of "
+                f"this version has experts. Leave {name} out."
+            )
+
+    def _check_schedule(self) -> None:
+        if self.schedule is not None and self.schedule not in SCHEDULE_NAMES:
+            raise ParallelPlanError(
+                f"schedule must be one of {', '.join(SCHEDULE_NAMES)}: {self.schedule!r}. None chooses by vpp."
+            )
+        if self.vpp > 1 and self.schedule_name != "interleaved":
+            raise ParallelPlanError(
+                f"schedule ({self.schedule!r}) must be 'interleaved' with vpp ({self.vpp}) above 1, because only "
+                "that one runs several "
+                "chunks on a stage. Use schedule='interleaved', or vpp=1."
+            )
+        if self.vpp == 1 and self.schedule_name == "interleaved":
+            raise ParallelPlanError(
+                "schedule 'interleaved' needs vpp above 1, because it alternates between the chunks of a stage. Use "
+                "vpp of 2 or "
+                "more with pp above 1, or schedule='1f1b'."
+            )

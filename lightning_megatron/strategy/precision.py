@@ -1,0 +1,256 @@
+"""What the Trainer's ``precision`` means under this strategy: dtypes of parameters and mains, never autocast."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.strategy.private import MixedPrecision
+from lightning_megatron.strategy.training_state import TrainingState
+from lightning_megatron.training.clip import clip_by_norm_, clip_by_value_
+from lightning_megatron.training.loss_scale import DynamicLossScale
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Say in which types a precision computes and keeps its parameters.
+
+    Args:
+        parameters: Type of the model's parameters, and of all that is computed from them.
+        mains: Type of the parameters that the optimizer trains; None means the model's own.
+        is_default: Whether tensors that the user's code makes get the parameters' type, too.
+        scales_loss: Whether the loss is scaled so that gradients do not vanish.
+    """
+
+    parameters: torch.dtype
+    mains: torch.dtype | None = None
+    is_default: bool = False
+    scales_loss: bool = False
+
+
+PRECISIONS: Mapping[str, Dtypes] = {
+    "32-true": Dtypes(torch.float32),
+    "64-true": Dtypes(torch.float64, is_default=True),
+    "bf16-true": Dtypes(torch.bfloat16, is_default=True),
+    "bf16-mixed": Dtypes(torch.bfloat16, mains=torch.float32),
+    "16-mixed": Dtypes(torch.float16, mains=torch.float32, scales_loss=True),
+}
+
+
+class MegatronPrecision(Precision):
+    """Give the Trainer's precision its Megatron meaning.
+
+    * ``32-true``, ``64-true``, ``bf16-true``: parameters of that type, trained as they are.
+    * ``bf16-mixed``: bfloat16 parameters and activations; the optimizer trains float32 main parameters with float32
+      gradients. There is no autocast: all of the module computes in bfloat16, except what casts by itself, as our
+      losses do.
+    * ``16-mixed``: the same with float16, and a dynamic loss scale; all ranks agree on which steps are skipped.
+
+    Floating-point inputs are converted to the parameters' type, unless the module holds one of our models, which take
+    token ids and convert where they must.
+
+    Args:
+        precision: One of the names above.
+        loss_scale: Replaces the default dynamic loss scale of ``16-mixed``.
+    """
+
+    def __init__(self, precision: str = "32-true", loss_scale: DynamicLossScale | None = None) -> None:
+        if precision not in PRECISIONS:
+            raise UnsupportedError(
+                f"precision must be one of {', '.join(PRECISIONS)}: {precision!r}. Each is a pair of types for "
+                "parameters and "
+                "main parameters. Pass one of them to Trainer(precision=...)."
+            )
+        self.precision: Any = precision
+        self.dtypes = PRECISIONS[precision]
+        self.loss_scale = (loss_scale or DynamicLossScale()) if self.dtypes.scales_loss else None
+        self.converts_inputs = True
+        self.skipped_steps = 0
+        self.last_grad_norm: Tensor | None = None
+        self._state: TrainingState | None = None
+
+    @classmethod
+    def from_lightning(cls, plugin: Precision | None) -> MegatronPrecision:
+        """Translate the plugin that the Trainer chose for its ``precision`` argument.
+
+        Raises:
+            UnsupportedError: If the plugin has no counterpart here.
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        if plugin is None or type(plugin) is Precision:
+            return cls("32-true")
+        if isinstance(plugin, (HalfPrecision, DoublePrecision, MixedPrecision)):
+            return cls(str(plugin.precision))
+        raise UnsupportedError(
+            f"precision plugins of other strategies cannot be used: {type(plugin).__name__}. This strategy keeps main "
+            f"parameters itself. Use Trainer(precision=...) with one of {', '.join(PRECISIONS)}."
+        )
+
+    def bind(self, state: TrainingState | None) -> None:
+        """Take the parameters and groups that the next steps work on."""
+        self._state = state
+
+    @property
+    def loss_factor(self) -> float:
+        """What every loss is multiplied by before its backward pass."""
+        return self.loss_scale.scale if self.loss_scale is not None else 1.0
+
+    def values_to_log(self) -> dict[str, float]:
+        """Name what the user cannot see from the module: the loss scale and the steps skipped so far."""
+        if self.loss_scale is None:
+            return {}
+        return {"loss_scale": self.loss_scale.scale, "skipped_steps": float(self.skipped_steps)}
+
+    # ---- types
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module if self.dtypes.parameters is torch.float32 else module.to(dtype=self.dtypes.parameters)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        if self.dtypes.parameters is torch.float32 or not self.converts_inputs:
+            return data
+        if isinstance(data, Sequence) and data and all(isinstance(part, Microbatch) for part in data):
+            return [replace(part, data=self.convert_input(part.data)) for part in data]
+        return apply_to_collection(data, Tensor, self._converted)
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtypes.parameters) if tensor.is_floating_point() else tensor
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager:
+        return _default_dtype(self.dtypes.parameters) if self.dtypes.is_default else nullcontext()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager:
+        return self.tensor_init_context()
+
+    @override
+    def forward_context(self) -> AbstractContextManager:
+        return self.tensor_init_context()
+
+    # ---- steps
+
+    @override
+    def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass of manual optimization."""
+        if self._state is not None:
+            self._state.gradients_changed()
+        super().backward(tensor * self.loss_factor if self.loss_scale else tensor, model, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure, which makes the gradients; then sum, clip and step on the mains, and write them back."""
+        assert self._state is not None, "optimizers step after the strategy has set them up"
+        state, calls = self._state, 0
+
+        def with_gradients() -> Any:
+            nonlocal calls
+            if calls:
+                # An optimizer that evaluates the loss again has moved the mains since.
+                state.main.copy_to_model()
+            calls += 1
+            result = closure()
+            self.finish_gradients()
+            self._after_closure(model, optimizer)
+            return result
+
+        if self.loss_scale is None:
+            result = optimizer.step(closure=with_gradients, **kwargs)
+        else:
+            result = self._scaled_step(optimizer, with_gradients, self.loss_scale, kwargs)
+        state.main.copy_to_model()
+        return result
+
+    def _scaled_step(
+        self, optimizer: Any, with_gradients: Callable[[], Any], loss_scale: DynamicLossScale, kwargs: dict[str, Any]
+    ) -> Any:
+        if isinstance(optimizer, LBFGS):
+            raise UnsupportedError(
+                "precision 16-mixed cannot be used with LBFGS, because it evaluates the loss several times in a "
+                "step, and each "
+                f"could overflow. Use one of {', '.join(name for name in PRECISIONS if name != '16-mixed')}."
+            )
+        result = with_gradients()
+        assert self._state is not None, "with_gradients has used the state"
+        if self._state.overflowed:
+            self.skipped_steps += 1
+            if self._state.mesh.rank == 0:
+                log.info(
+                    "Step skipped: gradients overflowed at loss scale %g (%d skipped so far).",
+                    loss_scale.scale,
+                    self.skipped_steps,
+                )
+        else:
+            optimizer.step(**kwargs)
+        loss_scale.update(self._state.overflowed)
+        return result
+
+    def finish_gradients(self) -> None:
+        """Sum the gradients over the ranks and take the loss scale out of them, once after the last backward pass."""
+        if self._state is not None:
+            self._state.finish(self.loss_scale)
+
+    # ---- clipping
+
+    @override
+    def clip_gradients(self, optimizer: Optimizer, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        self.finish_gradients()
+        super().clip_gradients(optimizer, 0.0 if clip_val is None else clip_val, gradient_clip_algorithm)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        assert self._state is not None, "gradients are clipped while training"
+        clip_by_value_(self._state.main, float(clip_val), self._state.names_of(optimizer))
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm over all shards and stages, each element of each full tensor counted once."""
+        assert self._state is not None, "gradients are clipped while training"
+        state = self._state
+        self.last_grad_norm = clip_by_norm_(state.main, state.mesh, float(clip_val), state.names_of(optimizer))
+
+    # ---- checkpoints
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self.loss_scale is None:
+            return {}
+        return {"loss_scale": self.loss_scale.state_dict(), "skipped_steps": self.skipped_steps}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.loss_scale is not None and "loss_scale" in state_dict:
+            self.loss_scale.load_state_dict(state_dict["loss_scale"])
+            self.skipped_steps = int(state_dict["skipped_steps"])
+
+    @override
+    def teardown(self) -> None:
+        self._state = None
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,152 @@
+"""Every private name of Lightning that this project uses, in one place; `tests/strategy/test_private.py` watches them.
+
+The rest of the room reads the loops through the functions below and imports nothing that Lightning does not promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device as default_backend,
+)
+from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_group
+from lightning.fabric.utilities.seed import pl_worker_init_function as seed_worker
+from lightning.fabric.utilities.seed import reset_seed as reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure as Closure
+from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
+from lightning.pytorch.plugins.precision import MixedPrecision as MixedPrecision
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
+from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+
+__all__ = [
+    "AutomaticOptimization",
+    "Closure",
+    "ClosureResult",
+    "MixedPrecision",
+    "SIGTERMException",
+    "SubprocessScriptLauncher",
+    "TunerExitException",
+    "default_backend",
+    "init_process_group",
+    "is_overridden",
+    "reduce_over_group",
+    "reset_seed",
+    "seed_worker",
+    "utils_rank_zero_only",
+]
+
+#: What the functions below read: (where it is found from the trainer, name).
+TRAINER_ATTRIBUTES = (
+    ("fit_loop.epoch_loop", "automatic_optimization"),
+    ("fit_loop.epoch_loop", "total_batch_idx"),
+    ("fit_loop.epoch_loop", "_broadcast_sigterm_tensor"),
+    ("fit_loop.epoch_loop.automatic_optimization", "optim_progress"),
+    ("fit_loop.epoch_loop.automatic_optimization", "_skip_backward"),
+    ("fit_loop.epoch_loop.automatic_optimization", "_make_closure"),
+    ("fit_loop.epoch_loop.automatic_optimization", "_make_step_fn"),
+    ("fit_loop.epoch_loop.automatic_optimization", "_make_zero_grad_fn"),
+    ("fit_loop.epoch_loop.automatic_optimization", "_training_step"),
+    ("fit_loop", "_should_accumulate"),
+    ("fit_loop", "_skip_backward"),
+    ("fit_loop", "_combined_loader"),
+    ("", "_signal_connector"),
+    ("_signal_connector", "_sigterm_notifier_fn"),
+    ("_signal_connector", "received_sigterm"),
+    ("", "_results"),
+)
+
+
+def automatic_optimization(trainer: Trainer) -> AutomaticOptimization:
+    """Return the loop that runs the closure and the optimizer."""
+    return trainer.fit_loop.epoch_loop.automatic_optimization
+
+
+def replace_automatic_optimization(trainer: Trainer, loop: AutomaticOptimization) -> None:
+    """Put another optimization loop in, which goes on with the counters and settings of the one that it replaces."""
+    previous = automatic_optimization(trainer)
+    loop.optim_progress = previous.optim_progress
+    loop._skip_backward = previous._skip_backward
+    trainer.fit_loop.epoch_loop.automatic_optimization = loop
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Tell whether a callback (stochastic weight averaging) wants this pass without gradients."""
+    return bool(trainer.fit_loop._skip_backward)
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Tell whether the optimizer steps at a later batch."""
+    return bool(trainer.fit_loop._should_accumulate())
+
+
+def total_batch_index(trainer: Trainer) -> int:
+    """Count the training batches before this one, over all epochs (batches)."""
+    return int(trainer.fit_loop.epoch_loop.total_batch_idx)
+
+
+def train_dataloaders(trainer: Trainer) -> list[Any]:
+    """List the training dataloaders; empty before they are set up."""
+    loader = trainer.fit_loop._combined_loader
+    return [] if loader is None else list(loader.flattened)
+
+
+def training_loader_states(trainer: Trainer) -> list[Any]:
+    """Return the states of the dataloaders that can be resumed, of this rank."""
+    loader = trainer.fit_loop._combined_loader
+    return [] if loader is None else list(loader._state_dicts())
+
+
+def set_current_hook(module: LightningModule, name: str | None) -> str | None:
+    """Say under which hook ``self.log`` files its values; return the hook before."""
+    before = module._current_fx_name
+    module._current_fx_name = name
+    return before
+
+
+def call_after_backward_hooks(trainer: Trainer) -> None:
+    """Run ``on_after_backward`` of the callbacks and of the module, as Lightning's backward does."""
+    call._call_callback_hooks(trainer, "on_after_backward")
+    call._call_lightning_module_hook(trainer, "on_after_backward")
+
+
+def call_strategy_step(trainer: Trainer, args: tuple[Any, ...]) -> Any:
+    """Run the strategy's training step under the profiler and with the hook's name set for logging."""
+    return call._call_strategy_hook(trainer, "training_step", *args)
+
+
+def publish_device_mesh(module: LightningModule, mesh: Any) -> None:
+    """Let ``self.device_mesh`` of a LightningModule return ``mesh``."""
+    module._device_mesh = mesh
+
+
+def replace_signal_check(trainer: Trainer, check: Callable[[], None], notify: Callable[..., None]) -> None:
+    """Replace the device broadcast before every batch, and the handler that would take part in it."""
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = check
+    trainer._signal_connector._sigterm_notifier_fn = notify
+
+
+def restore_signal_check(trainer: Trainer) -> None:
+    """Undo :func:`replace_signal_check`."""
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+
+
+def announce_sigterm(trainer: Trainer) -> None:
+    """Let Lightning know that the job was told to end."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def logs_are_recorded(trainer: Trainer) -> bool:
+    """Tell whether the running loop keeps logged values; prediction does not."""
+    return trainer._results is not None
