@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.agree import agree_on_values
 from lightning_megatron.swap.build import Site
@@ -201,8 +203,13 @@ def _check_hooks(swap: _Swap) -> None:
 
 def _record(swap: _Swap) -> SwapRecord:
     source, target = swap.place.module, swap.target
-    full, local = (sum(p.numel() for p in module.parameters()) for module in (source, target))
+    full, local = _num_elements(source), _num_elements(target)
     return SwapRecord(swap.place.name, swap.kind, type(source).__name__, type(target).__name__, full, local, swap.note)
+
+
+def _num_elements(module: nn.Module) -> int:
+    """Count elements without the padding of vocabularies."""
+    return sum(prod(box.sizes) for p in module.parameters() for box in shard_spec_of(p).boxes())
 
 
 def _install(places: Sequence[Place], built: Sequence[_Swap]) -> None:

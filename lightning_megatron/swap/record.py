@@ -17,7 +17,7 @@ class SwapRecord:
         source: Class of the block before.
         target: Class of the block now.
         full_elements: Elements of its parameters before (elements).
-        local_elements: Elements of its parameters on this rank now (elements).
+        local_elements: Elements of its parameters on this rank now, without padding (elements).
         note: What the user should know; empty if nothing.
     """
 
