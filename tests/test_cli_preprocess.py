@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_megatron.cli import main as command_line
 from lightning_megatron.cli_preprocess import main
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import ByteTokenizer
@@ -106,3 +107,12 @@ def test_the_speeches_are_written_by_name(tmp_path: Path, capsys: pytest.Capture
     main(["--speeches", "heldout", "--output", str(tmp_path / "heldout")])
     assert "tokens" in capsys.readouterr().out
     assert TokenFile(tmp_path / "heldout").num_tokens > 855_614
+
+
+def test_the_command_line_says_what_is_wrong_and_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text("not json\n")
+    with pytest.raises(SystemExit, match="2"):
+        command_line(["preprocess", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")])
+    assert "in.jsonl:1 is not valid JSON" in capsys.readouterr().err

@@ -166,6 +166,7 @@ class TokenDataModule(LightningDataModule):
             **state,
             "batches": batches,
             "num_samples": sampler.num_samples,
+            "global_batch_size": sampler.global_batch_size,
             "steps": trainer.global_step,
             "order": loader.batches.samples.order_key,
         }
@@ -205,6 +206,10 @@ class TokenDataModule(LightningDataModule):
         )
         if state:
             sampler.load_state_dict(state)
+            trainer: Any = self.trainer
+            if trainer is not None and not by_steps and state["global_batch_size"] != sampler.global_batch_size:
+                # the epoch under way mixes batches of two sizes: the length of later ones has to be asked for again
+                trainer.reload_dataloaders_every_n_epochs = 1
         elif self.trainer is not None and not by_steps:
             sampler.set_epoch(self.trainer.current_epoch)
         return self._loader(samples, sampler)

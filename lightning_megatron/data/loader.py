@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -59,6 +60,8 @@ class TokenLoader:
     sampler: TokenBatchSampler
     num_workers: int = 0
     pin_memory: bool = False
+    # batches are made by `sampler`; Lightning looks for this name before it looks there
+    batch_sampler: ClassVar[None] = None
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -71,3 +74,10 @@ class TokenLoader:
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say that training can be resumed; the datamodule's state holds where, for every number of ranks."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Change nothing: the datamodule restores the position."""

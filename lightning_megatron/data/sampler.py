@@ -74,7 +74,7 @@ class TokenBatchSampler:
         return self.batch_size * self.dp_size
 
     def __len__(self) -> int:
-        """Count the batches of the trainer's epoch: those that it finished before `consumed` and those that are left."""
+        """Count the batches of the trainer's epoch: those finished before `consumed` and those that are left."""
         return self.num_before + self.num_left
 
     @property

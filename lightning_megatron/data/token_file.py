@@ -71,7 +71,8 @@ class TokenFile:
     @cached_property
     def document_starts(self) -> npt.NDArray[np.int64]:
         """Give the token position where each document that has a sequence starts, and the total at the end."""
-        return self.starts[np.unique(self.document_index)]
+        rises = np.diff(self.document_index, prepend=-1) > 0
+        return self.starts[self.document_index[rises]]
 
     @cached_property
     def index_sha256(self) -> str:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.data import installed
@@ -15,6 +15,7 @@ from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from tests.corpora import GPT2_BPE, MINILM, need
 
 
+@settings(deadline=None)
 @given(text=st.text())
 def test_bytes_give_every_text_back(text: str) -> None:
     tokenizer = ByteTokenizer()

@@ -56,6 +56,7 @@ def test_counts_are_exact_where_float32_is_one_short() -> None:
     assert num_windows(2**60 + 2, 2, drop_last=False) == 2**59 + 1
 
 
+@settings(deadline=None)
 @given(tokens=st.integers(2, 10**15), seq_length=st.integers(1, 10**5), samples=st.integers(1, 10**9))
 def test_epochs_are_the_fewest_that_hold_the_samples(tokens: int, seq_length: int, samples: int) -> None:
     epochs = num_epochs(tokens, seq_length, samples)
@@ -135,6 +136,7 @@ def test_splits_are_exact_and_leave_nothing_out() -> None:
     assert split_range(2**53 + 1, "1,0")[0] == range(2**53 + 1)
 
 
+@settings(deadline=None)
 @given(count=st.integers(0, 10**12), weights=st.lists(st.integers(0, 1000), min_size=1, max_size=4).filter(any))
 def test_splits_cover_all_documents(count: int, weights: list[int]) -> None:
     parts = split_range(count, ",".join(map(str, weights)))
