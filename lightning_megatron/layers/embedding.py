@@ -11,7 +11,7 @@ from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.dropout import hidden_dropout
 from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.layers.loss import check_ids
-from lightning_megatron.layers.regions import enter_tensor_region, leave_tensor_region
+from lightning_megatron.layers.regions import leave_tensor_region, linear_in_tensor_region
 from lightning_megatron.plan.shards import padded_vocab_size, vocab_range, whole_range
 
 
@@ -183,9 +183,9 @@ def vocab_logits(hidden: Tensor, weight: Tensor, mesh: ParallelMesh) -> Tensor:
     """Compute this rank's columns of the logits from a vocabulary-parallel table.
 
     Shapes: hidden as in ``VocabParallelHead``; weight ``(padded V/tp, D)``; output ``(S, B, padded V/tp)``.
-    Communication: see ``enter_tensor_region``.
+    Communication: see ``linear_in_tensor_region``.
     """
-    return F.linear(enter_tensor_region(hidden, mesh), weight)
+    return linear_in_tensor_region(hidden, weight, None, mesh)
 
 
 def vocab_parameter(

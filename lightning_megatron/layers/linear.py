@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
-from lightning_megatron.layers.regions import enter_tensor_region, leave_tensor_region
+from lightning_megatron.layers.regions import leave_tensor_region, linear_in_tensor_region
 from lightning_megatron.plan.shards import ShardRange, even_range, whole_range
 
 
@@ -35,7 +35,7 @@ class ColumnParallelLinear(nn.Module):
     Raises:
         ParallelPlanError: If ``out_features`` does not divide by tp and no ranges are given.
 
-    Communication: see ``enter_tensor_region``; with ``gather_output`` an all-gather over tp.
+    Communication: see ``linear_in_tensor_region``; with ``gather_output`` an all-gather over tp.
     Source: Shoeybi et al. 2019, section 3.
     """
 
@@ -66,7 +66,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return this rank's outputs, or all of them with ``gather_output``."""
-        output = F.linear(enter_tensor_region(hidden, self.mesh), self.weight, self.bias)
+        output = linear_in_tensor_region(hidden, self.weight, self.bias, self.mesh)
         return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
 
     def extra_repr(self) -> str:

@@ -81,11 +81,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         shifted = wide - all_reduce_(largest, tp, "max").unsqueeze(-1)
         ignored = labels == ignore_index
         index, here = _local_index(labels, ignored, vocab_size, start, num_valid)
-        exponents = shifted.exp()
-        # One message for the three sums: normaliser, logit of the label, all logits (for smoothing).
+        # One message for the three sums: logit of the label, normaliser, all logits (for smoothing).
         target = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1) if num_valid else torch.zeros_like(largest)
-        sums = [exponents.sum(-1), target.masked_fill(~here, 0.0)] + ([shifted.sum(-1)] if smoothing else [])
-        total, target, *rest = all_reduce_(torch.stack(sums), tp).unbind(0)
+        logit_sum = [shifted.sum(-1)] if smoothing else []
+        exponents = shifted.exp_()
+        sums = [target.masked_fill(~here, 0.0), exponents.sum(-1), *logit_sum]
+        target, total, *rest = all_reduce_(torch.stack(sums), tp).unbind(0)
 
         loss = total.log() - (1.0 - smoothing) * target
         if smoothing:
@@ -98,11 +99,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         softmax, index, here, ignored = ctx.saved_tensors
         scale = grads[0].masked_fill(ignored, 0.0).unsqueeze(-1)
-        grad = softmax - ctx.smoothing / ctx.vocab_size if ctx.smoothing else softmax.clone()
+        grad = softmax * scale
+        if ctx.smoothing:
+            grad.sub_(scale * (ctx.smoothing / ctx.vocab_size))
         if softmax.shape[-1]:
-            hit = here.to(grad.dtype).unsqueeze(-1) * -(1.0 - ctx.smoothing)
-            grad.scatter_add_(-1, index.unsqueeze(-1), hit)
-        grad = (grad * scale).to(ctx.dtype)
+            grad.scatter_add_(-1, index.unsqueeze(-1), here.unsqueeze(-1) * scale * -(1.0 - ctx.smoothing))
+        grad = grad.to(ctx.dtype)
         padding = ctx.width - grad.shape[-1]
         return (torch.nn.functional.pad(grad, (0, padding)) if padding else grad), None, None, None, None, None
 

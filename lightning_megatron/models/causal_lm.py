@@ -16,7 +16,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.gpt import GPT, single_mesh
 from lightning_megatron.models.schedule import WarmupSchedule
 
 _IGNORED = -100
@@ -129,7 +129,7 @@ class CausalLM(LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.factor(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def _mesh(self) -> ParallelMesh | None:
+    def _mesh(self) -> ParallelMesh:
         found: Any = self.device_mesh
         if isinstance(found, ParallelMesh):
             return found
@@ -139,7 +139,7 @@ class CausalLM(LightningModule):
                 "Use MegatronStrategy, ddp or one device."
             )
         # Every data-parallel process drops other elements, while all start from the same weights.
-        return ParallelMesh.single(self.device, seed=derive_seed(torch.initial_seed(), self.global_rank))
+        return single_mesh(derive_seed(torch.initial_seed(), self.global_rank))
 
     def _mean_loss(self, batch: Mapping[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
         losses = self(batch["tokens"], batch["labels"], label_smoothing)

@@ -48,9 +48,8 @@ class GPT(PipelinedModule):
     """
 
     def __init__(self, config: GPTConfig, mesh: ParallelMesh | None = None, seed: int | None = None) -> None:
-        ambient = torch.empty(0).device
         seed = torch.initial_seed() if seed is None else seed
-        super().__init__(mesh or ParallelMesh.single("cpu" if ambient.type == "meta" else ambient, seed=seed))
+        super().__init__(mesh or single_mesh(seed))
         config.check_layout(self.mesh.layout, self.mesh.sequence_parallel)
         self.config = config
         self.recompute: Recompute = "none"
@@ -59,7 +58,7 @@ class GPT(PipelinedModule):
         self._layers_of_chunk = config.stage_layers(self.mesh.layout)[self.mesh.pp.rank]
         with torch.device("meta"):
             self._build()
-        if ambient.type != "meta":
+        if not torch.empty(0).is_meta:
             initialize_(self, self.mesh.device, seed)
 
     def _build(self) -> None:
@@ -173,6 +172,16 @@ class GPT(PipelinedModule):
             self.mesh.random.device = device
             self.mesh.random.begin_microbatch(self._num_calls, 0)
             self._num_calls += 1
+
+
+def single_mesh(seed: int) -> ParallelMesh:
+    """Return the mesh of one process on the ambient default device, or on the CPU where that is meta.
+
+    Args:
+        seed: Seed of the random streams.
+    """
+    ambient = torch.empty(0).device
+    return ParallelMesh.single("cpu" if ambient.type == "meta" else ambient, seed=seed)
 
 
 def _norm(config: GPTConfig, mesh: ParallelMesh) -> nn.Module:
