@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -28,8 +29,7 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "glo
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         processes = [
-            context.Process(target=_enter, args=(fn, rank, size, store, backend, results, args))
-            for rank in range(size)
+            context.Process(target=_enter, args=(fn, rank, size, store, backend, results, args)) for rank in range(size)
         ]
         for process in processes:
             process.start()
@@ -53,14 +53,16 @@ def _collect(results: Any, processes: list[Any], size: int) -> list[Any]:
         rank, error, value = results.get()
         if error is not None:
             raise AssertionError(f"rank {rank} failed:\n{error}")
-        found[rank] = value
+        found[rank] = pickle.loads(value)
     return [found[rank] for rank in range(size)]
 
 
 def _enter(
     fn: Callable[..., Any], rank: int, size: int, store: str, backend: str, results: Any, args: tuple[Any, ...]
 ) -> None:
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(
+        LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else None
     try:
@@ -70,7 +72,8 @@ def _enter(
             backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device
         )
         value = fn(rank, size, *args)
-        results.put((rank, None, value))
+        # By value: a tensor's shared memory would be gone with this process.
+        results.put((rank, None, pickle.dumps(value)))
     except BaseException:
         # Whatever ended this rank must reach the parent, or the test would wait for it.
         results.put((rank, traceback.format_exc(), None))
