@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -37,3 +38,7 @@ class MeshAxis:
     def is_last(self) -> bool:
         """Tell whether this rank is the last of the group."""
         return self.rank == self.size - 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshAxis:
+        """Return the axis itself: a copied module lives in the same groups."""
+        return self

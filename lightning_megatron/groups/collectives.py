@@ -15,6 +15,10 @@ from lightning_megatron.groups.axis import MeshAxis
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
+# torch 2.13 renamed both and warns at the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -84,7 +88,7 @@ def _split(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
 
 def _gathered(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     result = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(result, x.contiguous(), group=axis.group)
+    _all_gather(result, x.contiguous(), group=axis.group)
     return result if dim == 0 else torch.cat(result.chunk(axis.size), dim)
 
 
@@ -92,7 +96,7 @@ def _scattered_sum(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     _check_divides(x, axis, dim)
     rows = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim))
     result = rows.new_empty((rows.shape[0] // axis.size, *rows.shape[1:]))
-    dist.reduce_scatter_tensor(result, rows, group=axis.group)
+    _reduce_scatter(result, rows, group=axis.group)
     return result
 
 

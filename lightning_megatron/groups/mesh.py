@@ -130,6 +130,10 @@ class ParallelMesh:
             owns_world=owns_world,
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
+        """Return the mesh itself: a copied module (an averaged model, say) lives in the same groups."""
+        return self
+
     def destroy(self) -> None:
         """Give all process groups of this mesh back, so that another one can be built in this process."""
         if not dist.is_initialized():

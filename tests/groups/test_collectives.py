@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -163,6 +165,8 @@ def test_an_axis_of_one_rank_changes_nothing():
 
 def test_a_single_mesh_needs_no_process_group():
     mesh = ParallelMesh.single(seed=3)
+    assert copy.deepcopy(mesh) is mesh, "a copied module must stay in its groups"
+    assert copy.deepcopy(mesh.tp) is mesh.tp
     assert not torch.distributed.is_initialized()
     assert mesh.tp.size == mesh.world.size == 1
     assert mesh.random.seed == 3
