@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +30,9 @@ class TokenDataModule(LightningDataModule):
     """Feed windows of token files: batches are {"tokens": (B, S), "labels": (B, S)}, labels shifted, -100 = ignored.
 
     Training takes `max_steps` batches as one epoch if the Trainer stops by steps alone, else one pass over the corpus
-    per epoch. Validation and test take every token once, in order. The state counts samples over all data-parallel
-    ranks, so a checkpoint continues under another number of them without repeating or skipping any.
+    per epoch. Validation and test take every token once, in a fixed order that is shuffled, so that a few batches are a
+    fair sample. The state counts samples over all data-parallel ranks, so a checkpoint continues under another number
+    of them without repeating or skipping any.
 
     Args:
         train: Prefix of a token file (path without .bin and .idx), a list of them, or prefixes with weights.
@@ -43,7 +45,8 @@ class TokenDataModule(LightningDataModule):
         batch_size: Samples of one data-parallel rank in one batch, which is its share of one optimizer step.
         num_workers: Processes per rank that read ahead.
         seed: Of the order of training samples.
-        order: "passes", or "megatron" for the order that Megatron-Core gives for the same seed and number of samples.
+        order: "passes" shuffles each pass over the text by itself; "megatron" is the order that Megatron-Core gives for the
+            same seed and number of samples.
         train_samples: Training samples of one epoch over all ranks; None chooses as said above.
         mask_after_eod: Ignore the label that follows an end of document.
         data_dir: Where `corpus` is written.
@@ -63,7 +66,7 @@ class TokenDataModule(LightningDataModule):
         batch_size: int = 1,
         num_workers: int = 0,
         seed: int = 1234,
-        order: Order = "passes",
+        order: Literal["passes", "megatron"] = "passes",
         train_samples: int | None = None,
         mask_after_eod: bool = False,
         data_dir: str = "data",
@@ -140,11 +143,11 @@ class TokenDataModule(LightningDataModule):
         return self._train_loader
 
     def val_dataloader(self) -> TokenLoader | list:
-        """Give every validation token once, in order."""
+        """Give every validation token once; the first batches are a fair sample of all."""
         return self._evaluation_loader("val")
 
     def test_dataloader(self) -> TokenLoader | list:
-        """Give every test token once, in order."""
+        """Give every test token once; the first batches are a fair sample of all."""
         return self._evaluation_loader("test")
 
     def state_dict(self) -> dict[str, Any]:
@@ -241,7 +244,8 @@ class TokenDataModule(LightningDataModule):
         corpora = [(corpus, documents) for corpus, documents in self._corpora(part) if documents is None or documents]
         if not corpora:
             return []
-        samples = blend_samples(corpora, None, self._options("sequential"))
+        # one seed for all runs: under `limit_val_batches` they are compared on the same part of the text
+        samples = blend_samples(corpora, None, replace(self._options("spread"), seed=0))
         dp_rank, dp_size = self._data_parallel()
         sampler = TokenBatchSampler(len(samples), self.batch_size, dp_rank, dp_size, drop_last=False)
         return self._loader(samples, sampler)

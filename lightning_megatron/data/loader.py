@@ -66,6 +66,11 @@ class TokenLoader:
     def __len__(self) -> int:
         return len(self.sampler)
 
+    @property
+    def batch_size(self) -> int:
+        """Count the samples of this rank in a full batch."""
+        return self.sampler.batch_size
+
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         yield from DataLoader(
             self.batches,
@@ -73,6 +78,8 @@ class TokenLoader:
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
+            # worker seeds decide nothing here, and must not be drawn from the generator that models use
+            generator=torch.Generator().manual_seed(0),
         )
 
     def state_dict(self) -> dict[str, Any]:

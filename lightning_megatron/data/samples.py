@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,14 +16,15 @@ from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.windows import (
     WindowIndex,
     index_as_megatron,
-    index_in_order,
+    index_once,
     index_one_pass,
     index_passes,
     num_windows,
 )
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
-Order = Literal["passes", "megatron", "sequential"]
+Order = Literal["passes", "megatron", "spread", "sequential"]
+ONCE = ("spread", "sequential")
 
 
 class Samples(Protocol):
@@ -49,8 +50,9 @@ class SampleOptions:
         seq_length: Tokens that one window predicts.
         seed: Of documents and windows; at most 2^32 - 1.
         order: "passes" shuffles each pass over the documents by itself, so that more samples only continue the order of
-            fewer; "megatron" is Megatron-Core's order for the same seed; "sequential" is one pass in order, the last
-            window short if need be.
+            fewer; "megatron" is Megatron-Core's order for the same seed; "sequential" takes every token of one
+            pass once, in order, the last window short if need be; "spread" takes the same windows in a shuffled order,
+            so that the first of them are a fair sample.
         tokenizer: Fingerprint of the tokenizer; part of the cache key.
         vocab_size: Ids from it on are refused when a sample is read; None accepts all.
         cache_dir: Where the index is kept; None keeps it in memory.
@@ -68,8 +70,8 @@ class SampleOptions:
             raise UnsupportedError(f"seq_length must be at least 1: {self.seq_length}.")
         if not 0 <= self.seed < 2**32:
             raise UnsupportedError(f"the seed of data must lie in [0, 2^32): {self.seed}. numpy takes no other.")
-        if self.order not in ("passes", "megatron", "sequential"):
-            raise UnsupportedError(f"order must be 'passes', 'megatron' or 'sequential': {self.order!r}.")
+        if self.order not in get_args(Order):
+            raise UnsupportedError(f"order must be one of {', '.join(get_args(Order))}: {self.order!r}.")
 
 
 class GPTSamples:
@@ -97,7 +99,7 @@ class GPTSamples:
         self.documents = range(len(bounds) - 1) if documents is None else documents
         self._bounds = bounds[self.documents.start : self.documents.stop + 1]
         self.num_tokens = int(self._bounds[-1] - self._bounds[0]) if len(self._bounds) else 0
-        needed = 2 if options.order == "sequential" or num_samples is not None else self.seq_length + 1
+        needed = 2 if options.order in ONCE or num_samples is not None else self.seq_length + 1
         if self.num_tokens < needed:
             raise CorruptDataError(
                 f"{corpus.prefix} has {self.num_tokens} tokens in documents [{self.documents.start}, "
@@ -169,8 +171,8 @@ class GPTSamples:
 
     def _build(self, num_samples: int | None) -> WindowIndex:
         lengths, options = np.diff(self._bounds), self.options
-        if options.order == "sequential":
-            return index_in_order(lengths, options.seq_length)
+        if options.order in ONCE:
+            return index_once(lengths, options.seq_length, options.seed if options.order == "spread" else None)
         if options.order == "megatron":
             return index_as_megatron(lengths, options.seq_length, num_samples or 1, options.seed)
         if num_samples is None:
@@ -226,7 +228,7 @@ def blend_samples(
         return GPTSamples(corpora[0][0], options, corpora[0][1], num_samples)
     if weights is not None and len(weights) != len(corpora):
         raise UnsupportedError(f"a blend needs one weight per corpus: {len(weights)} weights, {len(corpora)} corpora.")
-    if num_samples is None and (weights is None or options.order == "sequential"):
+    if num_samples is None and (weights is None or options.order in ONCE):
         parts = [GPTSamples(corpus, options, documents) for corpus, documents in corpora]
         return BlendedSamples(parts, blend_exhaustively([len(part) for part in parts]), "exhaustive")
     sizes = [num_windows(_count_tokens(corpus, documents), options.seq_length) for corpus, documents in corpora]

@@ -89,11 +89,12 @@ def shuffle_documents(count: int, epochs: int, random: np.random.RandomState, fi
     return order
 
 
-def index_in_order(lengths: npt.NDArray[np.int64], seq_length: int) -> WindowIndex:
-    """Index every token of one pass in the order of the documents; the last window may be short."""
+def index_once(lengths: npt.NDArray[np.int64], seq_length: int, seed: int | None = None) -> WindowIndex:
+    """Index every token of the documents in their order, the last window short if need be; a seed shuffles windows."""
     documents = np.arange(len(lengths))
     count = num_windows(int(lengths.sum()), seq_length, drop_last=False)
-    return WindowIndex(documents, window_starts(lengths, documents, seq_length, count), np.zeros(0, np.int32))
+    shuffle = np.zeros(0, np.int64) if seed is None else np.random.RandomState([seed, 0, 3]).permutation(count)
+    return WindowIndex(documents, window_starts(lengths, documents, seq_length, count), shuffle)
 
 
 def index_as_megatron(lengths: npt.NDArray[np.int64], seq_length: int, num_samples: int, seed: int) -> WindowIndex:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_megatron.data.windows import (
     index_as_megatron,
-    index_in_order,
+    index_once,
     index_one_pass,
     index_passes,
     num_epochs,
@@ -77,7 +77,8 @@ def read(lengths: list[int], documents: np.ndarray, starts: np.ndarray, window: 
 @settings(max_examples=60, deadline=None)
 @given(lengths=some_lengths, seq_length=st.integers(1, 9))
 def test_windows_in_order_predict_every_token_once(lengths: list[int], seq_length: int) -> None:
-    index = index_in_order(np.array(lengths), seq_length)
+    index = index_once(np.array(lengths), seq_length)
+    assert sorted(index_once(np.array(lengths), seq_length, seed=1).shuffle) == list(range(len(index.starts) - 1))
     windows = [read(lengths, index.documents, index.starts, k) for k in range(len(index.starts) - 1)]
     row = [d * 100 + i for d, size in enumerate(lengths) for i in range(size)]
     assert [token for window in windows for token in window[1:]] == row[1:]
