@@ -45,8 +45,8 @@ class TokenDataModule(LightningDataModule):
         batch_size: Samples of one data-parallel rank in one batch, which is its share of one optimizer step.
         num_workers: Processes per rank that read ahead.
         seed: Of the order of training samples.
-        order: "passes" shuffles each pass over the text by itself; "megatron" is the order that Megatron-Core gives for the
-            same seed and number of samples.
+        order: "passes" shuffles each pass over the text by itself; "megatron" is the order that Megatron-Core gives for
+            the same seed and number of samples.
         train_samples: Training samples of one epoch over all ranks; None chooses as said above.
         mask_after_eod: Ignore the label that follows an end of document.
         data_dir: Where `corpus` is written.

@@ -39,6 +39,10 @@ def load_or_build(directory: Path, fields: Mapping[str, object], build: Callable
         build: Makes the arrays.
     """
     key = cache_key(fields)
+    # a cache that is there may lie in a read-only directory, where no lock can be taken
+    found = _load(directory / key)
+    if found is not None:
+        return found
     try:
         with one_at_a_time(directory / f"{key}.lock"):
             found = _load(directory / key)

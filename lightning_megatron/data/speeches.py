@@ -46,6 +46,9 @@ def prepare_speeches(directory: str | Path, tokenizer: Tokenizer) -> dict[Part, 
     stem = f"{Path(tokenizer.name).stem}-{tokenizer.fingerprint[:8]}"
     prefixes: dict[Part, str] = {part: str(Path(directory) / f"speeches_{part}-{stem}") for part in PARTS}
     for part, prefix in prefixes.items():
+        if _is_written(prefix, tokenizer):
+            # nothing is written beside a corpus that is there: its directory may be read-only
+            continue
         with one_at_a_time(Path(f"{prefix}.lock")):
             if not _is_written(prefix, tokenizer):
                 write_documents(prefix, load_speeches(part), tokenizer)

@@ -164,6 +164,17 @@ def test_a_damaged_cache_is_built_again_with_a_log_line(
     assert caplog.text == ""
 
 
+def test_a_cache_that_is_there_is_read_without_writing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    corpus, cache = write(tmp_path / "c", [50]), tmp_path / "cache"
+    options = SampleOptions(8, cache_dir=str(cache))
+    GPTSamples(corpus, options, num_samples=3)
+    for lock in cache.glob("*.lock"):
+        lock.unlink()
+    GPTSamples(corpus, options, num_samples=3)
+    assert not list(cache.glob("*.lock"))
+    assert caplog.text == ""
+
+
 def test_without_a_place_for_the_cache_the_index_stays_in_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
