@@ -5,6 +5,7 @@ Public names load at first use: `from lightning_megatron import ParallelLayout` 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -61,3 +62,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
+
+
+# A program that has imported Lightning may name the strategy without importing it: Trainer(strategy="megatron").
+if "lightning.pytorch" in sys.modules:
+    import_module("lightning_megatron.strategy")

@@ -262,6 +262,11 @@ def test_rooms_only_reexport_in_their_init() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_every_folder_is_a_package() -> None:
+    wrong = [place(path) for path in FILES if not (path.parent / "__init__.py").exists()]
+    assert not wrong, "packaging leaves these out, their folder has no __init__.py: " + ", ".join(wrong)
+
+
 def test_no_drawer_names() -> None:
     words = {path: set(re.split(r"[_/.]", place(path))) for path in FILES}
     wrong = [place(path) for path, parts in words.items() if parts & DRAWER_NAMES]

@@ -1,0 +1,1 @@
+"""Microbatches, and the executor that runs any schedule over the stages."""
