@@ -78,7 +78,7 @@ class TokensProgressBar(TQDMProgressBar):
         refresh_rate: Number of batches between two refreshes; each one reads the logged values from the device.
     """
 
-    BAR_FORMAT_STEPS = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}"
+    BAR_FORMAT_STEPS = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}"
 
     def __init__(self, refresh_rate: int = 10) -> None:
         super().__init__(refresh_rate=refresh_rate)

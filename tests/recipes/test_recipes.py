@@ -1,0 +1,101 @@
+"""Each recipe is whole: it parses, its values agree, and layouts of it train alike."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_megatron.data.speeches import load_speeches
+from lightning_megatron.data.tokenizer import load_tokenizer
+from lightning_megatron.errors import MissingExtraError
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.strategy.cli import MegatronCLI
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+OVERLAYS = {"gpt_speeches_1process.yaml": ["gpt_speeches_cpu.yaml"]}
+COMPLETE = [[*OVERLAYS.get(path.name, []), path.name] for path in sorted(RECIPES.glob("*.yaml"))]
+
+
+@pytest.fixture(params=COMPLETE, ids=lambda names: names[-1])
+def config(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> dict:
+    """Return a recipe's resolved configuration."""
+    monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
+    files = [option for name in request.param for option in ("-c", str(RECIPES / name))]
+    with pytest.raises(SystemExit) as stopped:
+        MegatronCLI(args=["fit", *files, "--print_config"])
+    assert stopped.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_recipe_describes_a_model_that_can_be_cut(config: dict) -> None:
+    shape = GPTConfig(**config["model"]["init_args"]["config"])
+    assert shape.max_seq_length == config["data"]["init_args"]["seq_length"]
+
+
+def test_recipe_has_room_for_every_token(config: dict) -> None:
+    try:
+        tokenizer = load_tokenizer(config["data"]["init_args"]["tokenizer"])
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    assert config["model"]["init_args"]["config"]["vocab_size"] == tokenizer.vocab_size
+
+
+def test_learning_rate_ends_with_the_training(config: dict) -> None:
+    assert config["model"]["init_args"]["max_steps"] == config["trainer"]["max_steps"]
+
+
+def test_batches_are_whole_microbatches(config: dict) -> None:
+    microbatch = config["trainer"]["strategy"]["init_args"]["microbatch_size"]
+    assert config["data"]["init_args"]["batch_size"] % microbatch == 0
+
+
+def test_callbacks_show_the_rate_and_draw_the_loss(config: dict) -> None:
+    classes = [callback["class_path"].rpartition(".")[2] for callback in config["trainer"]["callbacks"]]
+    assert classes[:2] == ["TokensProgressBar", "LossCurve"]
+
+
+@pytest.mark.slow
+def test_four_processes_train_like_one(tmp_path: Path) -> None:
+    try:
+        load_speeches("heldout")
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    four = losses(tmp_path, "gpt_speeches_cpu.yaml")
+    one = losses(tmp_path, "gpt_speeches_cpu.yaml", "gpt_speeches_1process.yaml")
+    assert len(four["train_loss"]) == 3
+    assert len(four["val_loss"]) == len(four["val_bits_per_byte"]) == 1
+    for name, values in one.items():
+        assert four[name] == pytest.approx(values, abs=2e-4), name
+
+
+def losses(folder: Path, *recipes: str) -> dict[str, list[float]]:
+    """Run a few steps and return what the metrics file says, by name."""
+    files = [option for name in recipes for option in ("-c", str(RECIPES / name))]
+    options = {"max_steps": 3, "val_check_interval": 3, "limit_val_batches": 2, "log_every_n_steps": 1}
+    given = [f"--trainer.{name}={value}" for name, value in options.items()]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_megatron",
+        "fit",
+        *files,
+        *given,
+        f"--trainer.default_root_dir={folder}",
+    ]
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert run.returncode == 0, f"{run.stdout[-4000:]}\n{run.stderr[-8000:]}"
+    (metrics,) = folder.glob(f"{recipes[-1].removesuffix('.yaml')}/version_0/metrics.csv")
+    found: dict[str, list[float]] = {"train_loss": [], "val_loss": [], "val_bits_per_byte": []}
+    with metrics.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for name, values in found.items():
+                if row.get(name):
+                    values.append(float(row[name]))
+    return found
