@@ -1,0 +1,106 @@
+"""Train one recipe under several layouts in one run; print a table and draw their loss curves into one picture.
+
+    python benchmarks/layouts.py --devices 4 --steps 200 --out runs/layouts
+
+Each layout sees the same samples in the same order, so the curves must lie on each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from lightning_megatron.extras import import_extra
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "dp4": {"tp": 1, "pp": 1},
+    "tp4+sp": {"tp": 4, "pp": 1},
+    "tp2 pp2": {"tp": 2, "pp": 2},
+    "pp4": {"tp": 1, "pp": 4},
+}
+
+
+def command(recipe: str, label: str, args: argparse.Namespace) -> list[str]:
+    """Return the command that trains ``recipe`` under one layout."""
+    out, options = Path(args.out), LAYOUTS[label]
+    line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", recipe]
+    line += [f"--trainer.strategy.init_args.{name}={value}" for name, value in options.items()]
+    data_ranks = args.devices // (options["tp"] * options["pp"])
+    line += [
+        f"--trainer.devices={args.devices}",
+        f"--trainer.max_steps={args.steps}",
+        f"--trainer.val_check_interval={args.steps}",
+        f"--data.init_args.batch_size={args.batch // data_ranks}",
+        f"--trainer.default_root_dir={out / label.replace(' ', '_')}",
+        "--trainer.callbacks+=benchmarks.measure.Measure",
+        f"--trainer.callbacks.path={out / (label.replace(' ', '_') + '.json')}",
+        f"--trainer.callbacks.label={label}",
+    ]
+    return line + args.extra
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    """Format the figures as a Markdown table."""
+    lines = [
+        "| layout | ms a step | tokens/s/GPU | TFLOP/s/GPU | peak GiB a GPU | last loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        losses = row["losses"]
+        assert isinstance(losses, list), "every run writes its losses"
+        lines.append(
+            f"| {row['label']} | {row['step_ms']} | {row['tokens_per_second_per_rank']:,} | "
+            f"{row['model_tflops_per_rank']} | {row['peak_gib']} | {losses[-1]:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, object]], path: Path) -> None:
+    """Draw all loss curves, and their distance from the first, into one picture."""
+    pyplot = import_extra("matplotlib.pyplot", "plot")
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2))
+    first = rows[0]["losses"]
+    assert isinstance(first, list), "every run writes its losses"
+    for row, style in zip(rows, ("-", "--", "-.", ":"), strict=False):
+        losses = row["losses"]
+        assert isinstance(losses, list), "every run writes its losses"
+        top.plot(range(1, len(losses) + 1), losses, style, label=row["label"], linewidth=1.6)
+        gaps = [abs(a - b) for a, b in zip(losses, first, strict=True)]
+        bottom.plot(range(1, len(gaps) + 1), gaps, style, label=row["label"], linewidth=1.2)
+    top.set_ylabel("training loss (nats a token)")
+    top.legend(title="layout")
+    bottom.set_ylabel(f"distance from {rows[0]['label']} (nats)")
+    bottom.set_xlabel("optimizer step")
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Train, measure, print and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="recipes/gpt_speeches_gpu.yaml")
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step over all ranks")
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--out", default="runs/layouts")
+    parser.add_argument("extra", nargs="*", help="further options for the command, after --")
+    args = parser.parse_args()
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for label in args.layouts:
+        subprocess.run(command(args.recipe, label, args), check=True)
+        rows.append(json.loads((out / f"{label.replace(' ', '_')}.json").read_text()))
+    print(table(rows))
+    (out / "table.md").write_text(table(rows) + "\n")
+    draw(rows, out / "loss_curves.png")
+
+
+if __name__ == "__main__":
+    main()

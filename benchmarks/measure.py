@@ -1,0 +1,95 @@
+"""A callback that measures every step of a training run and writes the figures of rank 0's run to a file."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.shards import padded_vocab_size
+from lightning_megatron.strategy.progress import count_replicas, count_tokens
+
+
+def flops_per_token(config: GPTConfig, seq_length: int) -> float:
+    """Count model FLOPs of forward and backward for a token by the causal-half rule.
+
+    Matrix products count twice their elements, attention scores and their use count half (a token sees half of the
+    sequence on average), logits count with the padded vocabulary, backward counts twice the forward; embeddings, norms
+    and recomputation count nothing.
+    """
+    width, head = config.hidden_size, config.head_size
+    projections = 2 * width * head * (2 * config.num_heads + 2 * config.kv_heads)
+    attention = 2 * 2 * seq_length * config.num_heads * head / 2
+    mlp = 2 * width * config.ffn_size * (3 if config.activation == "swiglu" else 2)
+    logits = 2 * width * padded_vocab_size(config.vocab_size, 1, config.vocab_multiple)
+    return 3 * (config.num_layers * (projections + attention + mlp) + logits)
+
+
+class Measure(Callback):
+    """Write loss and time of every step, and the highest memory of any rank, as JSON.
+
+    The device is synchronised after every step, so that a step's time is its own; the first steps are left out of the
+    median, because they allocate memory and set up communication.
+
+    Args:
+        path: File that rank 0 writes.
+        label: Name of the run in the table.
+        warmup: Steps left out of the median (steps).
+    """
+
+    def __init__(self, path: str, label: str, warmup: int = 10) -> None:
+        self.path, self.label, self.warmup = Path(path), label, warmup
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self._tokens, self._last = 0, 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget the memory of building the model."""
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._last = self._now(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take the time and the loss of the step."""
+        now = self._now(trainer)
+        self.seconds.append(now - self._last)
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+        self._tokens = count_tokens(batch) * count_replicas(trainer)
+        self._last = self._now(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gather the memory of all ranks and write the file."""
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        peak = torch.tensor(
+            float(torch.cuda.max_memory_allocated() if on_gpu else 0), device=trainer.strategy.root_device
+        )
+        peak = trainer.strategy.reduce(peak, group=None, reduce_op="max")
+        if not trainer.is_global_zero:
+            return
+        median = statistics.median(self.seconds[self.warmup :] or self.seconds)
+        rate = self._tokens / median / trainer.world_size
+        config: GPTConfig = pl_module.config
+        figures = {
+            "label": self.label,
+            "step_ms": round(median * 1e3, 2),
+            "tokens_per_second_per_rank": round(rate),
+            "model_tflops_per_rank": round(rate * flops_per_token(config, config.max_seq_length) / 1e12, 1),
+            "peak_gib": round(float(peak) / 2**30, 2),
+            "losses": self.losses,
+        }
+        self.path.write_text(json.dumps(figures))
+        print(f"{self.label}: { ({name: value for name, value in figures.items() if name != 'losses'}) }", flush=True)
+
+    @staticmethod
+    def _now(trainer: Trainer) -> float:
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()

@@ -1,0 +1,66 @@
+"""On GPUs every layout trains as one GPU does, in float32 and in the mixed precisions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.proof.training import Job, Report, train
+from tests.world import run_world
+
+LAYOUTS = {
+    1: {"dp1": {}},
+    2: {"tp2+sp": {"tp": 2}, "pp2": {"pp": 2}, "pp2 vpp2": {"pp": 2, "vpp": 2}, "dp2": {}},
+    4: {
+        "tp4+sp": {"tp": 4},
+        "tp4": {"tp": 4, "sequence_parallel": False},
+        "pp4": {"pp": 4},
+        "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
+        "tp2 pp2": {"tp": 2, "pp": 2},
+        "dp4": {},
+    },
+}
+KINDS = ("gpt2-tied", "llama-untied")
+# Half precision rounds at 2^-8 and 2^-11; the losses are near 5.7.
+TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 3e-2, "16-mixed": 1e-2}
+
+
+def _jobs(size: int) -> dict[tuple[str, str, str], Job]:
+    return {
+        (kind, name, precision): Job(kind, precision, layout)
+        for kind in KINDS
+        for name, layout in LAYOUTS[size].items()
+        for precision in TOLERANCE
+    }
+
+
+def _world(rank: int, size: int) -> dict[tuple[str, str, str], Report]:
+    return {name: train(job, size, "gpu") for name, job in _jobs(size).items()}
+
+
+def _compare(size: int) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
+    twins = {kind: train(Job(kind, "32-true"), 1, "gpu") for kind in KINDS}
+    for rank, reports in enumerate(run_world(_world, size, backend="nccl")):
+        for (kind, layout, precision), report in reports.items():
+            where = f"{kind}, {layout}, {precision}, rank {rank}"
+            gaps = [abs(a - b) for a, b in zip(report.losses, twins[kind].losses, strict=True)]
+            assert max(gaps) < TOLERANCE[precision], f"{where}: {gaps}"
+            norms = [abs(a - b) / b for a, b in zip(report.norms, twins[kind].norms, strict=True)]
+            assert max(norms) < 10 * TOLERANCE[precision], f"{where}: {norms}"
+
+
+@pytest.mark.gpu
+def test_one_gpu_trains_as_plain_lightning():
+    _compare(1)
+
+
+@pytest.mark.gpu2
+def test_layouts_of_two_gpus_train_as_one():
+    _compare(2)
+
+
+@pytest.mark.gpu4
+def test_layouts_of_four_gpus_train_as_one():
+    _compare(4)

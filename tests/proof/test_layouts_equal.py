@@ -1,0 +1,97 @@
+"""The promise: losses, gradient norms and final weights are one process's, in every layout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.proof.training import KINDS, Job, Report, train
+from tests.world import run_world
+
+LAYOUTS = {
+    "tp4": {"tp": 4, "sequence_parallel": False},
+    "tp4+sp": {"tp": 4, "sequence_parallel": True},
+    "pp4": {"pp": 4},
+    "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
+    "dp4": {},
+    "tp2 pp2": {"tp": 2, "pp": 2, "sequence_parallel": False},
+    "tp2 pp2 +sp": {"tp": 2, "pp": 2, "sequence_parallel": True},
+}
+TOLERANCE = {"64-true": 1e-10, "32-true": 1e-5}
+
+
+def jobs() -> dict[str, Job]:
+    """Name every run of four processes."""
+    plain = [(kind, layout) for layout in LAYOUTS for kind in ("gpt2-tied", "llama-untied")]
+    others = ("gpt2-untied", "llama-tied", "post-norm")
+    plain += [(kind, layout) for layout in ("tp4+sp", "pp2 vpp2 dp2", "tp2 pp2") for kind in others]
+    # Masks are one process's where every rank draws the replicated stream: not under sequence or data parallelism.
+    plain += [("dropout", layout) for layout in ("tp4", "pp4", "tp2 pp2")]
+    found = {f"{kind}, {layout}": Job(kind, "64-true", LAYOUTS[layout]) for kind, layout in plain}
+    found |= {f"gpt2-tied, {layout}, float32": Job("gpt2-tied", "32-true", LAYOUTS[layout]) for layout in LAYOUTS}
+    special = [
+        ("llama-untied", "tp2 pp2 +sp", {"recompute": "full"}),
+        ("dropout", "pp4", {"recompute": "full"}),
+        ("dropout", "tp2 pp2", {"recompute": "selective"}),
+        ("gpt2-tied", "pp4", {"schedule": "gpipe"}),
+    ]
+    for kind, layout, option in special:
+        found[f"{kind}, {layout}, {option}"] = Job(kind, "64-true", LAYOUTS[layout] | option)
+    return found
+
+
+def _world(rank: int, size: int, cases: dict[str, Job], folder: str) -> dict[str, Report]:
+    return {
+        name: train(job, size, "cpu", os.path.join(folder, str(number)))
+        for number, (name, job) in enumerate(cases.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Report]:
+    """Train every kind in this one process: with plain Lightning, and with the strategy where dropout draws from it."""
+    found = {}
+    for precision in TOLERANCE:
+        for kind in KINDS:
+            layout = {} if kind == "dropout" else None
+            found[kind, precision] = train(Job(kind, precision, layout), 1, "cpu")
+    return found
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]:
+    """Train every job on four processes."""
+    return run_world(_world, 4, jobs(), str(tmp_path_factory.mktemp("four")))
+
+
+@pytest.mark.parametrize("name", list(jobs()))
+def test_every_layout_trains_as_one_process(name, reports, twins):
+    job = jobs()[name]
+    check(job, [ranks[name] for ranks in reports], twins[job.kind, job.precision])
+
+
+def test_tensor_pipeline_and_data_parallel_together_train_as_one_process(twins, tmp_path: Path):
+    options = {"tp": 2, "pp": 2, "sequence_parallel": True}
+    cases = {kind: Job(kind, "64-true", options) for kind in ("gpt2-tied", "llama-untied")}
+    ranks = run_world(_world, 8, cases, str(tmp_path))
+    for kind, job in cases.items():
+        check(job, [reports[kind] for reports in ranks], twins[kind, "64-true"])
+
+
+def check(job: Job, ranks: list[Report], twin: Report) -> None:
+    """Compare what every rank reports with the twin."""
+    close = {"rtol": 0.0, "atol": TOLERANCE[job.precision]}
+    assert len(twin.losses) == 5
+    assert twin.losses[-1] < twin.losses[0]
+    for report in ranks:
+        torch.testing.assert_close(torch.tensor(report.losses), torch.tensor(twin.losses), **close)
+        torch.testing.assert_close(torch.tensor(report.norms), torch.tensor(twin.norms), **close)
+    weights = ranks[0].weights
+    assert set(weights) == set(twin.weights)
+    for name, weight in weights.items():
+        # The vocabulary's padding belongs to no full tensor.
+        expected = twin.weights[name].narrow(0, 0, weight.shape[0])
+        torch.testing.assert_close(weight, expected, **close, msg=f"{name}: {(weight - expected).abs().max()}")

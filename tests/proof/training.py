@@ -1,0 +1,149 @@
+"""Train a tiny GPT under any layout and report everything that must not depend on it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_megatron.checkpoint.load import read_full
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
+from lightning_megatron.training.clip import grad_norm
+
+STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 5, 8, 16, 300
+_SIZES = {"vocab_size": VOCABULARY, "max_seq_length": SEQUENCE, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
+KINDS = {
+    "gpt2-tied": GPTConfig.gpt2(**_SIZES),
+    "gpt2-untied": GPTConfig.gpt2(**_SIZES, tie_embeddings=False),
+    "llama-untied": GPTConfig.llama(**_SIZES, num_kv_heads=2, ffn_hidden_size=48),
+    "llama-tied": GPTConfig.llama(**_SIZES, num_kv_heads=1, ffn_hidden_size=48, tie_embeddings=True),
+    "post-norm": GPTConfig.gpt2(**_SIZES, norm_position="post"),
+    "dropout": GPTConfig.gpt2(**_SIZES, hidden_dropout=0.2),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Name a training run: a kind of model, a precision, and the strategy's arguments (None: plain Lightning)."""
+
+    kind: str
+    precision: str = "64-true"
+    layout: dict[str, Any] | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """Hold what a run computed."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Tokens(Dataset):
+    """Repeatable random tokens."""
+
+    def __len__(self) -> int:
+        return STEPS * GLOBAL_BATCH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        # Every step sees the same global batch, so that the loss must fall.
+        generator = torch.Generator().manual_seed(index % GLOBAL_BATCH)
+        tokens = torch.randint(0, VOCABULARY, (SEQUENCE + 1,), generator=generator)
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+class Module(pl.LightningModule):
+    """An ordinary LightningModule around a GPT, as a user would write it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config, self.model = config, None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = GPT(self.config, mesh=self.device_mesh, seed=1234)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        assert self.model is not None, "configure_model ran"
+        loss = self.model(batch["tokens"], batch["labels"]).mean()
+        self.log("train_loss", loss, batch_size=len(batch["tokens"]), sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        # A large eps keeps gradients that are zero but for rounding from becoming whole steps.
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Record(pl.Callback):
+    """Write down the loss and the gradient norm of every step."""
+
+    def __init__(self) -> None:
+        self.report = Report()
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, MegatronStrategy):
+            self.report.norms.append(float(grad_norm(strategy._state.main, strategy.mesh)))
+        else:
+            grads = [p.grad for p in module.parameters() if p.grad is not None]
+            self.report.norms.append(float(torch.stack([g.norm() for g in grads]).norm()))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *args: Any) -> None:
+        self.report.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def train(job: Job, devices: int, accelerator: str, checkpoint: str | None = None) -> Report:
+    """Run a job in this process; with a checkpoint path, read the final weights back from what it saved."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")
+    pl.seed_everything(1234, verbose=False)
+    record, size = Record(), devices
+    strategy: Any = "auto" if job.layout is None else MegatronStrategy(**job.layout)
+    trainer = pl.Trainer(
+        accelerator=accelerator,
+        devices=devices,
+        strategy=strategy,
+        precision=job.precision,
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        gradient_clip_val=1.0,
+        callbacks=[record],
+        **job.trainer,
+    )
+    place = {"num_replicas": 1, "rank": 0} if job.layout is None else _place(job.layout, size, trainer.global_rank)
+    sampler = DistributedSampler(Tokens(), shuffle=False, **place)
+    loader = DataLoader(Tokens(), batch_size=GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
+    module = Module(KINDS[job.kind])
+    trainer.fit(module, loader)
+    if checkpoint is not None:
+        trainer.save_checkpoint(checkpoint)
+        trainer.strategy.barrier()
+        if trainer.is_global_zero:
+            saved = read_full(checkpoint)
+            names = [name for name in saved if name.startswith("state_dict.")]
+            record.report.weights = {name.removeprefix("state_dict."): saved[name] for name in names}
+    else:
+        record.report.weights = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    return record.report
+
+
+def _place(layout: dict[str, Any], size: int, rank: int) -> dict[str, int]:
+    grid = ParallelLayout(size, tp=layout.get("tp", 1), pp=layout.get("pp", 1), vpp=layout.get("vpp", 1))
+    return {"num_replicas": grid.dp, "rank": grid.coordinates(rank)["dp"]}
