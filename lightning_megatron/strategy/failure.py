@@ -48,6 +48,7 @@ class FailureWatch:
         self._folder: Path | None = None
         self._failed: BaseException | None = None
         self._stop = threading.Event()
+        self._stop.set()
         self._cleanup_timer: threading.Timer | None = None
 
     @property
@@ -56,7 +57,9 @@ class FailureWatch:
         return self._failed is not None
 
     def join_job(self, job: str) -> None:
-        """Begin to look for failures of the ranks that share ``job``, a name that no other job has."""
+        """Begin to look for failures of the ranks that share ``job``, a name that no other job has; only while guarded."""
+        if self._stop.is_set():
+            return
         self._folder = Path(tempfile.gettempdir()) / f"lightning_megatron_{os.getuid()}_{job}"
         self._folder.mkdir(exist_ok=True)
 

@@ -84,7 +84,8 @@ class ModelStrategy(MeshStrategy):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         # A plugin that is there before the Trainer chooses one would make the Trainer ignore its precision argument.
-        self._precision_plugin = None if precision_plugin is None else MegatronPrecision.from_lightning(precision_plugin)
+        ours = None if precision_plugin is None else MegatronPrecision.from_lightning(precision_plugin)
+        self._precision_plugin = ours
 
     # ---- setup
 

@@ -32,7 +32,7 @@ def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
         part.mesh = mesh if same else replace(mesh, sequence_parallel=found.sequence_parallel)
 
 
-def find_models(module: nn.Module, recompute: str | None) -> list[nn.Module]:
+def find_models(module: nn.Module, recompute: str | None) -> list[PipelinedModule]:
     """List the models of this package inside a module, and set their recomputation.
 
     Args:

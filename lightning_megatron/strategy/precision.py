@@ -149,14 +149,18 @@ class MegatronPrecision(Precision):
     # ---- steps
 
     @override
-    def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """Run a backward pass of manual optimization."""
         if self._state is not None:
             self._state.gradients_changed()
         super().backward(tensor * self.loss_factor if self.loss_scale else tensor, model, optimizer, *args, **kwargs)
 
     @override
-    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
         """Run the closure, which makes the gradients; then sum, clip and step on the mains, and write them back."""
         assert self._state is not None, "optimizers step after the strategy has set them up"
         state, calls = self._state, 0

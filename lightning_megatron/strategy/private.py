@@ -132,8 +132,8 @@ def publish_device_mesh(module: LightningModule, mesh: Any) -> None:
 
 def replace_signal_check(trainer: Trainer, check: Callable[[], None], notify: Callable[..., None]) -> None:
     """Replace the device broadcast before every batch, and the handler that would take part in it."""
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = check
-    trainer._signal_connector._sigterm_notifier_fn = notify
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = check  # type: ignore[method-assign]
+    trainer._signal_connector._sigterm_notifier_fn = notify  # type: ignore[method-assign]
 
 
 def restore_signal_check(trainer: Trainer) -> None:

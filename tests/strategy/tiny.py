@@ -97,7 +97,9 @@ class TinyLM(LightningModule):
         if self.schedule is None:
             return optimizer
         if self.schedule == "plateau":
-            scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+            scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, factor=0.5, patience=0, threshold=10.0
+            )
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.schedule}}

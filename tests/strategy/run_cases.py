@@ -1,0 +1,208 @@
+"""Run Trainer features one after the other under one strategy and write what came out.
+
+Arguments of `python -m tests.strategy.run_cases`: a file for the results, a folder for checkpoints, and settings as
+JSON: ``devices``, the names of the ``cases``, and ``strategies`` by name, each None for the Trainer's own, ``ddp``, or
+arguments of MegatronStrategy.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_megatron import MegatronStrategy
+from tests.strategy.tiny import Stream, TinyLM, loader
+
+
+class Runs(Callback):
+    """Count what happens around the steps."""
+
+    def __init__(self) -> None:
+        self.val_steps: list[int] = []
+        self.batch_losses: list[float] = []
+        self.rates: list[float] = []
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.val_steps.append(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batch_losses.append(float(outputs["loss"]))
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+class Bench:
+    """Make trainers of one kind.
+
+    Args:
+        devices: Processes.
+        strategy: None, ``ddp``, or arguments of MegatronStrategy.
+        folder: Where checkpoints go, shared by the kinds that are compared.
+    """
+
+    def __init__(self, devices: int, strategy: Any, folder: Path) -> None:
+        self.devices, self.strategy, self.folder = devices, strategy, folder
+        sizes = strategy if isinstance(strategy, dict) else {}
+        self.num_data = devices // (sizes.get("tp", 1) * sizes.get("pp", 1))
+
+    def trainer(self, **options: Any) -> Trainer:
+        """Return a quiet trainer on the CPU."""
+        seed_everything(3, verbose=False)
+        strategy = MegatronStrategy(**self.strategy) if isinstance(self.strategy, dict) else self.strategy
+        quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        quiet |= {
+            "enable_model_summary": False,
+            "accelerator": "cpu",
+            "log_every_n_steps": 1,
+            "max_epochs": 2,
+            "precision": "64-true",
+        }
+        quiet |= {"use_distributed_sampler": self.num_data > 1, "callbacks": [Runs()]}
+        return Trainer(**{**quiet, **options}, strategy=strategy or "auto", devices=self.devices)
+
+    def loaders(self, batch_size: int = 4, num_samples: int = 32) -> tuple[DataLoader, DataLoader]:
+        """Return training and validation data whose batches over all data-parallel ranks are the same."""
+        return loader(num_samples, batch_size // self.num_data), loader(8, 4 // self.num_data, seed=2)
+
+
+def outcome(trainer: Trainer, model: TinyLM) -> dict[str, Any]:
+    """Collect what must not depend on the strategy."""
+    runs = next(callback for callback in trainer.callbacks if isinstance(callback, Runs))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "largest"}
+    metrics.pop("count", None)
+    return {
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "metrics": metrics,
+        "val_steps": runs.val_steps,
+        "losses": runs.batch_losses,
+        "rates": runs.rates,
+        "hooks": {name: model.hooks.count(name) for name in set(model.hooks)},
+    }
+
+
+def fit(bench: Bench, model: TinyLM | None = None, batch_size: int = 4, num_samples: int = 32, **options: Any) -> Any:
+    """Fit and collect."""
+    model = model or TinyLM()
+    trainer = bench.trainer(**options)
+    trainer.fit(model, *bench.loaders(batch_size, num_samples))
+    return outcome(trainer, model)
+
+
+def early_stopping(bench: Bench) -> Any:
+    stopping = EarlyStopping("val_loss", patience=0, min_delta=0.3)
+    return {**fit(bench, callbacks=[Runs(), stopping], max_epochs=6), "stopped": stopping.stopped_epoch}
+
+
+def checkpoints(bench: Bench) -> Any:
+    folder = bench.folder / "monitored"
+    saver = ModelCheckpoint(folder, "{step}-{val_loss:.4f}", monitor="val_loss", save_top_k=2, save_last=True)
+    found = fit(bench, callbacks=[Runs(), saver], enable_checkpointing=True, max_epochs=4)
+    return {**found, "best": float(saver.best_model_score), "names": sorted(path.name for path in folder.iterdir())}
+
+
+def resume(bench: Bench) -> Any:
+    path = bench.folder / "middle.ckpt"
+    trainer, model = bench.trainer(max_steps=5, gradient_clip_val=0.5), TinyLM()
+    trainer.fit(model, *bench.loaders())
+    trainer.save_checkpoint(path)
+    after, trainer = TinyLM(), bench.trainer(max_epochs=2, gradient_clip_val=0.5)
+    trainer.fit(after, *bench.loaders(), ckpt_path=path)
+    found = outcome(trainer, after)
+    # The callback that counts is new; the resumed part alone is compared.
+    validated = bench.trainer().validate(TinyLM(), bench.loaders()[1], ckpt_path=path, verbose=False)
+    return {**found, "validated": validated}
+
+
+def evaluation(bench: Bench) -> Any:
+    model, trainer = TinyLM(), bench.trainer(max_epochs=1)
+    validated = trainer.validate(model, bench.loaders()[1], verbose=False)
+    trainer.fit(model, *bench.loaders())
+    tested = trainer.test(model, bench.loaders()[1], verbose=False)
+    predicted = trainer.predict(model, bench.loaders()[1])
+    tokens = [int(batch.sum()) for batch in predicted]
+    return {**outcome(trainer, model), "validated": validated, "tested": tested, "predicted": tokens}
+
+
+def second_fit(bench: Bench) -> Any:
+    model, trainer = TinyLM(), bench.trainer(max_epochs=1)
+    trainer.fit(model, *bench.loaders())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, *bench.loaders())
+    first = outcome(trainer, model)
+    again = bench.trainer(max_epochs=1)
+    again.fit(model, *bench.loaders())
+    return {"first": first, "again": outcome(again, model)}
+
+
+def iterable(bench: Bench) -> Any:
+    model, trainer = TinyLM(), bench.trainer(max_epochs=2, val_check_interval=3)
+    rank = trainer.strategy.distributed_sampler_kwargs["rank"] if bench.num_data > 1 else 0
+    data = DataLoader(Stream(rank, bench.num_data), batch_size=4 // bench.num_data)
+    trainer.fit(model, data, bench.loaders()[1])
+    return outcome(trainer, model)
+
+
+def continue_others(bench: Bench) -> Any:
+    """Go on from what other strategies and layouts have saved, files of Lightning included."""
+    found = {}
+    for path in sorted(bench.folder.parent.glob("*/middle.ckpt")):
+        validated = bench.trainer().validate(TinyLM(), bench.loaders()[1], ckpt_path=path, verbose=False)
+        found[path.parent.name] = {"validated": validated}
+        if path.is_dir():
+            trainer, model = bench.trainer(max_epochs=2, gradient_clip_val=0.5), TinyLM()
+            trainer.fit(model, *bench.loaders(), ckpt_path=path)
+            found[path.parent.name] |= outcome(trainer, model)
+    return found
+
+
+CASES: dict[str, Callable[[Bench], Any]] = {
+    "plain": fit,
+    "limits": lambda bench: fit(bench, limit_train_batches=3, limit_val_batches=1),
+    "val_check_interval": lambda bench: fit(bench, val_check_interval=0.5, num_sanity_val_steps=0),
+    "val_check_by_step": lambda bench: fit(bench, val_check_interval=5, check_val_every_n_epoch=None, max_steps=12),
+    "accumulate": lambda bench: fit(bench, accumulate_grad_batches=3),
+    "clip_norm": lambda bench: fit(bench, gradient_clip_val=0.05),
+    "clip_value": lambda bench: fit(bench, gradient_clip_val=0.001, gradient_clip_algorithm="value"),
+    "last_batch_smaller": lambda bench: fit(bench, num_samples=30),
+    "epoch_schedule": lambda bench: fit(bench, TinyLM("epoch"), max_epochs=4),
+    "plateau": lambda bench: fit(bench, TinyLM("plateau"), max_epochs=3),
+    "overfit_batches": lambda bench: fit(bench, overfit_batches=2),
+    "fast_dev_run": lambda bench: fit(bench, fast_dev_run=True),
+    "early_stopping": early_stopping,
+    "checkpoints": checkpoints,
+    "resume": resume,
+    "evaluation": evaluation,
+    "second_fit": second_fit,
+    "iterable": iterable,
+}
+EXTRA_CASES = {"continue_others": continue_others}
+
+
+def main() -> None:
+    """Run the cases for every strategy and write the results of every rank."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    out, folder, settings = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+    results: dict[str, Any] = {}
+    rank = 0
+    for name, strategy in settings["strategies"].items():
+        bench = Bench(settings["devices"], strategy, folder / name)
+        for case in settings["cases"]:
+            results.setdefault(name, {})[case] = (CASES | EXTRA_CASES)[case](bench)
+        rank = bench.trainer().global_rank
+    out.with_suffix(f".{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Fail on one rank, in a way given by name: `python -m tests.strategy.run_failure raise 3`."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from typing import Any
+
+import torch
+from lightning import Trainer
+from torch import Tensor
+
+from lightning_megatron import MegatronStrategy
+from tests.strategy.tiny import TinyLM, loader
+
+
+class FailingLM(TinyLM):
+    """Go wrong at the third batch of one rank.
+
+    Args:
+        kind: ``raise``, ``exit_all`` (all ranks raise and the script goes on) or ``hang``.
+        rank: The rank.
+    """
+
+    def __init__(self, kind: str, rank: int) -> None:
+        super().__init__()
+        self.kind, self.failing_rank = kind, rank
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        if batch_idx == 2 and self.global_rank == self.failing_rank:
+            raise ArithmeticError("the third batch is bad")
+        if batch_idx == 2 and self.kind == "hang":
+            # As a rank that waits in NCCL would: nothing wakes it up.
+            time.sleep(600)
+        return super().training_step(batch, batch_idx)
+
+
+def main() -> None:
+    """Train until it fails."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    kind, rank = sys.argv[1], int(sys.argv[2])
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    strategy = MegatronStrategy(pp=2, microbatch_size=2)
+    trainer = Trainer(
+        accelerator="cpu", devices=4, strategy=strategy, max_epochs=1, enable_checkpointing=False, **quiet
+    )
+    trainer.fit(FailingLM(kind, rank), loader(32, 4))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Fits in this process: precisions, plain modules, manual optimization, what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron import MegatronStrategy, ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.strategy.precision import MegatronPrecision
+from lightning_megatron.strategy.private import automatic_optimization
+from lightning_megatron.strategy.scheduled_loop import ScheduledOptimization
+from lightning_megatron.strategy.signals import SignalAgreement
+from lightning_megatron.training.loss_scale import DynamicLossScale
+from tests.strategy.tiny import TinyLM, loader
+
+
+def trainer_of(strategy: Any = None, **options: Any) -> Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "devices": 1, "max_epochs": 1}
+    strategy = MegatronStrategy(microbatch_size=2) if strategy is None else strategy
+    return Trainer(**{**quiet, **options}, strategy=strategy, use_distributed_sampler=False)
+
+
+class Plain(LightningModule):
+    """Fit a line with ordinary layers."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.seen: list[Any] = []
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.seen.append((x.dtype, len(x)))
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Manual(Plain):
+    """Step two optimizers by hand, one of them only at every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        x, y = batch
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.manual_backward(loss)
+        self.clip_gradients(first, 0.5, "norm")
+        first.step()
+        first.zero_grad()
+        if batch_idx % 2:
+            second.step()
+            second.zero_grad()
+        self.log("loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.Adam(self.net[2].parameters(), lr=0.01)]
+
+
+def lines(batch_size: int = 4) -> DataLoader:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 4, generator=generator)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)
+
+
+@pytest.mark.parametrize("module", [Plain, Manual])
+def test_plain_modules_train_as_without_the_strategy(module: type[Plain]) -> None:
+    ours, theirs = module(), module()
+    trainer_of().fit(ours, lines())
+    trainer_of("auto").fit(theirs, lines())
+    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_an_optimizer_that_evaluates_again_works() -> None:
+    class Quasi(Plain):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    ours, theirs = Quasi(), Quasi()
+    trainer_of().fit(ours, lines())
+    trainer_of("auto").fit(theirs, lines())
+    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("precision", "parameters", "mains"),
+    [
+        ("32-true", torch.float32, torch.float32),
+        ("64-true", torch.float64, torch.float64),
+        ("bf16-true", torch.bfloat16, torch.bfloat16),
+        ("bf16-mixed", torch.bfloat16, torch.float32),
+    ],
+)
+def test_the_trainers_precision_sets_the_types(
+    precision: Any, parameters: torch.dtype, mains: torch.dtype, tmp_path: Path
+) -> None:
+    model, trainer = TinyLM(), trainer_of(precision=precision, max_steps=3)
+    assert trainer.precision == precision
+    trainer.fit(model, loader())
+    assert {parameter.dtype for parameter in model.parameters()} == {parameters}
+    trained = [parameter for group in trainer.optimizers[0].param_groups for parameter in group["params"]]
+    assert {parameter.dtype for parameter in trained} == {mains}
+    assert trainer.callback_metrics["loss"].isfinite()
+    trainer.save_checkpoint(tmp_path / "after")
+    again, other = TinyLM(), trainer_of(precision=precision, max_steps=5, max_epochs=2)
+    other.fit(again, loader(), ckpt_path=tmp_path / "after")
+    assert other.global_step == 5
+
+
+def test_mixed_precision_follows_full_precision() -> None:
+    losses = {}
+    for precision in ("32-true", "bf16-mixed"):
+        trainer = trainer_of(precision=precision, max_epochs=3)
+        trainer.fit(TinyLM(), loader())
+        losses[precision] = trainer.callback_metrics["loss"].item()
+    assert losses["bf16-mixed"] == pytest.approx(losses["32-true"], rel=0.05)
+
+
+def test_float16_scales_the_loss_and_skips_steps_that_overflow() -> None:
+    scale = DynamicLossScale(initial=2.0**40, hysteresis=1)
+    plugin = MegatronPrecision("16-mixed", scale)
+    trainer, model = trainer_of(plugins=[plugin], max_epochs=6), TinyLM()
+    trainer.fit(model, loader())
+    assert plugin.skipped_steps > 0
+    assert scale.scale < 2.0**40
+    assert trainer.callback_metrics["skipped_steps"] == plugin.skipped_steps
+    assert trainer.callback_metrics["loss"] < 3.3
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_unknown_precisions_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="precision must be one of 32-true, 64-true, bf16-true, bf16-mixed"):
+        trainer_of(precision="16-true")
+
+
+def test_inputs_of_plain_modules_are_converted_and_cut_into_microbatches() -> None:
+    model = Plain()
+    trainer_of(precision="bf16-mixed").fit(model, lines())
+    assert model.seen == [(torch.bfloat16, 2)] * 8
+
+
+def test_a_collate_function_may_cut_the_batch_itself() -> None:
+    def collate(samples: list[tuple[Tensor, ...]]) -> list[Microbatch]:
+        parts = [samples[:1], samples[1:]]
+        return [Microbatch(tuple(map(torch.stack, zip(*part, strict=True))), len(part)) for part in parts]
+
+    ours, theirs = Plain(), Plain()
+    trainer_of(precision="64-true").fit(ours, DataLoader(lines().dataset, batch_size=4, collate_fn=collate))
+    trainer_of("auto", precision="64-true").fit(theirs, lines())
+    assert [size for _, size in ours.seen] == [1, 3] * 4
+    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_batch_that_is_no_multiple_of_the_microbatch_is_refused() -> None:
+    with pytest.raises(ParallelPlanError, match="batch_size .4. of the training dataloader must be a multiple"):
+        trainer_of(MegatronStrategy(microbatch_size=3)).fit(Plain(), lines())
+
+
+def test_recomputation_needs_a_model_that_knows_it() -> None:
+    with pytest.raises(UnsupportedError, match="recompute .'full'. needs a model of this package"):
+        trainer_of(MegatronStrategy(recompute="full")).fit(Plain(), lines())
+
+
+def test_recomputation_is_set_on_the_model() -> None:
+    model = TinyLM()
+    trainer_of(MegatronStrategy(recompute="selective"), fast_dev_run=True).fit(model, loader())
+    assert model.net is not None
+    assert model.net.recompute == "selective"
+
+
+def test_the_module_sees_the_mesh_while_the_trainer_runs() -> None:
+    seen: list[Any] = []
+
+    class Looking(Plain):
+        def configure_model(self) -> None:
+            seen.append(self.device_mesh)
+
+    model, trainer = Looking(), trainer_of(fast_dev_run=True)
+    trainer.fit(model, lines())
+    assert isinstance(seen[0], ParallelMesh)
+    assert model.device_mesh is None
+    assert isinstance(automatic_optimization(trainer), ScheduledOptimization)
+
+
+def test_continuing_needs_optimizer_states(tmp_path: Path) -> None:
+    trainer = trainer_of(max_steps=1)
+    trainer.fit(Plain(), lines())
+    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    other = trainer_of()
+    with pytest.raises(CheckpointMismatchError, match="must hold optimizer states"):
+        other.fit(Plain(), lines(), ckpt_path=tmp_path / "weights")
+
+
+def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match="is neither"):
+        trainer_of().fit(Plain(), lines(), ckpt_path=tmp_path)
+
+
+def test_a_signal_ends_all_ranks_at_the_same_batch() -> None:
+    trainer = trainer_of()
+    agreement = SignalAgreement(trainer, ParallelMesh.single(), interval=3)
+    agreement.install()
+    agreement.notify(signal.SIGTERM)
+    asked = trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
+    asked()
+    asked()
+    assert not trainer.received_sigterm
+    with pytest.raises(SystemExit):
+        asked()
+    assert trainer.received_sigterm
+    agreement.remove()
+    assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
+
+
+def test_data_that_is_random_depends_on_the_data_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "PL_SEED_WORKERS", "1")
+    strategy = MegatronStrategy(tp=2)
+    Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False, enable_checkpointing=False)
+    draws = []
+    for rank in range(4):
+        strategy.cluster_environment.set_global_rank(rank)  # type: ignore[union-attr]
+        prepared: Any = strategy.process_dataloader(DataLoader(range(4), shuffle=True))
+        draws.append((prepared.generator.initial_seed(), prepared.worker_init_fn.keywords["rank"]))
+        assert prepared.sampler.generator.initial_seed() not in dict(draws)
+    assert draws[0] == draws[1] != draws[2] == draws[3]

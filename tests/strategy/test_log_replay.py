@@ -1,0 +1,90 @@
+"""Values logged for each microbatch are logged once for the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchmetrics.aggregation import MeanMetric
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.log_replay import LogReplay, Recorder
+
+
+class Module:
+    """Stand in for a LightningModule: keep what reaches ``log``."""
+
+    def __init__(self) -> None:
+        self.logged: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        self.logged[name] = (value, options)
+
+
+def replay(record: Any, extra: list[torch.Tensor] | None = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    module: Any = Module()
+    tool = LogReplay(ParallelMesh.single())
+    with tool.record(module) as recorder:
+        record(module, recorder)
+    found = tool.replay(module, recorder, ("training_step",), extra or [])
+    return module.logged, found
+
+
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected"), [("mean", 2.5), ("avg", 2.5), (torch.mean, 2.5), ("sum", 4.0), ("max", 3.0), (min, 1.0)]
+)
+def test_microbatches_are_merged_as_the_user_says(reduce_fx: Any, expected: float) -> None:
+    def record(module: Any, recorder: Recorder) -> None:
+        for value, size in ((1.0, 1), (3.0, 3)):
+            recorder.microbatch_size = size
+            module.log("value", torch.tensor(value), reduce_fx=reduce_fx)
+
+    logged, _ = replay(record)
+    value, options = logged["value"]
+    assert value.item() == expected
+    assert options["batch_size"] == 4
+    assert options["reduce_fx"] is reduce_fx
+
+
+def test_a_given_batch_size_is_the_weight() -> None:
+    def record(module: Any, recorder: Recorder) -> None:
+        module.log("value", 1.0, batch_size=3)
+        module.log("value", 5.0, batch_size=1)
+
+    value, options = replay(record)[0]["value"]
+    assert (value.item(), options["batch_size"]) == (2.0, 4)
+
+
+def test_the_kind_of_a_value_is_kept() -> None:
+    def record(module: Any, recorder: Recorder) -> None:
+        module.log("single", torch.tensor(1.0))
+        module.log("double", torch.tensor(1.0, dtype=torch.float64))
+        module.log("number", 7)
+
+    logged, extra = replay(record, [torch.tensor(0.5)])
+    assert [logged[name][0].dtype for name in logged] == [torch.float32, torch.float64, torch.float32]
+    assert extra[0].item() == 0.5
+
+
+def test_a_metric_is_logged_once_as_it_is() -> None:
+    metric = MeanMetric()
+
+    def record(module: Any, recorder: Recorder) -> None:
+        module.log("metric", metric, on_epoch=True)
+        module.log("metric", metric, on_epoch=True)
+
+    assert replay(record)[0]["metric"] == (metric, {"on_epoch": True})
+
+
+@pytest.mark.parametrize(("value", "words"), [(torch.ones(2), "one element"), ("text", "takes a number")])
+def test_what_is_no_scalar_is_refused(value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replay(lambda module, recorder: module.log("value", value))
+
+
+def test_the_modules_own_log_is_back_afterwards() -> None:
+    module: Any = Module()
+    with pytest.raises(KeyError), LogReplay(ParallelMesh.single()).record(module):
+        raise KeyError
+    assert module.log.__self__ is module

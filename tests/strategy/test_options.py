@@ -1,0 +1,81 @@
+"""Arguments that cannot be honoured are refused before any process exists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning import Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_megatron import MegatronStrategy, ParallelPlanError, UnsupportedError
+
+
+def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"cp": 2}, UnsupportedError, "cp .2. above 1 is not available"),
+        ({"ep": 2}, UnsupportedError, "ep .2. needs a model with experts"),
+        ({"tp": 2, "etp": 1}, UnsupportedError, "etp .1. needs a model with experts"),
+        ({"tp": 0}, ParallelPlanError, "tp"),
+        ({"order": "tp-xp"}, ParallelPlanError, "'xp'"),
+        ({"order": "tp-tp"}, ParallelPlanError, "at most once"),
+        ({"vpp": 2}, ParallelPlanError, "needs pp above 1"),
+        ({"pp": 2, "vpp": 2, "schedule": "1f1b"}, ParallelPlanError, "must be 'interleaved'"),
+        ({"pp": 2, "schedule": "interleaved"}, ParallelPlanError, "needs vpp above 1"),
+        ({"schedule": "zigzag"}, ParallelPlanError, "one of 1f1b, interleaved, gpipe"),
+        ({"microbatch_size": 0}, ParallelPlanError, "microbatch_size must be a positive integer"),
+        ({"sequence_parallel": True}, ParallelPlanError, "needs tp above 1"),
+        ({"recompute": "some"}, UnsupportedError, "one of none, selective, full"),
+    ],
+)
+def test_bad_arguments_are_refused_by_the_constructor(arguments: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        MegatronStrategy(**arguments)
+
+
+def test_sizes_that_do_not_divide_the_world_are_refused_by_the_trainer() -> None:
+    with pytest.raises(ParallelPlanError, match="world_size .4. must be a multiple of tp x cp x pp"):
+        trainer(4, MegatronStrategy(tp=3))
+
+
+def test_a_checkpoint_plugin_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="CheckpointIO plugin"):
+        trainer(1, MegatronStrategy(), plugins=[AsyncCheckpointIO()])
+
+
+def test_synchronised_batch_norm_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="sync_batchnorm"):
+        trainer(1, MegatronStrategy(), sync_batchnorm=True)
+
+
+def test_the_strategy_has_a_short_name() -> None:
+    assert isinstance(StrategyRegistry.get("megatron"), MegatronStrategy)
+    assert isinstance(trainer(1, "megatron").strategy, MegatronStrategy)
+    MegatronStrategy.register_strategies(StrategyRegistry)
+
+
+def test_sequence_parallel_follows_tp_unless_it_is_given() -> None:
+    assert MegatronStrategy(tp=2).options.shards_sequence
+    assert not MegatronStrategy().options.shards_sequence
+    assert not MegatronStrategy(tp=2, sequence_parallel=False).options.shards_sequence
+    assert "sequence_parallel is on" in MegatronStrategy(tp=2).options.notes("32-true")[0]
+
+
+def test_the_schedule_follows_vpp() -> None:
+    assert MegatronStrategy(pp=2).options.schedule_name == "1f1b"
+    assert MegatronStrategy(pp=2, vpp=2).options.schedule_name == "interleaved"
+
+
+@pytest.mark.parametrize("timeout", [60, 60.0])
+def test_a_timeout_is_in_seconds(timeout: float) -> None:
+    delta = MegatronStrategy(timeout=timeout).options.timeout_delta
+    assert delta is not None
+    assert delta.total_seconds() == 60

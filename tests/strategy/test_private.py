@@ -1,0 +1,53 @@
+"""Watch over the private names of Lightning: a new version that moves one fails here, and only here."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from functools import reduce
+from pathlib import Path
+
+import pytest
+from lightning import Trainer
+
+from lightning_megatron.strategy import private
+
+ROOM = Path(private.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Trainer:
+    return Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
+@pytest.mark.parametrize(("where", "name"), private.TRAINER_ATTRIBUTES)
+def test_what_we_read_of_a_trainer_is_there(trainer: Trainer, where: str, name: str) -> None:
+    owner = reduce(getattr, where.split("."), trainer) if where else trainer
+    assert hasattr(type(owner), name) or name in vars(owner)
+
+
+def test_the_replaced_loop_has_the_signatures_that_we_override() -> None:
+    loop = private.AutomaticOptimization
+    assert list(inspect.signature(loop._make_closure).parameters) == ["self", "kwargs", "optimizer", "batch_idx"]
+    assert list(inspect.signature(loop._training_step).parameters) == ["self", "kwargs"]
+    assert list(inspect.signature(private.Closure.__init__).parameters)[1:] == [
+        "step_fn",
+        "backward_fn",
+        "zero_grad_fn",
+    ]
+    assert "training_step" in inspect.getsource(loop._training_step)
+
+
+def test_the_epoch_loop_asks_for_signals_through_the_method_that_we_replace(trainer: Trainer) -> None:
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(trainer.fit_loop.epoch_loop).advance)
+
+
+def test_private_names_are_imported_in_one_file_only() -> None:
+    wrong = []
+    for path in sorted(ROOM.glob("*.py")):
+        if path.name == "private.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
+                wrong += [f"{path.name}: {alias.name}" for alias in node.names if alias.name.startswith("_")]
+    assert not wrong
