@@ -9,7 +9,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,7 +57,7 @@ class FailureWatch:
         return self._failed is not None
 
     def join_job(self, job: str) -> None:
-        """Begin to look for failures of the ranks that share ``job``, a name that no other job has; only while guarded."""
+        """Begin to look for failures of the ranks that share ``job``, a name of no other job; only while guarded."""
         if self._stop.is_set():
             return
         self._folder = Path(tempfile.gettempdir()) / f"lightning_megatron_{os.getuid()}_{job}"
@@ -149,9 +149,10 @@ class FailureWatch:
                 os._exit(1)
 
     def _say(self, text: str) -> None:
-        # One write, so that the ranks' lines do not mix.
-        sys.stderr.write(f"[rank {self.rank}] {text}\n")
-        sys.stderr.flush()
+        # One write, so that the ranks' lines do not mix. If nobody reads them any more, this rank must still end.
+        with suppress(OSError):
+            sys.stderr.write(f"[rank {self.rank}] {text}\n")
+            sys.stderr.flush()
 
 
 def _daemon_timer(seconds: float, function: Callable[[], Any]) -> threading.Timer:

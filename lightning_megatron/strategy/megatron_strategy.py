@@ -164,6 +164,8 @@ class MegatronStrategy(ModelStrategy):
         if self._signals is not None:
             self._signals.remove()
             self._signals = None
+        if self._metrics is not None:
+            self._metrics.restore()
         if self._state is not None:
             self._state.release()
         self._steps = None

@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_megatron.groups.fingerprint import check_same_everywhere
@@ -27,7 +26,7 @@ from lightning_megatron.strategy.checks import (
     pipelined_module,
 )
 from lightning_megatron.strategy.mesh_strategy import MeshStrategy
-from lightning_megatron.strategy.modules import find_models, rebind_mesh
+from lightning_megatron.strategy.modules import MetricGroups, find_models, rebind_mesh
 from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.precision import MegatronPrecision
 from lightning_megatron.strategy.private import (
@@ -64,6 +63,7 @@ class ModelStrategy(MeshStrategy):
         self._state: TrainingState | None = None
         self._steps: StepRunner | None = None
         self._signals: SignalAgreement | None = None
+        self._metrics: MetricGroups | None = None
         self._has_checked_batch = False
 
     @property
@@ -94,8 +94,6 @@ class ModelStrategy(MeshStrategy):
         super().setup_environment()
         fields = configuration_fields(self.options.as_dict(), self.user_module.trainer)
         check_same_everywhere(self.mesh.world_cpu, fields)
-        for note in self.options.notes(self.precision_plugin.precision):
-            rank_zero_info(note)
 
     @override
     @contextmanager
@@ -114,13 +112,12 @@ class ModelStrategy(MeshStrategy):
         for record in parallelize(module, self.mesh, self.options.tensor_parallel_plan):
             rank_zero_info(str(record))
         models = find_models(module, self.options.recompute)
+        for note in self.options.notes(self.precision_plugin.precision, has_models=bool(models)):
+            rank_zero_info(note)
         self.precision_plugin.converts_inputs = not models
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        for metric in module.modules():
-            if isinstance(metric, Metric) and metric.process_group is None:
-                # A sum over all ranks would count every tensor-parallel copy.
-                metric.process_group = self.mesh.data.group
+        self._metrics = MetricGroups(module, self.mesh)
         executor = PipelineExecutor(
             self.mesh,
             pipelined_module(module, self.mesh),

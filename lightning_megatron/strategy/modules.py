@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -30,6 +31,35 @@ def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
             )
         same = found.sequence_parallel == mesh.sequence_parallel
         part.mesh = mesh if same else replace(mesh, sequence_parallel=found.sequence_parallel)
+
+
+class MetricGroups:
+    """Let the torchmetrics of a module sum over the ranks that read different data, until :meth:`restore`.
+
+    A sum over all ranks would count every copy of the tensor and pipeline axes.
+
+    Args:
+        module: Where to look for metrics; those with a process group of their own keep it.
+        mesh: The groups of this rank.
+    """
+
+    def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
+        metrics = [part for part in module.modules() if isinstance(part, Metric) and part.process_group is None]
+        self._before = [(metric, metric.distributed_available_fn) for metric in metrics]
+        for metric in metrics:
+            metric.process_group = mesh.data.group
+            if mesh.data.size == 1:
+                # Without a group torchmetrics would take all ranks.
+                metric.distributed_available_fn = _never
+
+    def restore(self) -> None:
+        """Give the metrics back their own settings."""
+        for metric, available in self._before:
+            metric.process_group, metric.distributed_available_fn = None, available
+
+
+def _never() -> bool:
+    return False
 
 
 def find_models(module: nn.Module, recompute: str | None) -> list[PipelinedModule]:

@@ -81,10 +81,10 @@ class StrategyOptions:
         """Return all arguments by name."""
         return asdict(self)
 
-    def notes(self, precision: str) -> list[str]:
+    def notes(self, precision: str, has_models: bool) -> list[str]:
         """Say what was chosen for the user where an argument was left open."""
         notes = []
-        if self.sequence_parallel is None and self.tp > 1:
+        if self.sequence_parallel is None and self.tp > 1 and has_models:
             notes.append("sequence_parallel is on, because tp is above 1; sequences must divide by tp.")
         if precision == "bf16-mixed":
             notes.append(

@@ -19,7 +19,7 @@ class FailingLM(TinyLM):
     """Go wrong at the third batch of one rank.
 
     Args:
-        kind: ``raise``, ``exit_all`` (all ranks raise and the script goes on) or ``hang``.
+        kind: ``raise``, or ``hang``: the other ranks wait where no closed connection wakes them up.
         rank: The rank.
     """
 
@@ -32,6 +32,7 @@ class FailingLM(TinyLM):
             raise ArithmeticError("the third batch is bad")
         if batch_idx == 2 and self.kind == "hang":
             # As a rank that waits in NCCL would: nothing wakes it up.
+            print("waits forever", file=sys.stderr, flush=True)
             time.sleep(600)
         return super().training_step(batch, batch_idx)
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from lightning_megatron.strategy.failure import FailureWatch
-from tests.strategy.scripts import run_script
+from tests.strategy.scripts import ROOT, run_script
 
 
-@pytest.mark.parametrize("kind", ["raise", "hang"])
-def test_a_failing_rank_ends_the_job_with_its_traceback_first(kind: str) -> None:
-    done = run_script("run_failure", kind, "3", timeout=120)
+@pytest.mark.parametrize(("kind", "rank"), [("raise", 3), ("hang", 1)])
+def test_a_failing_rank_ends_the_job_with_its_traceback_first(kind: str, rank: int) -> None:
+    done = run_script("run_failure", kind, str(rank), timeout=120)
     assert done.returncode != 0
     ours = done.stderr.index("ArithmeticError: the third batch is bad")
-    assert "[rank 3] failed; the other ranks will be stopped." in done.stderr[:ours]
+    assert f"[rank {rank}] failed; the other ranks will be stopped." in done.stderr[:ours]
     assert done.stderr.count("Traceback (most recent call last)") == 1
-    others = [match.start() for match in re.finditer(r"\[rank [012]\] (stops|waits)", done.stderr)]
+    others = [match.start() for match in re.finditer(r"\[rank \d\] (stops|waits)", done.stderr)]
     assert others
     assert min(others) > ours
 
@@ -56,3 +61,39 @@ def test_leaving_in_order_is_no_failure(leaving: type[BaseException], capsys: py
         raise leaving
     assert not watch.has_failed
     assert not capsys.readouterr().err
+
+
+def processes_with(argument: str) -> list[str]:
+    """List the processes that were started with an argument."""
+    return [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if has_argument(path, argument)]
+
+
+def has_argument(path: Path, argument: str) -> bool:
+    try:
+        return argument in path.read_text(errors="replace")
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so after {seconds} seconds"
+        time.sleep(0.2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the list of processes from /proc")
+def test_launched_ranks_end_after_the_process_that_launched_them() -> None:
+    marker = f"marker-{os.getpid()}"
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.strategy.run_failure", "hang", "-1", marker],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stderr is not None
+        while "waits forever" not in launcher.stderr.readline():
+            assert launcher.poll() is None
+        launcher.kill()
+    wait_until(lambda: not processes_with(marker), 60)

@@ -66,7 +66,7 @@ def test_sequence_parallel_follows_tp_unless_it_is_given() -> None:
     assert MegatronStrategy(tp=2).options.shards_sequence
     assert not MegatronStrategy().options.shards_sequence
     assert not MegatronStrategy(tp=2, sequence_parallel=False).options.shards_sequence
-    assert "sequence_parallel is on" in MegatronStrategy(tp=2).options.notes("32-true")[0]
+    assert "sequence_parallel is on" in MegatronStrategy(tp=2).options.notes("32-true", has_models=True)[0]
 
 
 def test_the_schedule_follows_vpp() -> None:
