@@ -147,3 +147,19 @@ def test_a_layout_that_does_not_fit_is_one_message(capsys: pytest.CaptureFixture
         main(["layout", "--world-size", "4", "--tp", "3"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith("lightning-megatron layout: error: ")
+
+
+def test_help_lists_the_options_of_the_strategy(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        MegatronCLI(args=["fit", "--trainer.strategy.help", "lightning_megatron.MegatronStrategy"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"--trainer.strategy.{name} " in text for name in ("tp", "pp", "vpp", "schedule", "microbatch_size"))
+
+
+def test_a_typo_in_the_strategy_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = ["--trainer.strategy", "lightning_megatron.MegatronStrategy", "--trainer.strategy.tq", "2"]
+    with pytest.raises(SystemExit) as stopped:
+        MegatronCLI(args=["fit", "-c", str(base), *strategy])
+    assert stopped.value.code == 2
+    assert "tq" in capsys.readouterr().err
