@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 def command(recipe: str, label: str, args: argparse.Namespace) -> list[str]:
     """Return the command that trains ``recipe`` under one layout."""
-    out, options = Path(args.out), LAYOUTS[label]
+    folder, options = _folder(args, label), LAYOUTS[label]
     line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", recipe]
     line += [f"--trainer.strategy.init_args.{name}={value}" for name, value in options.items()]
     data_ranks = args.devices // (options["tp"] * options["pp"])
@@ -34,12 +35,16 @@ def command(recipe: str, label: str, args: argparse.Namespace) -> list[str]:
         f"--trainer.max_steps={args.steps}",
         f"--trainer.val_check_interval={args.steps}",
         f"--data.init_args.batch_size={args.batch // data_ranks}",
-        f"--trainer.default_root_dir={out / label.replace(' ', '_')}",
+        f"--trainer.default_root_dir={folder}",
         "--trainer.callbacks+=benchmarks.measure.Measure",
-        f"--trainer.callbacks.path={out / (label.replace(' ', '_') + '.json')}",
+        f"--trainer.callbacks.path={folder.with_suffix('.json')}",
         f"--trainer.callbacks.label={label}",
     ]
     return line + args.extra
+
+
+def _folder(args: argparse.Namespace, label: str) -> Path:
+    return Path(args.out) / re.sub(r"\W+", "_", label)
 
 
 def table(rows: list[dict[str, object]]) -> str:
@@ -96,7 +101,7 @@ def main() -> None:
     rows = []
     for label in args.layouts:
         subprocess.run(command(args.recipe, label, args), check=True)
-        rows.append(json.loads((out / f"{label.replace(' ', '_')}.json").read_text()))
+        rows.append(json.loads(_folder(args, label).with_suffix(".json").read_text()))
     print(table(rows))
     (out / "table.md").write_text(table(rows) + "\n")
     draw(rows, out / "loss_curves.png")

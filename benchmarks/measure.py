@@ -71,7 +71,7 @@ class Measure(Callback):
         peak = torch.tensor(
             float(torch.cuda.max_memory_allocated() if on_gpu else 0), device=trainer.strategy.root_device
         )
-        peak = trainer.strategy.reduce(peak, group=None, reduce_op="max")
+        peak = trainer.strategy.reduce(peak, group=trainer.strategy.mesh.world, reduce_op="max")
         if not trainer.is_global_zero:
             return
         median = statistics.median(self.seconds[self.warmup :] or self.seconds)

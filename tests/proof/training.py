@@ -105,8 +105,19 @@ class Record(pl.Callback):
         self.report.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
-def train(job: Job, devices: int, accelerator: str, checkpoint: str | None = None) -> Report:
-    """Run a job in this process; with a checkpoint path, read the final weights back from what it saved."""
+def train(
+    job: Job,
+    devices: int,
+    accelerator: str,
+    checkpoint: str | None = None,
+    *,
+    steps: int = STEPS,
+    resume_from: str | None = None,
+) -> Report:
+    """Run a job in this process up to ``steps``.
+
+    With a checkpoint path, save there and read the final weights back from it; with ``resume_from``, go on from there.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     pl.seed_everything(1234, verbose=False)
@@ -117,7 +128,7 @@ def train(job: Job, devices: int, accelerator: str, checkpoint: str | None = Non
         devices=devices,
         strategy=strategy,
         precision=job.precision,
-        max_steps=STEPS,
+        max_steps=steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -131,7 +142,7 @@ def train(job: Job, devices: int, accelerator: str, checkpoint: str | None = Non
     sampler = DistributedSampler(Tokens(), shuffle=False, **place)
     loader = DataLoader(Tokens(), batch_size=GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
     module = Module(KINDS[job.kind])
-    trainer.fit(module, loader)
+    trainer.fit(module, loader, ckpt_path=resume_from)
     if checkpoint is not None:
         trainer.save_checkpoint(checkpoint)
         trainer.strategy.barrier()
