@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-block = re.search(r"<!-- block: test -->\s*```bash\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
+block = re.search(r"<!-- block: test\b.*?-->\s*```bash\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
 if block is None:
     raise SystemExit(
-        "README.md has no bash block marked <!-- block: test -->. .ci/run takes its test command from there."
+        "README.md has no bash block named test: <!-- block: test ... -->. .ci/run takes its test command from there."
     )
 print(block.group(1).strip().split("&&", 1)[1].strip())
