@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -88,10 +89,13 @@ class FailureWatch:
     def report(self, error: BaseException) -> None:
         """Say that this rank failed: the first rank with its traceback, the others in one line."""
         self._failed = error
-        if self._claim(error):
+        if self._claim():
             text = "".join(traceback.format_exception(error))
             self._say(f"failed; the other ranks will be stopped.\n{text}")
+            if self._folder is not None:
+                (self._folder / "told").touch()
         else:
+            self._wait_for_first()
             summary = str(error).strip().partition("\n")[0][:200]
             self._say(
                 f"stops after {self._first_name()} failed, whose traceback is above: {type(error).__name__}: {summary}"
@@ -99,7 +103,7 @@ class FailureWatch:
         self._replace_excepthook()
         self._cleanup_timer = _daemon_timer(_CLEANUP_SECONDS, self._end_if_alone)
 
-    def _claim(self, error: BaseException) -> bool:
+    def _claim(self) -> bool:
         """Become the first failed rank of this node, or find that there is one; True without other ranks."""
         if self._folder is None:
             return True
@@ -111,6 +115,12 @@ class FailureWatch:
         except FileExistsError:
             return False
         return True
+
+    def _wait_for_first(self) -> None:
+        """Let the first rank finish writing its traceback."""
+        deadline = time.monotonic() + _GRACE_SECONDS / 2
+        while self._folder is not None and not (self._folder / "told").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _first_report(self) -> Path | None:
         path = None if self._folder is None else self._folder / "first"

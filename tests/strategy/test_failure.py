@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,10 @@ def test_a_failing_rank_ends_the_job_with_its_traceback_first(kind: str, rank: i
     assert min(others) > ours
 
 
-def test_the_first_rank_claims_the_failure_and_the_others_refer_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_rank_claims_the_failure_and_the_others_refer_to_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     first, second = FailureWatch(2, num_local=2), FailureWatch(5, num_local=2)
 
     def fail(watch: FailureWatch, error: Exception, before: Callable[[], None] = lambda: None) -> None:
