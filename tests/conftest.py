@@ -14,16 +14,20 @@ import torch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
+# What the tests began with: a fixture of a whole module may run a Trainer before any test could remember its variables,
+# and a LOCAL_RANK that stays would make the next Trainer wait for processes that nobody starts.
+ENVIRONMENT = dict(os.environ)
+
 
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
     """Seed the generators, then undo what a Trainer leaves in the process: variables, ranks, groups, dtype."""
-    environment = dict(os.environ)
     random.seed(0)
     torch.manual_seed(0)
     yield
+    pytest_own = {name: value for name, value in os.environ.items() if name.startswith("PYTEST_")}
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(ENVIRONMENT | pytest_own)
     torch.set_default_dtype(torch.float32)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
