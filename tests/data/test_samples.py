@@ -46,9 +46,7 @@ def test_one_epoch_has_every_window_once(tmp_path: Path, order: str) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda x: sum(x) > 1), n=st.integers(1, 25))
-def test_any_number_of_samples_can_be_had(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], n: int
-) -> None:
+def test_any_number_of_samples_can_be_had(tmp_path_factory: pytest.TempPathFactory, lengths: list[int], n: int) -> None:
     corpus = write(tmp_path_factory.mktemp("c") / "c", lengths)
     samples = GPTSamples(corpus, SampleOptions(3), num_samples=n)
     assert [len(samples[i]) for i in range(len(samples))] == [4] * n

@@ -87,9 +87,7 @@ def test_windows_in_order_predict_every_token_once(lengths: list[int], seq_lengt
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=some_lengths, seq_length=st.integers(1, 9), samples=st.integers(1, 30), more=st.integers(0, 30))
-def test_more_samples_only_continue_the_passes(
-    lengths: list[int], seq_length: int, samples: int, more: int
-) -> None:
+def test_more_samples_only_continue_the_passes(lengths: list[int], seq_length: int, samples: int, more: int) -> None:
     few = index_passes(np.array(lengths), seq_length, samples, seed=5)
     many = index_passes(np.array(lengths), seq_length, samples + more, seed=5)
     assert len(few.shuffle) == samples
