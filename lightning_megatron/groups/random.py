@@ -104,6 +104,22 @@ class RandomStreams:
         finally:
             self._set_state(outside)
 
+    @contextmanager
+    def fork_default(self) -> Iterator[None]:
+        """Let torch's default generators inside the block start from the microbatch alone, and restore them after it.
+
+        What a step draws by itself, such as the tokens that it masks, is then the same on all pipeline stages.
+        """
+        outside_cpu, outside = torch.default_generator.get_state(), self._get_state()
+        try:
+            seed = derive_seed(self.seed, "default", self.position.step, self.position.microbatch)
+            torch.default_generator.manual_seed(seed)
+            self._seed_default_generator(seed)
+            yield
+        finally:
+            torch.default_generator.set_state(outside_cpu)
+            self._set_state(outside)
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to continue the streams."""
         return {"seed": self.seed, "position": asdict(self.position)}

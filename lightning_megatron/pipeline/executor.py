@@ -44,7 +44,6 @@ class PipelineExecutor:
         self.mesh, self.model = mesh, model
         self._schedule, self._group_size = schedule, microbatch_group_size
         self._programs: dict[tuple[int, bool], Program] = {}
-        self._boundaries: dict[Any, tuple[torch.Size, torch.dtype]] = {}
 
     def run(
         self,
@@ -63,7 +62,7 @@ class PipelineExecutor:
             backward: Whether to run the backward passes; they accumulate into ``.grad``.
             loss_of: Takes what ``step_fn`` returned and the microbatch's number; returns the scalar to run backward
                 from, already weighted, or None for a microbatch without a loss.
-            step: Optimizer step, for the random streams (steps).
+            step: Number of this run, for the random streams; every batch has its own (batches).
 
         Returns:
             What ``step_fn`` returned for each microbatch, on the last stage; an empty list on the others.
@@ -95,22 +94,24 @@ class PipelineExecutor:
             )
         return self._programs[key]
 
+    @property
+    def runs_to_end(self) -> bool:
+        """Tell whether the step that is running now will get past the call of the model, and is not tried out."""
+        if self.model is None or self.model.cursor is None:
+            return True
+        return not self.model.cursor.probe and self.model.is_last_stage(self.model.cursor.chunk)
+
     def boundary(self, step_fn: StepFn, microbatch: Microbatch) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and type of what travels between stages for a microbatch of this form.
+        """Return shape and type of what travels between stages for a microbatch.
 
         The user's step is called up to the model, which knows the answer from its inputs; every rank can do so by
         itself because every rank of a data-parallel rank has the same microbatch.
         """
-        assert self.model is not None, "one stage has no boundary"
-        form = _form_of(microbatch.data)
-        if form not in self._boundaries:
-            cursor = StageCursor(chunk=0, hidden=None, probe=True)
-            with torch.random.fork_rng(devices=[]):
-                self.call(step_fn, microbatch, cursor)
-            if cursor.boundary is None or cursor.dtype is None:
-                raise UnsupportedError(_NOT_CALLED)
-            self._boundaries[form] = (cursor.boundary, cursor.dtype)
-        return self._boundaries[form]
+        cursor = StageCursor(chunk=0, hidden=None, probe=True)
+        self.call(step_fn, microbatch, cursor)
+        if cursor.boundary is None or cursor.dtype is None:
+            raise UnsupportedError(_NOT_CALLED)
+        return cursor.boundary, cursor.dtype
 
     def call(self, step_fn: StepFn, microbatch: Microbatch, cursor: StageCursor | None) -> tuple[Any, bool]:
         """Call the user's step with the model set to one stage; return its result and whether it ran to its end."""
@@ -118,7 +119,9 @@ class PipelineExecutor:
             return step_fn(microbatch.data), True
         self.model.cursor = cursor
         try:
-            return step_fn(microbatch.data), True
+            # All stages and chunks, and the trial of a boundary, run what precedes the model, with the same draws.
+            with self.mesh.random.fork_default():
+                return step_fn(microbatch.data), True
         except StageDone:
             return None, False
         finally:
@@ -146,6 +149,7 @@ class _Run:
         self._outputs: dict[_Unit, Tensor | None] = {}
         self._gradients: dict[_Unit, Tensor] = {}
         self._arrivals: dict[tuple[str, _Unit], PendingExchange] = {}
+        self._boundaries: dict[Any, tuple[torch.Size, torch.dtype]] = {}
         self._pending: list[PendingExchange] = []
 
     def compute(self, action: Action) -> None:
@@ -176,8 +180,8 @@ class _Run:
 
     def _forward(self, unit: _Unit) -> None:
         chunk, number = unit
-        mesh, microbatch = self.executor.mesh, self.microbatches[number]
-        mesh.random.begin_microbatch(self.step, number * mesh.dp.size + mesh.dp.rank)
+        microbatch = self.microbatches[number]
+        self._seek(number)
         cursor = None
         if self._axis.size > 1:
             hidden = self._arrived("F", unit, self._inputs)
@@ -201,7 +205,8 @@ class _Run:
         output, gradient = self._outputs.pop(unit), self._arrived("B", unit, self._gradients)
         if gradient is not None:
             self._gradients.pop(unit)
-        if output is not None:
+        if output is not None and (gradient is None or output.requires_grad):
+            # The output of a stage whose parameters are all frozen needs no gradient.
             _run_backward(output, gradient)
         hidden = self._inputs.pop(unit, None)
         if hidden is not None:
@@ -222,8 +227,18 @@ class _Run:
         return sent
 
     def _buffer(self, transfer: Transfer) -> Tensor:
-        shape, dtype = self.executor.boundary(self.step_fn, self.microbatches[transfer.microbatch])
+        microbatch = self.microbatches[transfer.microbatch]
+        # Not kept for the next run: that may be another step, or call the model with another part of such a batch.
+        form = _form_of(microbatch.data)
+        if form not in self._boundaries:
+            self._seek(transfer.microbatch)
+            self._boundaries[form] = self.executor.boundary(self.step_fn, microbatch)
+        shape, dtype = self._boundaries[form]
         return torch.empty(shape, dtype=dtype, device=self.executor.mesh.device)
+
+    def _seek(self, number: int) -> None:
+        mesh = self.executor.mesh
+        mesh.random.begin_microbatch(self.step, number * mesh.dp.size + mesh.dp.rank)
 
     def _arrived(self, kind: str, unit: _Unit, where: dict[_Unit, Tensor]) -> Tensor | None:
         pending = self._arrivals.pop((kind, unit), None)
@@ -249,7 +264,7 @@ def _run_backward(output: Tensor, gradient: Tensor | None) -> None:
 
 
 def _form_of(node: Any) -> Any:
-    """Describe the shapes in a nest of containers by a hashable value."""
+    """Describe the shapes and numbers in a nest of containers by a hashable value."""
     if isinstance(node, Tensor):
         return tuple(node.shape)
     if hasattr(node, "items"):
@@ -258,7 +273,7 @@ def _form_of(node: Any) -> Any:
         return tuple(_form_of(value) for value in node)
     if hasattr(node, "__dataclass_fields__"):
         return tuple((name, _form_of(getattr(node, name))) for name in node.__dataclass_fields__)
-    return type(node)
+    return node if isinstance(node, (int, float)) else type(node)
 
 
 _NOT_CALLED = (

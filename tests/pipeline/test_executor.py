@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.pipeline.executor import PipelineExecutor
@@ -116,10 +117,63 @@ def _check_wrong_steps(size: int) -> None:
     mesh.destroy()
 
 
+def _check_frozen_stages(size: int) -> None:
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=4))
+    model, parts = Tower(mesh), split_batch(_batch(4), 2)
+    if mesh.pp.rank < 2:
+        model.requires_grad_(False)
+    executor = PipelineExecutor(mesh, model)
+    executor.run(_step(model), parts, backward=True, loss_of=lambda result, _: result["loss"] / 2)
+    _, grads = _twin(4)
+    for name, parameter in model.named_parameters():
+        if mesh.pp.rank < 2:
+            assert parameter.grad is None
+        else:
+            torch.testing.assert_close(parameter.grad, grads[name], rtol=0, atol=1e-12)
+    mesh.destroy()
+
+
+def _check_steps_of_other_shapes(size: int) -> None:
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=4))
+    model, parts = Tower(mesh), split_batch(_batch(4), 2)
+    executor = PipelineExecutor(mesh, model)
+    for rows in (2, 1):
+        with torch.no_grad():
+            results = executor.run(lambda data, rows=rows: model(data["x"][:rows]), parts, backward=False)
+        assert all(len(result) == rows for result in results)
+    mesh.destroy()
+
+
+def _check_draws(size: int) -> None:
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=2, vpp=2))
+    model, parts = Tower(mesh), split_batch(_batch(4), 2)
+    executor, draws, ends = PipelineExecutor(mesh, model, "interleaved"), [], []
+
+    def step(data):
+        draws.append(torch.rand(()).item())
+        ends.append(executor.runs_to_end)
+        torch.rand(mesh.pp.rank)
+        return model(data["x"])
+
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        executor.run(step, parts, backward=False, step=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    everyone = all_gather_objects(set(draws), mesh.world)
+    assert len(everyone[0]) == len(parts)
+    assert all_gather_objects(set(draws), mesh.pp) == [set(draws)] * 2
+    assert len(set().union(*everyone)) == len(parts) * mesh.dp.size, "data ranks draw other numbers"
+    assert sum(ends) == (len(parts) if mesh.pp.is_last else 0)
+    mesh.destroy()
+
+
 def _world(rank: int, size: int) -> int:
     for schedule, pp, vpp, microbatches in CASES:
         _check_case(schedule, pp, vpp, microbatches, size)
     _check_wrong_steps(size)
+    _check_frozen_stages(size)
+    _check_steps_of_other_shapes(size)
+    _check_draws(size)
     return len(CASES)
 
 
