@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_, broadcast_, broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.outputs import weighted_mean
 
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
@@ -51,15 +52,19 @@ class Recorder:
 
     Args:
         microbatch_size: Samples of the microbatch that runs now (samples).
+        is_muted: Whether to drop what is logged now: the step runs only up to the model, and again later.
     """
 
     microbatch_size: int = 1
+    is_muted: bool = False
     calls: dict[str, LogCall] = field(default_factory=dict)
     values: dict[str, list[tuple[Tensor, int]]] = field(default_factory=dict)
     metrics: dict[str, tuple[Metric, dict[str, Any]]] = field(default_factory=dict)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """Keep one call of ``LightningModule.log``."""
+        if self.is_muted:
+            return
         bound = _log_signature().bind(None, *args, **kwargs)
         options = dict(bound.arguments)
         options.pop("self")
@@ -151,7 +156,7 @@ class LogReplay:
     def _from_last_stage(self, values: list[Tensor], count: int) -> Tensor:
         device, axis = self._mesh.device, self._mesh.pp
         if axis.is_last:
-            scalars = [value.detach().to(device=device, dtype=torch.float64).reshape(()) for value in values]
+            scalars = [_on_device(value.detach(), device) for value in values]
             vector = torch.stack(scalars) if scalars else torch.zeros(0, dtype=torch.float64, device=device)
         else:
             vector = torch.zeros(count, dtype=torch.float64, device=device)
@@ -168,7 +173,10 @@ class LogReplay:
                 by_reduction.setdefault(call.reduction, []).append(index)
         if self._mesh.data.size > 1:
             for reduction, indices in by_reduction.items():
-                vector[indices] = all_reduce_(vector[indices], self._mesh.data, reduction)  # type: ignore[arg-type]
+                # A list of indices would be copied to the device, which the host waits for.
+                reduced = all_reduce_(torch.stack([vector[i] for i in indices]), self._mesh.data, reduction)  # type: ignore[arg-type]
+                for index, value in zip(indices, reduced, strict=True):
+                    vector[index].copy_(value)
         return {schema[index].name for indices in by_reduction.values() for index in indices}
 
     def _log(self, module: LightningModule, call: LogCall, value: Tensor, *, is_reduced: bool) -> None:
@@ -190,8 +198,14 @@ def _merge(values: Tensor, sizes: tuple[int, ...], reduction: str) -> Tensor:
         return values.max()
     if reduction == "min":
         return values.min()
-    weights = torch.tensor(sizes, dtype=torch.float64, device=values.device)
-    return (values * weights).sum() / weights.sum()
+    return weighted_mean(values, sizes)
+
+
+def _on_device(value: Tensor, device: torch.device) -> Tensor:
+    """Return a scalar in float64 on the device; the host does not wait for the device, as it would for a copy."""
+    if value.device.type == "cpu" and device.type != "cpu":
+        return torch.full((), value.item(), dtype=torch.float64, device=device)
+    return value.to(device=device, dtype=torch.float64).reshape(())
 
 
 def _scalar(name: str, value: Any) -> Tensor:

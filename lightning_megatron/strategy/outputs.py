@@ -28,6 +28,22 @@ def loss_in(output: Any) -> Tensor | None:
     return loss
 
 
+def weighted_mean(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Average one value of each microbatch over the samples; the host does not wait for the device.
+
+    Shapes: values ``(microbatches,)``, floating point; result ``()``.
+
+    Args:
+        values: One for each microbatch.
+        sizes: Samples in each microbatch (samples).
+    """
+    if len(set(sizes)) == 1:
+        return values.mean()
+    # Weights in a tensor would be copied to the device, and the host waits for such a copy.
+    weighted = [value * size for value, size in zip(values, sizes, strict=True)]
+    return torch.stack(weighted).sum() / sum(sizes)
+
+
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Join what a step returned for every microbatch.
 
@@ -60,9 +76,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 def _merge_tensors(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
     first = tensors[0]
     if all(tensor.dim() == 0 for tensor in tensors):
-        weights = torch.tensor(sizes, dtype=torch.float64, device=first.device)
-        stacked = torch.stack(list(tensors))
-        merged = (stacked.double() * weights).sum() / weights.sum()
+        merged = weighted_mean(torch.stack(list(tensors)).double(), sizes)
         return merged.to(first.dtype if first.is_floating_point() else torch.float32)
     if all(tensor.dim() and tensor.shape[1:] == first.shape[1:] for tensor in tensors):
         return torch.cat(list(tensors))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_megatron.groups.collectives import broadcast_object
@@ -112,7 +113,10 @@ class StepRunner:
         loss = self._replay_with_loss(module, recorder, losses)
         if loss is None:
             return None
-        merged = merge_outputs(_detached(outputs), [part.num_samples for part in microbatches]) if outputs else None
+        if not outputs or not isinstance(outputs[0], Mapping):
+            return loss
+        detached = apply_to_collection(outputs, Tensor, Tensor.detach)
+        merged = merge_outputs(detached, [part.num_samples for part in microbatches])
         return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
 
     def evaluate(
@@ -139,7 +143,11 @@ class StepRunner:
             self._replay.replay(module, recorder, key, [])
             return merged
         pp_cpu = self._mesh.pp_cpu
-        return broadcast_object(_on_cpu(merged), pp_cpu, pp_cpu.size - 1) if pp_cpu.size > 1 else merged
+        return (
+            broadcast_object(apply_to_collection(merged, Tensor, Tensor.cpu), pp_cpu, pp_cpu.size - 1)
+            if pp_cpu.size > 1
+            else merged
+        )
 
     def _run(
         self,
@@ -154,6 +162,7 @@ class StepRunner:
 
         def run_one(data: Any) -> Any:
             recorder.microbatch_size = sizes[id(data)]
+            recorder.is_muted = not self._executor.runs_to_end
             return step_fn(data, *args)
 
         loss_of = None if losses is None else losses.take
@@ -174,23 +183,3 @@ class StepRunner:
         extra = [losses.total if losses.total is not None else torch.zeros(())]
         (loss,) = self._replay.replay(module, recorder, ("training_step",), extra)
         return loss.to(dtype)
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, Mapping):
-        return {key: _detached(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_detached(item) for item in value)
-    return value
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, Mapping):
-        return {key: _on_cpu(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_on_cpu(item) for item in value)
-    return value

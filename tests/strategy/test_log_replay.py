@@ -67,6 +67,14 @@ def test_the_kind_of_a_value_is_kept() -> None:
     assert extra[0].item() == 0.5
 
 
+def test_a_pass_that_ends_at_the_model_logs_nothing() -> None:
+    def record(module: Any, recorder: Recorder) -> None:
+        for recorder.is_muted in (True, False, True):
+            module.log("count", 2.0, reduce_fx="sum")
+
+    assert replay(record)[0]["count"][0].item() == 2.0
+
+
 def test_a_metric_is_logged_once_as_it_is() -> None:
     metric = MeanMetric()
 
