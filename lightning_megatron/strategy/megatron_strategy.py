@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -142,8 +143,10 @@ class MegatronStrategy(ModelStrategy):
     ) -> dict[str, Any]:
         """Fill the module, and while fitting the optimizers, and return what is left for Lightning."""
         assert self._state is not None, "setup has run"
+        # An earlier fit of this trainer has left optimizers, which evaluation has nothing to do with.
+        optimizers = self.optimizers if self.user_module.trainer.state.fn == TrainerFn.FITTING else ()
         path = self.broadcast(os.fspath(checkpoint_path))
-        return checkpoints.load(path, self.user_module, self.optimizers, self._state.main, self.mesh, weights_only)
+        return checkpoints.load(path, self.user_module, optimizers, self._state.main, self.mesh, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

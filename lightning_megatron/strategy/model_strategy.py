@@ -40,6 +40,7 @@ from lightning_megatron.strategy.signals import SignalAgreement
 from lightning_megatron.strategy.step import StepRunner
 from lightning_megatron.strategy.training_state import TrainingState
 from lightning_megatron.swap import parallelize
+from lightning_megatron.training.main_parameters import MainParameters
 
 log = logging.getLogger(__name__)
 
@@ -139,12 +140,21 @@ class ModelStrategy(MeshStrategy):
         self.precision_plugin.bind(self._state)
         self.setup_precision_plugin()
         if not fitting:
+            self._keep_optimizers(previous)
             return
         install_scheduled_loop(trainer)
         self._has_checked_batch = False
         if self.mesh.world.size > 1:
             self._signals = SignalAgreement(trainer, self.mesh, self.options.signal_check_interval)
             self._signals.install()
+
+    def _keep_optimizers(self, previous: MainParameters | None) -> None:
+        """Let the optimizers of an earlier fit follow the module, so that they can still be saved with it."""
+        main = self._state.main if self._state is not None else None
+        if previous is None or main is None or main.names != previous.names:
+            return
+        for optimizer in self.optimizers:
+            main.attach(optimizer, previous)
 
     @override
     def model_to_device(self) -> None:
@@ -169,8 +179,7 @@ class ModelStrategy(MeshStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of all microbatches; the gradients are summed over the ranks when the optimizer "
-        "steps."""
+        """Run forward and backward of all microbatches, and sum the gradients over the ranks if the optimizer steps."""
         assert self._steps is not None, "setup has run"
         module, trainer = self.user_module, self.user_module.trainer
         step, precision = total_batch_index(trainer), self.precision_plugin

@@ -98,16 +98,22 @@ class MainParameters:
             parameter.grad = None
             self._mains[name].grad = None
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer, previous: MainParameters | None = None) -> None:
         """Make an optimizer train the mains, in place: schedulers and the user's references keep working.
 
         Parameters are exchanged inside ``param_groups``, and whatever state the optimizer already keeps for them moves
         along, in the dtype of the main. Calling this again changes nothing.
 
+        Args:
+            optimizer: One over the model's parameters.
+            previous: Mains of the same names that it may hold instead.
+
         Raises:
             UnsupportedError: If the optimizer holds a parameter that is not one of these.
         """
         main_by_id = {id(self._parameters[name]): self._mains[name] for name in self._parameters}
+        if previous is not None:
+            main_by_id |= {id(previous.main(name)): self._mains[name] for name in self.names if name in previous.names}
         known = set(map(id, self._mains.values()))
         for index, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):

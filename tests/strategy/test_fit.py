@@ -206,6 +206,25 @@ def test_the_module_sees_the_mesh_while_the_trainer_runs() -> None:
     assert isinstance(automatic_optimization(trainer), ScheduledOptimization)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_trainer_that_has_fitted_evaluates_and_saves_checkpoints(
+    precision: Any, weights_only: bool, tmp_path: Path
+) -> None:
+    trainer, model = trainer_of(precision=precision, max_steps=3), TinyLM()
+    trainer.fit(model, loader())
+    trainer.save_checkpoint(tmp_path / "first", weights_only=weights_only)
+    found = trainer.validate(model, loader(), ckpt_path=tmp_path / "first", verbose=False)
+    trainer.save_checkpoint(tmp_path / "second")
+    again = trainer_of(precision=precision, max_steps=5, max_epochs=2)
+    again.fit(TinyLM(), loader(), ckpt_path=tmp_path / "second")
+    assert again.global_step == 5
+    moments = [state["exp_avg"] for state in again.optimizers[0].state.values()]
+    assert moments
+    assert all(moment.any() for moment in moments)
+    assert trainer.validate(TinyLM(), loader(), ckpt_path=tmp_path / "second", verbose=False) == found
+
+
 def test_continuing_needs_optimizer_states(tmp_path: Path) -> None:
     trainer = trainer_of(max_steps=1)
     trainer.fit(Plain(), lines())
