@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_megatron.errors import ParallelPlanError, RankMismatchError
 from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.layout import ParallelLayout
 
@@ -106,6 +107,7 @@ class ParallelMesh:
 
         Raises:
             ParallelPlanError: If an initialised process group has another size than the layout.
+            RankMismatchError: On every rank, if the ranks have different layouts.
 
         Communication: creates process groups, a collective over all ranks.
         """
@@ -114,6 +116,8 @@ class ParallelMesh:
             torch.cuda.set_device(device)
         builder = _Builder(layout, device, backend, timeout, options or {})
         owns_world = builder.join(rendezvous, timeout)
+        # Ranks that want different groups would wait for each other in making them.
+        check_same_everywhere(builder.everyone(), _layout_fields(layout, sequence_parallel))
         axes = builder.axes()
         where, experts = layout.coordinates(builder.rank), layout.expert_coordinates(builder.rank)
         random = RandomStreams(
@@ -197,12 +201,18 @@ class _Builder:
                 f"exactly the ranks of the job. Start {wanted} processes or change the layout."
             )
 
+    def everyone(self) -> MeshAxis:
+        """Create the axis of all ranks on the CPU, which is the first one."""
+        return self._axis("world_cpu", self._all_ranks(), "gloo")
+
+    def _all_ranks(self) -> list[list[int]]:
+        return [[self.layout.rank_offset + i for i in range(self.layout.world_size)]]
+
     def axes(self) -> dict[str, MeshAxis]:
         """Create every axis of the mesh, by field name."""
         layout = self.layout
-        everyone = [[layout.rank_offset + i for i in range(layout.world_size)]]
         lists = {
-            "world": everyone,
+            "world": self._all_ranks(),
             **{name: layout.groups(name) for name in ("tp", "cp", "dp", "pp")},
             "data": layout.groups("dp-cp"),
             "model": layout.groups("tp-pp"),
@@ -243,6 +253,10 @@ class _Builder:
             pg_options=_nccl_options(options) if backend == "nccl" else None,
             device_id=self.device if backend == "nccl" else None,
         )
+
+
+def _layout_fields(layout: ParallelLayout, sequence_parallel: bool) -> dict[str, str | int]:
+    return {**asdict(layout), "sequence_parallel": sequence_parallel}
 
 
 def _nccl_options(options: Mapping[str, Any]) -> Any:
