@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.models.config import GPTConfig
@@ -78,6 +79,20 @@ class CausalLM(LightningModule):
             }
         )
         self.model: GPT | None = None
+
+    def setup(self, stage: str) -> None:
+        """Refuse data whose token ids the model does not have; the data module is set up when this is called.
+
+        Raises:
+            ParallelPlanError: If the vocabulary of the data is larger than that of the model.
+        """
+        found = _vocab_size_of(getattr(self.trainer, "datamodule", None))
+        if found is not None and found > self.config.vocab_size:
+            raise ParallelPlanError(
+                f"vocab_size ({self.config.vocab_size}) of the model must be at least that of the data ({found}), "
+                "because every token id is a row of the embedding. "
+                f"Use a vocab_size of {found} or more, or the tokenizer that the model was made for."
+            )
 
     def configure_model(self) -> None:
         """Build this rank's part of the model; called once for every fit, validate, test and predict."""
@@ -166,3 +181,11 @@ class CausalLM(LightningModule):
             return None
         known = self.trainer.estimated_stepping_batches
         return int(known) if math.isfinite(known) and known > 0 else None
+
+
+def _vocab_size_of(data: Any) -> int | None:
+    """Return the vocabulary of a data module; None if it has none, or cannot know which tokenizer wrote its files."""
+    with suppress(UnsupportedError):
+        found = getattr(data, "vocab_size", None)
+        return found if isinstance(found, int) else None
+    return None
