@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,8 @@ from lightning_megatron.plan.layout import ParallelLayout
 
 #: Axes whose small messages must not queue behind large ones on a GPU.
 _HIGH_PRIORITY = ("pp", "ep")
+#: Axes that have a group of their own.
+GROUP_NAMES = ("world", "tp", "cp", "dp", "pp", "data", "model", "embedding", "position_embedding", "etp", "ep", "edp")
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,9 @@ class _Builder:
     ) -> None:
         self.layout, self.device, self.timeout = layout, device, timeout
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        self.options = {name: {"high_priority": True} for name in _HIGH_PRIORITY} | {
-            k: dict(v) for k, v in options.items()
+        check_group_names(options)
+        self.options = {
+            name: {"high_priority": name in _HIGH_PRIORITY, **options.get(name, {})} for name in GROUP_NAMES
         }
         self.created: list[dist.ProcessGroup] = []
         self.rank = layout.rank_offset
@@ -253,6 +256,20 @@ class _Builder:
             pg_options=_nccl_options(options) if backend == "nccl" else None,
             device_id=self.device if backend == "nccl" else None,
         )
+
+
+def check_group_names(options: Iterable[str]) -> None:
+    """Refuse communication options for an axis that no mesh has.
+
+    Raises:
+        ParallelPlanError: For an unknown name.
+    """
+    for name in options:
+        if name not in GROUP_NAMES:
+            raise ParallelPlanError(
+                f"nccl_options must be given for axes that have a group: {name!r} is none, so that nothing would use "
+                f"its options. Use {', '.join(GROUP_NAMES)}."
+            )
 
 
 def _layout_fields(layout: ParallelLayout, sequence_parallel: bool) -> dict[str, str | int]:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.groups.mesh import check_group_names
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.schedule import SCHEDULE_NAMES
@@ -57,6 +58,7 @@ class StrategyOptions:
             )
         if self.recompute is not None:
             check_recompute(self.recompute)
+        check_group_names(self.nccl_options or {})
 
     def sizes(self) -> dict[str, Any]:
         """Return the arguments of the layout other than the world size."""
