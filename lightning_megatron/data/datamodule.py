@@ -103,6 +103,11 @@ class TokenDataModule(LightningDataModule):
         return load_tokenizer(self.tokenizer_spec or "bytes")
 
     @property
+    def tokens_shape(self) -> tuple[int, int]:
+        """Give the shape of the tokens of a full batch of one data-parallel rank, known before any file is opened."""
+        return self.batch_size, self.seq_length
+
+    @property
     def vocab_size(self) -> int:
         """Count the tokens of the tokenizer, or of the one that the corpus says it was written with."""
         return self._tokenizer_fact("vocab_size")

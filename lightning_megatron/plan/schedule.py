@@ -132,18 +132,10 @@ def build_schedule(
     Source: GPipe (https://arxiv.org/abs/1811.06965), 1F1B (https://arxiv.org/abs/2006.09503), interleaved
         (https://arxiv.org/abs/2104.04473).
     """
-    sizes = {"pp": num_stages, "num_microbatches": num_microbatches, "vpp": num_chunks}
-    for size_name, size in sizes.items():
-        require_positive(size_name, size)
-    if name not in SCHEDULE_NAMES:
-        raise ParallelPlanError(f"schedule must be one that exists: it is {name!r}. Use {one_of(SCHEDULE_NAMES)}.")
-    _check_chunks(name, num_stages, num_chunks, microbatch_group_size)
+    check_schedule_sizes(name, num_stages, num_microbatches, num_chunks, microbatch_group_size, forward_only)
     group = num_microbatches
     if name == "interleaved":
         group = num_stages if microbatch_group_size is None else microbatch_group_size
-        # Without backwards a chunk only ever waits for what comes before it, so groups of any size work.
-        if not forward_only:
-            _check_group(num_stages, num_microbatches, group)
     forwards = _forwards(num_microbatches, num_chunks, group)
     rows = []
     for rank in range(num_stages):
@@ -154,6 +146,31 @@ def build_schedule(
             warmup = len(forwards)
         rows.append(_one_forward_one_backward(forwards, min(warmup, len(forwards)), num_chunks, forward_only))
     return Schedule(name, num_stages, num_microbatches, num_chunks, tuple(rows), forward_only).validate()
+
+
+def check_schedule_sizes(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    microbatch_group_size: int | None = None,
+    forward_only: bool = False,
+) -> None:
+    """Refuse what :func:`build_schedule`, with the same arguments, cannot build.
+
+    Raises:
+        ParallelPlanError: for an unknown name, and for sizes that the schedule cannot run.
+    """
+    sizes = {"pp": num_stages, "num_microbatches": num_microbatches, "vpp": num_chunks}
+    for size_name, size in sizes.items():
+        require_positive(size_name, size)
+    if name not in SCHEDULE_NAMES:
+        raise ParallelPlanError(f"schedule must be one that exists: it is {name!r}. Use {one_of(SCHEDULE_NAMES)}.")
+    _check_chunks(name, num_stages, num_chunks, microbatch_group_size)
+    # Without backwards a chunk only ever waits for what comes before it, so groups of any size work.
+    if name == "interleaved" and not forward_only:
+        group = num_stages if microbatch_group_size is None else microbatch_group_size
+        _check_group(num_stages, num_microbatches, group)
 
 
 def _forwards(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.private import is_overridden, train_dataloaders
+from lightning_megatron.strategy.sizes import check_batch_size, check_optimization
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +74,7 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
     """
     if mesh.pp.size == 1:
         return
-    if not module.automatic_optimization:
-        raise UnsupportedError(
-            f"manual optimization cannot be used with pp ({mesh.pp.size}) above 1, because the schedule runs the "
-            "backward passes "
-            "itself, while later forward passes are still to come. Use automatic optimization, or pp=1."
-        )
+    check_optimization(module, mesh.pp.size)
     pipelined = pipelined_module(module, mesh)
     inside = {id(parameter) for parameter in (pipelined.parameters() if pipelined is not None else ())}
     outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
@@ -97,23 +94,17 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
             )
 
 
-def check_train_loaders(trainer: Trainer, microbatch_size: int) -> None:
-    """Refuse batches that cannot be cut into equal microbatches.
+def check_train_loaders(trainer: Trainer, options: StrategyOptions, layout: ParallelLayout) -> None:
+    """Refuse training dataloaders whose batches cannot be cut for the schedule.
 
     Raises:
-        ParallelPlanError: If the batch size of a training dataloader is no multiple of the microbatch size.
+        ParallelPlanError: If a batch size does not fit.
     """
     for loader in train_dataloaders(trainer):
-        batch_size = loader.batch_size if isinstance(loader, DataLoader) else None
-        if batch_size is not None and batch_size % microbatch_size:
-            legal = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-            raise ParallelPlanError(
-                f"batch_size ({batch_size}) of the training dataloader must be a multiple of microbatch_size "
-                f"({microbatch_size}), "
-                f"because a step is cut into equal microbatches; only the last batch of an epoch may be smaller. Use a "
-                f"microbatch_size of {', '.join(map(str, legal))}, or a batch_size of "
-                f"{-(-batch_size // microbatch_size) * microbatch_size}."
-            )
+        # Any iterable may say how large its batches are, as a DataLoader does.
+        batch_size = getattr(loader, "batch_size", None)
+        if isinstance(batch_size, int):
+            check_batch_size(batch_size, options, layout)
 
 
 def configuration_fields(arguments: Mapping[str, Any], trainer: Trainer) -> dict[str, str]:

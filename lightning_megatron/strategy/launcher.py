@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -21,6 +22,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
         num_processes: Processes on this node.
         num_nodes: Nodes of the job.
         watch: Returns the failure watch of this rank.
+        check: Refuses what cannot run, given the arguments of ``fit``, ``validate``, ``test`` or ``predict`` by name.
     """
 
     def __init__(
@@ -29,12 +31,16 @@ class MegatronLauncher(SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         watch: Callable[[], FailureWatch],
+        check: Callable[[Mapping[str, Any]], None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self._watch = watch
+        self._watch, self._check = watch, check
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        # Before any other process is started, so that the user reads one traceback.
+        self._check(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
+
         def guarded(*inner_args: Any, **inner_kwargs: Any) -> Any:
             if self.num_processes * self.num_nodes == 1:
                 return function(*inner_args, **inner_kwargs)

@@ -167,8 +167,11 @@ class MeshStrategy(ParallelStrategy):
         log.debug("layout: %s", layout)
         self._watch = FailureWatch(self.global_rank, self.num_processes)
         self._launcher = MegatronLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, lambda: self._watch
+            self.cluster_environment, self.num_processes, self.num_nodes, lambda: self._watch, self.check_run
         )
+
+    def check_run(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse what cannot run before any process is started, given the arguments of ``fit`` and its like by name."""
 
     # ---- the mesh's life
 

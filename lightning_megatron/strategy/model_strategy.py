@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ from lightning_megatron.strategy.private import (
 )
 from lightning_megatron.strategy.scheduled_loop import install_scheduled_loop
 from lightning_megatron.strategy.signals import SignalAgreement
+from lightning_megatron.strategy.sizes import check_sizes
 from lightning_megatron.strategy.step import StepRunner
 from lightning_megatron.strategy.training_state import TrainingState
 from lightning_megatron.swap import parallelize
@@ -89,6 +90,10 @@ class ModelStrategy(MeshStrategy):
         self._precision_plugin = ours
 
     # ---- setup
+
+    @override
+    def check_run(self, arguments: Mapping[str, Any]) -> None:
+        check_sizes(self.user_module, self.options, self.layout, arguments)
 
     @override
     def setup_environment(self) -> None:
@@ -165,7 +170,7 @@ class ModelStrategy(MeshStrategy):
     def on_train_start(self) -> None:
         trainer = self.user_module.trainer
         if self.user_module.automatic_optimization:
-            check_train_loaders(trainer, self.options.microbatch_size)
+            check_train_loaders(trainer, self.options, self.layout)
         check_same_everywhere(self.mesh.world_cpu, data_fields(trainer))
 
     @override

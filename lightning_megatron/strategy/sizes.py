@@ -1,0 +1,80 @@
+"""What integers alone can refuse: sizes of model, layout and batches, before any other process is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.schedule import check_schedule_sizes
+from lightning_megatron.strategy.options import StrategyOptions
+
+
+def check_sizes(
+    module: LightningModule, options: StrategyOptions, layout: ParallelLayout, arguments: Mapping[str, Any]
+) -> None:
+    """Refuse what cannot run, as far as it is known when the Trainer is called.
+
+    A model is known by a ``config`` of the module that is a :class:`GPTConfig`, batches by the ``batch_size`` of a
+    dataloader or the ``tokens_shape`` (samples, tokens of each) of a data module.
+
+    Args:
+        module: The module that will run.
+        options: The strategy's arguments.
+        layout: Sizes of the axes.
+        arguments: What ``fit``, ``validate``, ``test`` or ``predict`` was given, by name.
+
+    Raises:
+        ParallelPlanError: For sizes that do not fit together.
+        UnsupportedError: For manual optimization with pp > 1.
+    """
+    check_optimization(module, layout.pp)
+    loader = arguments.get("train_dataloaders")
+    data = loader if isinstance(loader, LightningDataModule) else arguments.get("datamodule")
+    batch_size, seq_length = getattr(data, "tokens_shape", (getattr(loader, "batch_size", None), None))
+    config = getattr(module, "config", None)
+    if isinstance(config, GPTConfig):
+        config.check_layout(layout, options.shards_sequence, seq_length)
+    if "train_dataloaders" in arguments and module.automatic_optimization and isinstance(batch_size, int):
+        check_batch_size(batch_size, options, layout)
+
+
+def check_optimization(module: LightningModule, pp: int) -> None:
+    """Refuse manual optimization of a model in several stages.
+
+    Raises:
+        UnsupportedError: If the module steps by itself and pp > 1.
+    """
+    if pp > 1 and not module.automatic_optimization:
+        raise UnsupportedError(
+            f"manual optimization cannot be used with pp ({pp}) above 1, because the schedule runs the backward "
+            "passes itself, while later forward passes are still to come. Use automatic optimization, or pp=1."
+        )
+
+
+def check_batch_size(batch_size: int, options: StrategyOptions, layout: ParallelLayout) -> None:
+    """Refuse a batch that cannot be cut into equal microbatches, or into too few for the schedule.
+
+    Args:
+        batch_size: Samples of one data-parallel rank in a full batch (samples).
+        options: The strategy's arguments.
+        layout: Sizes of the axes.
+
+    Raises:
+        ParallelPlanError: If the batch does not fit.
+    """
+    size = options.microbatch_size
+    if batch_size % size:
+        legal = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        raise ParallelPlanError(
+            f"batch_size ({batch_size}) of the training dataloader must be a multiple of microbatch_size ({size}), "
+            "because a step is cut into equal microbatches; only the last batch of an epoch may be smaller. Use a "
+            f"microbatch_size of {', '.join(map(str, legal))}, or a batch_size of {-(-batch_size // size) * size}."
+        )
+    check_schedule_sizes(
+        options.schedule_name, layout.pp, batch_size // size, layout.vpp, options.microbatch_group_size
+    )

@@ -1,0 +1,337 @@
+"""What a user can get wrong is refused with rule, values, reason and remedy; before any process exists, if possible."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import Trainer
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_megatron import (
+    CausalLM,
+    CorruptDataError,
+    GPTConfig,
+    MegatronStrategy,
+    ParallelLayout,
+    ParallelPlanError,
+    RankMismatchError,
+    TokenDataModule,
+    UnsupportedError,
+)
+from lightning_megatron.data.token_file import TokenFileWriter
+from lightning_megatron.data.tokenizer import ByteTokenizer
+from tests.world import run_world
+
+SIZES = {"vocab_size": 257, "max_seq_length": 16, "num_layers": 2, "hidden_size": 36, "num_heads": 6}
+
+
+class Windows(Dataset):
+    """Give windows of one token."""
+
+    def __init__(self, num_samples: int = 12, token: int = 1, seq_length: int = 8) -> None:
+        self.num_samples = num_samples
+        self.sample = torch.full((seq_length,), token)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"tokens": self.sample, "labels": self.sample}
+
+
+class ManualLM(CausalLM):
+    """Step by itself."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.automatic_optimization = False
+
+
+def model(**sizes: Any) -> CausalLM:
+    return CausalLM(GPTConfig.gpt2(**(SIZES | sizes)), schedule="constant")
+
+
+def windows(batch_size: int = 4, **options: Any) -> DataLoader:
+    return DataLoader(Windows(**options), batch_size=batch_size)
+
+
+def trainer(devices: int, strategy: MegatronStrategy, **options: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"enable_model_summary": False, "max_steps": 1}
+    return Trainer(accelerator="cpu", devices=devices, strategy=strategy, **(quiet | options))
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forbid to start a process and to join a process group."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("too late: the Trainer has begun to start processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+
+
+def corpus(prefix: Path) -> str:
+    with TokenFileWriter(prefix, tokenizer=ByteTokenizer()) as writer:
+        for _ in range(8):
+            writer.add_document(list(b"we the people of the united states"), num_bytes=34)
+    return str(prefix)
+
+
+NINE_HEADS = (
+    "num_attention_heads (9) must be a multiple of tp (2), because each rank holds whole heads. Use tp of 1, 3 or 9."
+)
+
+#: devices, strategy, model, data, message
+SIZES_THAT_DO_NOT_FIT = {
+    "heads": (4, {"tp": 2}, model(num_heads=9), windows(), NINE_HEADS),
+    "inner features": (
+        2,
+        {"tp": 2},
+        model(ffn_hidden_size=15),
+        windows(),
+        "ffn_hidden_size (15) must be a multiple of tp (2), because each rank holds an equal part. "
+        "Use tp of 1, 3, 5 or 15.",
+    ),
+    "layers": (
+        4,
+        {"pp": 4},
+        model(),
+        windows(),
+        "num_layers (2) must be at least pp x vpp (4 x 1 = 4), because every virtual stage holds at least one layer. "
+        "Use pp of 1 or 2 with vpp 1.",
+    ),
+    "layers of virtual stages": (
+        2,
+        {"pp": 2, "vpp": 2},
+        model(num_layers=3),
+        windows(),
+        "num_layers (3) must be at least pp x vpp (2 x 2 = 4), because every virtual stage holds at least one layer. "
+        "Use pp of 1 with vpp 2, or vpp of 1 with pp 2.",
+    ),
+    "batch": (
+        2,
+        {"tp": 2, "microbatch_size": 2},
+        model(),
+        windows(batch_size=3),
+        "batch_size (3) of the training dataloader must be a multiple of microbatch_size (2), because a step is cut "
+        "into equal microbatches; only the last batch of an epoch may be smaller. Use a microbatch_size of 1, 3, or a "
+        "batch_size of 4.",
+    ),
+    "batch of token files": (
+        2,
+        {"tp": 2, "microbatch_size": 2},
+        model(),
+        TokenDataModule(train="none", seq_length=8, batch_size=3),
+        "batch_size (3) of the training dataloader must be a multiple of microbatch_size (2), because a step is cut "
+        "into equal microbatches; only the last batch of an epoch may be smaller. Use a microbatch_size of 1, 3, or a "
+        "batch_size of 4.",
+    ),
+    "microbatches": (
+        4,
+        {"pp": 4, "vpp": 2, "microbatch_size": 2},
+        model(num_layers=8),
+        windows(batch_size=4),
+        "schedule 'interleaved' needs at least as many microbatches as stages: num_microbatches is 2, pp is 4. A "
+        "chunk's next turn would come before its input. Use 4 microbatches or more, or schedule '1f1b' with vpp of 1.",
+    ),
+    "groups of microbatches": (
+        2,
+        {"pp": 2, "vpp": 2, "microbatch_group_size": 5},
+        model(num_layers=4),
+        windows(batch_size=4),
+        "microbatches must fill groups of at least pp and at most all of them: microbatch_group_size is 5, pp is 2, "
+        "num_microbatches is 4; a smaller group would wait for its own output, a larger one never fills. Use "
+        "microbatch_group_size of 2 or 4, or 4 microbatches.",
+    ),
+    "sequence under sequence parallelism": (
+        2,
+        {"tp": 2},
+        model(),
+        TokenDataModule(train="none", seq_length=9, batch_size=4),
+        "seq_length (9) must be a multiple of tp (2) under sequence parallelism, because each rank holds an equal part "
+        "of the sequence. Use 8 or 10, or sequence_parallel=False.",
+    ),
+    "sequence": (
+        2,
+        {"tp": 2},
+        model(),
+        TokenDataModule(train="none", seq_length=32, batch_size=4),
+        "seq_length (32) must not exceed max_seq_length (16), because the model knows no later position. Use at most "
+        "16 tokens or a larger max_seq_length.",
+    ),
+}
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("case", SIZES_THAT_DO_NOT_FIT)
+def test_sizes_that_do_not_fit_are_refused_before_any_process_is_started(case: str) -> None:
+    devices, sizes, module, data, message = SIZES_THAT_DO_NOT_FIT[case]
+    run = trainer(devices, MegatronStrategy(**sizes))
+    with pytest.raises(ParallelPlanError) as caught:
+        run.fit(module, data)
+    assert str(caught.value) == message
+
+
+@pytest.mark.usefixtures("no_process")
+def test_validation_refuses_a_layout_as_training_does() -> None:
+    with pytest.raises(ParallelPlanError, match=re.escape(NINE_HEADS)):
+        trainer(4, MegatronStrategy(tp=2)).validate(model(num_heads=9), windows())
+
+
+@pytest.mark.usefixtures("no_process")
+def test_manual_optimization_is_refused_with_several_stages() -> None:
+    message = (
+        "manual optimization cannot be used with pp (2) above 1, because the schedule runs the backward passes itself, "
+        "while later forward passes are still to come. Use automatic optimization, or pp=1."
+    )
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
+        trainer(2, MegatronStrategy(pp=2)).fit(ManualLM(GPTConfig.gpt2(**SIZES)), windows())
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        (
+            {"cp": 2},
+            UnsupportedError,
+            "cp (2) above 1 is not available in this version, because no attention here works on a part of the "
+            "sequence yet. Use cp=1, and sequence_parallel for long sequences.",
+        ),
+        (
+            {"ep": 2},
+            UnsupportedError,
+            "ep (2) needs a model with experts, because it says how experts are divided among ranks; no model of this "
+            "version has experts. Leave ep out.",
+        ),
+        (
+            {"order": "tp-cp-xp-dp-pp"},
+            ParallelPlanError,
+            "order must name parallel axes joined by dashes: 'tp-cp-xp-dp-pp' names 'xp'. Use each of tp, cp, ep, dp "
+            "or pp at most once.",
+        ),
+        (
+            {"order": "tp-cp-tp-dp-pp"},
+            ParallelPlanError,
+            "order must name every axis at most once: 'tp-cp-tp-dp-pp' names tp 2 times, which leaves its place open. "
+            "Use for example 'tp-cp-dp-pp'.",
+        ),
+        (
+            {"tp": 2, "order": "cp-dp-pp"},
+            ParallelPlanError,
+            "order must name every axis of size above 1: 'cp-dp-pp' leaves out tp (2), whose ranks would have no "
+            "place. Use for example 'tp-cp-ep-dp-pp'.",
+        ),
+        (
+            {"schedule": "zb-h1"},
+            ParallelPlanError,
+            "schedule must be one of 1f1b, interleaved, gpipe: 'zb-h1'. None chooses by vpp.",
+        ),
+        (
+            {"nccl_options": {"pipeline": {"max_ctas": 4}}},
+            ParallelPlanError,
+            "nccl_options must be given for axes that have a group: 'pipeline' is none, so that nothing would use its "
+            "options. Use world, tp, cp, dp, pp, data, model, embedding, position_embedding, etp, ep, edp.",
+        ),
+    ],
+    ids=["cp", "ep", "unknown axis", "axis twice", "axis left out", "unknown schedule", "options of no group"],
+)
+def test_the_strategy_refuses_its_own_arguments(sizes: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        MegatronStrategy(**sizes)
+    assert str(caught.value) == message
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_world_that_the_layout_does_not_divide_is_refused_by_the_trainer() -> None:
+    message = (
+        "world_size (4) must be a multiple of tp x cp x pp (3 x 1 x 1 = 3), because every copy of the dense layers "
+        "takes that many ranks. Use tp of 1, 2 or 4."
+    )
+    with pytest.raises(ParallelPlanError) as caught:
+        trainer(4, MegatronStrategy(tp=3))
+    assert str(caught.value) == message
+
+
+def test_a_layout_whose_grids_disagree_on_stages_is_refused() -> None:
+    with pytest.raises(ParallelPlanError, match="the dense and the expert grid must agree on the stages.*Put pp last"):
+        ParallelLayout(16, tp=4, pp=2, etp=1, ep=2, order="tp-cp-ep-pp-dp")
+
+
+def test_token_ids_outside_of_the_vocabulary_are_refused() -> None:
+    with pytest.raises(IndexError, match=re.escape("[0, 257): found 257")):
+        trainer(1, MegatronStrategy()).fit(model(), windows(token=257))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    data = TokenDataModule(train=corpus(tmp_path / "text"), seq_length=8, batch_size=4)
+    message = (
+        "vocab_size (256) of the model must be at least that of the data (257), because every token id is a row of the "
+        "embedding. Use a vocab_size of 257 or more, or the tokenizer that the model was made for."
+    )
+    with pytest.raises(ParallelPlanError, match=re.escape(message)):
+        trainer(1, MegatronStrategy()).fit(model(vocab_size=256), datamodule=data)
+
+
+def test_sequences_of_any_dataloader_are_refused_at_their_first_use() -> None:
+    with pytest.raises(ParallelPlanError, match=r"seq_length \(32\) must not exceed max_seq_length \(16\)"):
+        trainer(1, MegatronStrategy()).fit(model(), windows(seq_length=32))
+
+
+def test_a_truncated_index_is_refused(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "text")
+    path = tmp_path / "text.idx"
+    whole = path.stat().st_size
+    path.write_bytes(path.read_bytes()[:-5])
+    message = (
+        f"text.idx is truncated: {whole} bytes expected for 8 sequences and 9 document entries, {whole - 5} found."
+    )
+    with pytest.raises(CorruptDataError, match=re.escape(message)):
+        trainer(1, MegatronStrategy()).fit(model(), TokenDataModule(train=prefix, seq_length=8, batch_size=4))
+
+
+def test_the_wrong_tokenizer_for_a_corpus_is_refused(tmp_path: Path) -> None:
+    class OtherBytes(ByteTokenizer):
+        name, fingerprint = "other", "0123456789abcdef"
+
+    data = TokenDataModule(train=corpus(tmp_path / "text"), seq_length=8, batch_size=4)
+    data.tokenizer = OtherBytes()
+    message = r"the tokenizer of a corpus must be the one that wrote it: .*'bytes' .* but 'other' \(0123456789ab\) was "
+    with pytest.raises(CorruptDataError, match=message + r"given\..* Use tokenizer 'bytes' or write the corpus again"):
+        trainer(1, MegatronStrategy()).fit(model(), data)
+
+
+class Looking(CausalLM):
+    """Must not be asked for a model."""
+
+    def configure_model(self) -> None:
+        raise AssertionError("ranks that disagree must not build a model")
+
+
+def _ranks_that_disagree(rank: int, size: int) -> None:
+    odd = rank == 1
+    with pytest.raises(RankMismatchError, match=r"configuration, versions and data: rank 1 has tp=1, the others 2"):
+        trainer(2, MegatronStrategy(tp=1 if odd else 2)).fit(Looking(GPTConfig.gpt2(**SIZES)), windows())
+    with pytest.raises(RankMismatchError, match=r"rank 1 has strategy.microbatch_size='2', the others '1'\."):
+        trainer(2, MegatronStrategy(tp=2, microbatch_size=2 if odd else 1)).fit(
+            Looking(GPTConfig.gpt2(**SIZES)), windows()
+        )
+    with pytest.raises(RankMismatchError, match=r"rank 1 has trainer.gradient_clip_val='1.0', the others 'None'\."):
+        trainer(2, MegatronStrategy(pp=2), gradient_clip_val=1.0 if odd else None).fit(
+            Looking(GPTConfig.gpt2(**SIZES)), windows()
+        )
+    with pytest.raises(RankMismatchError, match=r"rank 1 has train dataloader 0: batches='2', the others '3'"):
+        trainer(2, MegatronStrategy(tp=2)).fit(model(), windows(num_samples=8 if odd else 12))
+    with pytest.raises(RankMismatchError, match="rank 1 has first training batch of its data-parallel rank="):
+        trainer(2, MegatronStrategy(tp=2)).fit(model(), windows(token=2 if odd else 1))
+
+
+def test_ranks_that_disagree_are_refused_on_every_rank_by_name_and_field() -> None:
+    run_world(_ranks_that_disagree, 2)
