@@ -172,7 +172,7 @@ class MegatronPrecision(Precision):
                 state.main.copy_to_model()
             calls += 1
             result = closure()
-            self.finish_gradients()
+            self.finish_gradients(optimizer)
             self._after_closure(model, optimizer)
             return result
 
@@ -194,29 +194,35 @@ class MegatronPrecision(Precision):
             )
         result = with_gradients()
         assert self._state is not None, "with_gradients has used the state"
-        if self._state.overflowed:
+        overflowed, scale = self._state.has_overflowed(optimizer), loss_scale.scale
+        if overflowed:
             self.skipped_steps += 1
             if self._state.mesh.rank == 0:
                 log.info(
                     "Step skipped: gradients overflowed at loss scale %g (%d skipped so far).",
-                    loss_scale.scale,
+                    scale,
                     self.skipped_steps,
                 )
         else:
             optimizer.step(**kwargs)
-        loss_scale.update(self._state.overflowed)
+        loss_scale.update(overflowed)
+        self._state.rescale(loss_scale.scale / scale)
         return result
 
-    def finish_gradients(self) -> None:
-        """Sum the gradients over the ranks and take the loss scale out of them, once after the last backward pass."""
+    def finish_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Sum gradients over the ranks and take the loss scale out of them, once after the last backward pass.
+
+        Args:
+            optimizer: Whose gradients; None means all.
+        """
         if self._state is not None:
-            self._state.finish(self.loss_scale)
+            self._state.finish(self.loss_scale, optimizer)
 
     # ---- clipping
 
     @override
     def clip_gradients(self, optimizer: Optimizer, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        self.finish_gradients()
+        self.finish_gradients(optimizer)
         super().clip_gradients(optimizer, 0.0 if clip_val is None else clip_val, gradient_clip_algorithm)
 
     @override

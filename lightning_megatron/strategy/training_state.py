@@ -24,7 +24,11 @@ class TrainingState:
         main_dtype: Type of the mains; None means that parameters are their own mains.
         previous: The state of an earlier fit, whose mains go on where the module still has their values.
 
-    Communication: constructs a :class:`GradientSync`, a collective over all ranks.
+    Raises:
+        UnsupportedError: If an optimizer trains the two copies of a tied embedding differently.
+
+    Communication: constructs a :class:`GradientSync`, a collective over all ranks; one gather over pp for each
+    optimizer where there are ties.
     """
 
     def __init__(
@@ -42,25 +46,44 @@ class TrainingState:
         self._sync = None if optimizers is None else GradientSync(self.main, mesh)
         for optimizer in optimizers or ():
             self.main.attach(optimizer)
-        self.overflowed = False
-        self._is_finished = True
+            if self._sync is not None:
+                self._sync.check_ties(optimizer)
+        self._overflowed: frozenset[str] = frozenset()
+        self._unfinished: frozenset[str] = frozenset()
 
     def gradients_changed(self) -> None:
         """Note that a backward pass has added to the gradients of this rank."""
-        self._is_finished = False
+        self._unfinished = frozenset(self.main.names)
 
-    def finish(self, loss_scale: DynamicLossScale | None) -> None:
+    def finish(self, loss_scale: DynamicLossScale | None, optimizer: Optimizer | None = None) -> None:
         """Sum the gradients over the ranks, look for overflow and take the loss scale out; once after a backward pass.
+
+        Args:
+            loss_scale: What the loss was multiplied by.
+            optimizer: Only the gradients of this one; others may go on adding to theirs. None means all.
 
         Communication: that of :meth:`GradientSync.finish`, and with a loss scale one all-reduce over the world.
         """
-        if self._is_finished or self._sync is None:
+        names = self._unfinished if optimizer is None else self._unfinished & self.names_of(optimizer)
+        if not names or self._sync is None:
             return
-        self._sync.finish()
+        self._sync.finish(names)
+        self._overflowed -= names
         if loss_scale is not None:
-            self.overflowed = loss_scale.found_nonfinite(self.main, self.mesh)
-            loss_scale.unscale_(self.main)
-        self._is_finished = True
+            if loss_scale.found_nonfinite(self.main, self.mesh, names):
+                self._overflowed |= names
+            loss_scale.unscale_(self.main, names)
+        self._unfinished -= names
+
+    def has_overflowed(self, optimizer: Optimizer) -> bool:
+        """Tell whether the finished gradients of an optimizer are not all finite; all ranks get the same answer."""
+        return not self._overflowed.isdisjoint(self.names_of(optimizer))
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the gradients that are not finished yet, after the loss scale has changed by ``factor``."""
+        gradients = self.main.gradients(self._unfinished)
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
 
     def names_of(self, optimizer: Optimizer) -> set[str]:
         """Name the parameters that an optimizer trains."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -78,22 +78,25 @@ class GradientSync:
         stages = all_gather_objects([(name, main.spec(name).tied_to) for name in main.names], mesh.pp_cpu)
         self._ties = resolve_ties(stages)
         self._pieces = self._gather_pieces()
+        self._plans: dict[tuple[str, ...], _Plan] = {}
         self._plan = self._build_plan(())
         self._has_warned = False
 
-    def finish(self) -> None:
+    def finish(self, names: Collection[str] | None = None) -> None:
         """Sum the main gradients over the ranks, in place.
 
         A parameter without a gradient takes part with zeros if any rank that shares it has one; if none has, it stays
         without, and the optimizer leaves it alone as it would on one process.
 
+        Args:
+            names: Only these parameters of this rank; None means all.
+
         Communication: all-reduces over tp, embedding and data axes, equal in number and size on all ranks of an axis.
         """
         if not (self._pieces or self._ties or self._mesh.data.size > 1):
             return
-        trainable = dict(self._main.trainable())
-        if tuple(trainable) != self._plan.names:
-            self._plan = self._build_plan(tuple(trainable))
+        trainable = {name: main for name, main in self._main.trainable() if names is None or name in names}
+        self._plan = self._plan_for(tuple(trainable))
         missing = [name for name, main in trainable.items() if main.grad is None]
         present = self._agree_on_present(missing)
         for name in missing:
@@ -150,6 +153,11 @@ class GradientSync:
         everyone = all_gather_objects(ranges, tp)
         pieces = {name: overlapping_pieces([one[name] for one in everyone]) for name in ranges}
         return {name: found for name, found in pieces.items() if found}
+
+    def _plan_for(self, names: tuple[str, ...]) -> _Plan:
+        if names not in self._plans:
+            self._plans[names] = self._build_plan(names)
+        return self._plans[names]
 
     def _build_plan(self, names: tuple[str, ...]) -> _Plan:
         # Gradients of the last layers are ready first.
@@ -226,7 +234,7 @@ class GradientSync:
         return gradient
 
     def _agree_on_present(self, missing: Sequence[str]) -> Tensor:
-        """Mark the parameters that have a gradient on any rank that shares them; nobody waits for the answer."""
+        """Mark the parameters that have a gradient on any rank that shares them; only ranks that miss one read it."""
         # Made and indexed on the device: a copy from the host would wait for the backward pass.
         names = self._plan.names
         present = torch.ones(len(names), device=self._mesh.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -58,21 +58,26 @@ class DynamicLossScale:
         self._hysteresis_left = hysteresis
         self._overflows_at_floor = 0
 
-    def found_nonfinite(self, main: MainParameters, mesh: ParallelMesh) -> bool:
+    def found_nonfinite(self, main: MainParameters, mesh: ParallelMesh, names: Collection[str] | None = None) -> bool:
         """Tell whether any gradient of any rank is infinite or not a number; all ranks get the same answer.
+
+        Args:
+            main: The parameters of this rank.
+            mesh: The groups of this rank.
+            names: Look only at these parameters of this rank; None means all.
 
         Communication: one all-reduce of a scalar over the world, and the host waits for it.
         """
-        gradients = main.gradients()
+        gradients = main.gradients(names)
         found = torch.zeros((), dtype=torch.float32, device=mesh.device)
         if gradients:
             largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, float("inf"))])
             found = (~torch.isfinite(largest)).any().to(torch.float32)
         return bool(all_reduce_(found, mesh.world, "max").item())
 
-    def unscale_(self, main: MainParameters) -> None:
-        """Divide the main gradients by the scale, in place."""
-        gradients = main.gradients()
+    def unscale_(self, main: MainParameters, names: Collection[str] | None = None) -> None:
+        """Divide the main gradients by the scale, in place: those of the named parameters, or all."""
+        gradients = main.gradients(names)
         if gradients:
             torch._foreach_mul_(gradients, 1.0 / self.scale)
 

@@ -151,6 +151,21 @@ def test_float16_scales_the_loss_and_skips_steps_that_overflow() -> None:
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+def test_optimizers_that_step_at_different_batches_share_a_loss_scale() -> None:
+    class Plainer(Manual):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[part].parameters(), lr=0.1) for part in (0, 2)]
+
+    ours, theirs = Plainer(), Plainer()
+    # The scale changes between the batches that the second optimizer adds up.
+    plugin = MegatronPrecision("16-mixed", DynamicLossScale(initial=2.0**10, growth_interval=1))
+    trainer_of(plugins=[plugin]).fit(ours, lines())
+    trainer_of("auto").fit(theirs, lines())
+    assert plugin.skipped_steps == 0
+    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-3)
+
+
 def test_unknown_precisions_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="precision must be one of 32-true, 64-true, bf16-true, bf16-mixed"):
         trainer_of(precision="16-true")
