@@ -315,6 +315,15 @@ class Looking(CausalLM):
         raise AssertionError("ranks that disagree must not build a model")
 
 
+class UnevenLM(CausalLM):
+    """Train the output head, which is the embedding's copy on the last stage, more slowly than the embedding."""
+
+    def configure_optimizers(self) -> Any:
+        heads = [parameter for name, parameter in self.named_parameters() if "head" in name]
+        others = [parameter for name, parameter in self.named_parameters() if "head" not in name]
+        return torch.optim.SGD([{"params": others}, {"params": heads, "lr": 0.01}], lr=0.1)
+
+
 def _ranks_that_disagree(rank: int, size: int) -> None:
     odd = rank == 1
     with pytest.raises(RankMismatchError, match=r"configuration, versions and data: rank 1 has tp=1, the others 2"):
@@ -333,5 +342,19 @@ def _ranks_that_disagree(rank: int, size: int) -> None:
         trainer(2, MegatronStrategy(tp=2)).fit(model(), windows(token=2 if odd else 1))
 
 
-def test_ranks_that_disagree_are_refused_on_every_rank_by_name_and_field() -> None:
-    run_world(_ranks_that_disagree, 2)
+def _copies_that_drift_apart(rank: int, size: int) -> None:
+    message = (
+        "a tied embedding must be trained alike on the first and the last stage: 'model.embedding.word.weight' is in "
+        "group 0 with"
+    )
+    with pytest.raises(UnsupportedError, match=re.escape(message) + r".*Put both in the same group in configure_opti"):
+        trainer(2, MegatronStrategy(pp=2)).fit(UnevenLM(GPTConfig.gpt2(**SIZES)), windows())
+
+
+def _run_on_two_ranks(rank: int, size: int) -> None:
+    _ranks_that_disagree(rank, size)
+    _copies_that_drift_apart(rank, size)
+
+
+def test_what_only_several_ranks_can_see_is_refused_on_all_of_them() -> None:
+    run_world(_run_on_two_ranks, 2)
