@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,15 @@ class PipelinedModule(nn.Module):
         self.mesh = mesh
         self.num_chunks: int = mesh.layout.vpp
         self.cursor: StageCursor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
+        """Return a copy whose parameters know how they are cut, too; torch copies their values alone."""
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        result.__dict__ = deepcopy(self.__dict__, memo)
+        for parameter, twin in zip(self.parameters(), result.parameters(), strict=True):
+            vars(twin).update(vars(parameter))
+        return result
 
     def is_first_stage(self, chunk: int = 0) -> bool:
         """Tell whether ``chunk`` of this rank is the first virtual stage, which holds the embedding."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import StageCursor, StageDone
@@ -149,3 +152,13 @@ def test_an_ambient_meta_device_leaves_the_model_unmaterialised() -> None:
     with torch.device("meta"):
         model = GPT(CONFIGS["llama"], seed=1)
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_copy_has_its_own_values_and_the_same_cuts() -> None:
+    model = GPT(CONFIGS["gpt2 tied"])
+    twin = copy.deepcopy(model)
+    for (name, parameter), copied in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert copied is not parameter, name
+        assert shard_spec_of(copied) == shard_spec_of(parameter), name
+    tokens, labels = batch()
+    assert_equal(twin(tokens, labels), model(tokens, labels), "losses")
