@@ -63,7 +63,6 @@ TRAINER_ATTRIBUTES = (
     ("", "_signal_connector"),
     ("_signal_connector", "_sigterm_notifier_fn"),
     ("_signal_connector", "received_sigterm"),
-    ("", "_results"),
 )
 
 
@@ -107,13 +106,6 @@ def training_loader_states(trainer: Trainer) -> list[Any]:
     return [] if loader is None else list(loader._state_dicts())
 
 
-def set_current_hook(module: LightningModule, name: str | None) -> str | None:
-    """Say under which hook ``self.log`` files its values; return the hook before."""
-    before = module._current_fx_name
-    module._current_fx_name = name
-    return before
-
-
 def call_after_backward_hooks(trainer: Trainer) -> None:
     """Run ``on_after_backward`` of the callbacks and of the module, as Lightning's backward does."""
     call._call_callback_hooks(trainer, "on_after_backward")
@@ -145,8 +137,3 @@ def restore_signal_check(trainer: Trainer) -> None:
 def announce_sigterm(trainer: Trainer) -> None:
     """Let Lightning know that the job was told to end."""
     trainer._signal_connector.received_sigterm = True
-
-
-def logs_are_recorded(trainer: Trainer) -> bool:
-    """Tell whether the running loop keeps logged values; prediction does not."""
-    return trainer._results is not None

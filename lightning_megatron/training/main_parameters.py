@@ -146,20 +146,6 @@ class MainParameters:
         if pairs:
             torch._foreach_copy_([parameter for parameter, _ in pairs], [main for _, main in pairs])
 
-    @torch.no_grad()
-    def copy_from_model(self) -> None:
-        """Start the mains again from the model's parameters, after these were loaded or changed from outside."""
-        for name, parameter in self._parameters.items():
-            if self._mains[name] is not parameter:
-                self._mains[name].copy_(parameter)
-
-    @torch.no_grad()
-    def load_main(self, name: str, tensor: Tensor) -> None:
-        """Write ``tensor`` into a main parameter and into the model's parameter."""
-        self._mains[name].copy_(tensor)
-        if self._mains[name] is not self._parameters[name]:
-            self._parameters[name].copy_(tensor)
-
     def detach_hooks(self) -> None:
         """Leave the model's parameters as they were found: gradients stay with them from now on."""
         for hook in self._hooks:
