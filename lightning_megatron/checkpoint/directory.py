@@ -119,7 +119,8 @@ def publish(path: Path) -> None:
     A process that dies in between leaves the old checkpoint under a hidden name, where it is still found.
     """
     replaced = _replaced_path(path)
-    if path.exists():
+    # A link whose checkpoint is gone is in the way as well.
+    if os.path.lexists(path):
         _remove(replaced)
         path.rename(replaced)
     unfinished_path(path).rename(path)

@@ -71,7 +71,8 @@ def test_half_precision_training_saves_its_mains_and_loads_both(tmp_path: Path) 
     torch.manual_seed(0)
     half, full, again = WithBuffers().bfloat16(), WithBuffers(), WithBuffers().bfloat16()
     half_main = MainParameters(dict(half.named_parameters()), torch.float32)
-    half_main.load_main("linear.weight", torch.tensor([[1.0001, 2.0], [3.0, 4.0]]))
+    half_main.main("linear.weight").data.copy_(torch.tensor([[1.0001, 2.0], [3.0, 4.0]]))
+    half_main.copy_to_model()
     half.count.fill_(9)
     save_checkpoint(tmp_path / "a", model_tensors(half, half_main), {}, {}, MESH)
     assert set(read_full(tmp_path / "a")) == {f"state_dict.{n}" for n in ("linear.weight", "linear.bias", "count")}
@@ -196,6 +197,13 @@ def test_a_checkpoint_replaces_a_file_of_its_name(tmp_path: Path) -> None:
     save_checkpoint(path, entries(), {}, {}, MESH)
     assert is_sharded_checkpoint(path)
     assert publish.__doc__, "the replacement is documented"
+
+
+def test_a_checkpoint_replaces_a_link_whose_checkpoint_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "last").symlink_to(tmp_path / "removed", target_is_directory=True)
+    save_checkpoint(tmp_path / "last", {}, {"a": 1}, {}, MESH)
+    assert load_metadata(tmp_path / "last") == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
 
 def test_metadata_of_any_class_is_read_in_full_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
