@@ -31,7 +31,8 @@ def jobs() -> dict[str, Job]:
     # Masks are one process's where every rank draws the replicated stream: not under sequence or data parallelism.
     plain += [("dropout", layout) for layout in ("tp4", "pp4", "tp2 pp2")]
     found = {f"{kind}, {layout}": Job(kind, "64-true", LAYOUTS[layout]) for kind, layout in plain}
-    found |= {f"gpt2-tied, {layout}, float32": Job("gpt2-tied", "32-true", LAYOUTS[layout]) for layout in LAYOUTS}
+    for layout in ("tp4+sp", "pp2 vpp2 dp2", "dp4", "tp2 pp2"):
+        found[f"gpt2-tied, {layout}, float32"] = Job("gpt2-tied", "32-true", LAYOUTS[layout])
     special = [
         ("llama-untied", "tp2 pp2 +sp", {"recompute": "full"}),
         ("dropout", "pp4", {"recompute": "full"}),

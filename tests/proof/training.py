@@ -122,7 +122,7 @@ def train(
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     pl.seed_everything(1234, verbose=False)
     record, size = Record(), devices
-    strategy: Any = "auto" if job.layout is None else MegatronStrategy(**job.layout)
+    strategy: Any = "auto" if job.layout is None else MegatronStrategy(microbatch_size=2, **job.layout)
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=devices,
