@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -64,3 +66,24 @@ def test_layouts_of_two_gpus_train_as_one():
 @pytest.mark.gpu4
 def test_layouts_of_four_gpus_train_as_one():
     _compare(4)
+
+
+def _save_and_go_on(rank: int, size: int, folder: str) -> dict[str, Report]:
+    job = Job("gpt2-tied", "bf16-mixed", LAYOUTS[4]["tp2 pp2"])
+    train(job, size, "gpu", folder, steps=3)
+    layouts = ("tp4+sp", "pp4", "dp4")
+    return {
+        name: train(Job("gpt2-tied", "bf16-mixed", LAYOUTS[4][name]), size, "gpu", resume_from=folder)
+        for name in layouts
+    }
+
+
+@pytest.mark.gpu4
+def test_a_checkpoint_continues_under_other_layouts(tmp_path: Path):
+    if torch.cuda.device_count() < 4:
+        pytest.skip(f"needs 4 GPUs, found {torch.cuda.device_count()}")
+    whole = train(Job("gpt2-tied", "32-true"), 1, "gpu")
+    for reports in run_world(_save_and_go_on, 4, str(tmp_path / "saved"), backend="nccl"):
+        for layout, report in reports.items():
+            gaps = [abs(a - b) for a, b in zip(report.losses, whole.losses[3:], strict=True)]
+            assert max(gaps) < TOLERANCE["bf16-mixed"], f"{layout}: {gaps}"
