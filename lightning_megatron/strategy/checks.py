@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -20,7 +21,7 @@ from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.private import is_overridden, train_dataloaders
-from lightning_megatron.strategy.sizes import check_batch_size, check_optimization
+from lightning_megatron.strategy.sizes import check_batch_size, check_last_batch, check_optimization
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,13 @@ def check_train_loaders(trainer: Trainer, options: StrategyOptions, layout: Para
         batch_size = getattr(loader, "batch_size", None)
         if isinstance(batch_size, int):
             check_batch_size(batch_size, options, layout)
+            if isinstance(loader, DataLoader) and trainer.num_training_batches == _length(loader):
+                check_last_batch(_samples_of_last_batch(loader, batch_size), options, layout)
+
+
+def _samples_of_last_batch(loader: DataLoader, batch_size: int) -> int:
+    num_samples = _length(loader.sampler)
+    return 0 if loader.drop_last or num_samples is None else num_samples % batch_size
 
 
 def configuration_fields(arguments: Mapping[str, Any], trainer: Trainer) -> dict[str, str]:

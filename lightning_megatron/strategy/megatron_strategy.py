@@ -24,8 +24,8 @@ class MegatronStrategy(ModelStrategy):
 
     A Lightning batch is what one data-parallel rank contributes to a step. It is cut into microbatches, and
     ``training_step`` runs once for each of them; losses and logged values are averaged over the microbatches, so that
-    they equal those of the whole batch. With ``pp`` above 1, code after the call of the model runs on the last stage
-    alone, and what it logs appears on every rank.
+    they equal those of the whole batch where every sample weighs alike. With ``pp`` above 1, code after the call of
+    the model runs on the last stage alone, and what it logs appears on every rank.
 
     Args:
         tp: Ranks that share every matrix product (tensor parallel).

@@ -78,3 +78,28 @@ def check_batch_size(batch_size: int, options: StrategyOptions, layout: Parallel
     check_schedule_sizes(
         options.schedule_name, layout.pp, batch_size // size, layout.vpp, options.microbatch_group_size
     )
+
+
+def check_last_batch(num_samples: int, options: StrategyOptions, layout: ParallelLayout) -> None:
+    """Refuse a smaller last batch of the epoch that the schedule could not run, before the epoch begins.
+
+    Args:
+        num_samples: Samples that are left for one data-parallel rank after the full batches (samples).
+        options: The strategy's arguments.
+        layout: Sizes of the axes.
+
+    Raises:
+        ParallelPlanError: If the schedule needs more microbatches, or another number of them.
+    """
+    if not num_samples:
+        return
+    num_microbatches = -(-num_samples // options.microbatch_size)
+    try:
+        check_schedule_sizes(
+            options.schedule_name, layout.pp, num_microbatches, layout.vpp, options.microbatch_group_size
+        )
+    except ParallelPlanError as error:
+        raise ParallelPlanError(
+            f"the last batch of an epoch must fit the schedule, too: it has {num_samples} samples, which are "
+            f"{num_microbatches} microbatches. Use drop_last=True in the training dataloader. {error}"
+        ) from error

@@ -25,6 +25,7 @@ from lightning_megatron import (
 )
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.data.tokenizer import ByteTokenizer
+from lightning_megatron.strategy.sizes import check_last_batch
 from tests.world import run_world
 
 SIZES = {"vocab_size": 257, "max_seq_length": 16, "num_layers": 2, "hidden_size": 36, "num_heads": 6}
@@ -358,3 +359,12 @@ def _run_on_two_ranks(rank: int, size: int) -> None:
 
 def test_what_only_several_ranks_can_see_is_refused_on_all_of_them() -> None:
     run_world(_run_on_two_ranks, 2)
+
+
+def test_a_last_batch_with_too_few_microbatches_is_refused_before_the_first_step():
+    options = MegatronStrategy(pp=4, vpp=2).options
+    layout = ParallelLayout(4, pp=4, vpp=2)
+    check_last_batch(0, options, layout)
+    check_last_batch(4, options, layout)
+    with pytest.raises(ParallelPlanError, match=r"it has 3 samples, which are 3 microbatches. Use drop_last=True"):
+        check_last_batch(3, options, layout)

@@ -25,8 +25,9 @@ def test_a_failing_rank_ends_the_job_with_its_traceback_first(kind: str, rank: i
     assert f"[rank {rank}] failed; the other ranks will be stopped." in done.stderr[:ours]
     assert done.stderr.count("Traceback (most recent call last)") == 1
     others = [match.start() for match in re.finditer(r"\[rank \d\] (stops|waits)", done.stderr)]
-    assert others
-    assert min(others) > ours
+    # Ranks that hang may be stopped before they have said anything.
+    assert others or kind == "hang"
+    assert all(other > ours for other in others)
 
 
 def test_the_first_rank_claims_the_failure_and_the_others_refer_to_it(
