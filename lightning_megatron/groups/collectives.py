@@ -16,10 +16,10 @@ from lightning_megatron.groups.axis import MeshAxis
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
 # torch 2.13 renamed both and warns at the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def copy_to_axis(x: Tensor, axis: MeshAxis) -> Tensor:
@@ -88,7 +88,7 @@ def _split(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
 
 def _gathered(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     result = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    _all_gather(result, x.contiguous(), group=axis.group)
+    all_gather_into(result, x.contiguous(), group=axis.group)
     return result if dim == 0 else torch.cat(result.chunk(axis.size), dim)
 
 
@@ -96,7 +96,7 @@ def _scattered_sum(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     _check_divides(x, axis, dim)
     rows = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim))
     result = rows.new_empty((rows.shape[0] // axis.size, *rows.shape[1:]))
-    _reduce_scatter(result, rows, group=axis.group)
+    reduce_scatter_into(result, rows, group=axis.group)
     return result
 
 
@@ -111,7 +111,7 @@ def _check_divides(x: Tensor, axis: MeshAxis, dim: int) -> None:
 def all_reduce_(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Tensor:
     """Reduce ``x`` over the axis in place, without autograd, and return it."""
     if axis.group is not None:
-        dist.all_reduce(x, op=_OPS[op], group=axis.group)
+        dist.all_reduce(x, op=REDUCE_OPS[op], group=axis.group)
         if op == "mean":
             x.div_(axis.size)
     return x

@@ -51,6 +51,19 @@ class MegatronStrategy(ModelStrategy):
         process_group_backend: Communication library: nccl or gloo. None means nccl on GPUs, else gloo.
         nccl_options: NCCL settings by axis, such as {"pp": {"max_ctas": 4}}.
         signal_check_interval: Training batches between two agreements of all ranks on a received SIGTERM.
+        zero: 1 divides the optimizer's state among the data-parallel ranks (distributed optimizer): each keeps and
+            updates its part of the main parameters, and all gather the result. 0 gives every rank the whole state.
+        optimizer_slices: What a rank's part is made of under zero=1: elements (equal shares that cut through
+            parameters; for optimizers that treat every element alike, such as AdamW or SGD) or parameters (whole ones,
+            dealt out by size). auto tries the optimizer out on small tensors and takes the first where it changes
+            nothing.
+        gradient_dtype: Type in which mixed precisions sum gradients: float32, or bfloat16 for half of the memory.
+        overlap_gradients: Whether the sum over the data-parallel ranks starts inside the backward pass.
+        overlap_parameters: Whether updated parameters are gathered while the next forward pass begins. None means
+            True unless a callback might read parameters before.
+        check_gradients: Whether a gradient that is infinite or not a number ends the run, naming parameter and rank;
+            costs a wait for the device at every step.
+        async_save: Whether checkpoints are written behind the training.
     """
 
     strategy_name = "megatron"
@@ -74,6 +87,13 @@ class MegatronStrategy(ModelStrategy):
         process_group_backend: str | None = None,
         nccl_options: dict[str, dict[str, Any]] | None = None,
         signal_check_interval: int = 10,
+        zero: int = 1,
+        optimizer_slices: Literal["auto", "elements", "parameters"] = "auto",
+        gradient_dtype: Literal["float32", "bfloat16"] = "float32",
+        overlap_gradients: bool = True,
+        overlap_parameters: bool | None = None,
+        check_gradients: bool = False,
+        async_save: bool = False,
     ) -> None:
         options = StrategyOptions(
             tp=tp,
@@ -93,6 +113,13 @@ class MegatronStrategy(ModelStrategy):
             process_group_backend=process_group_backend,
             nccl_options=nccl_options,
             signal_check_interval=signal_check_interval,
+            zero=zero,
+            optimizer_slices=optimizer_slices,
+            gradient_dtype=gradient_dtype,
+            overlap_gradients=overlap_gradients,
+            overlap_parameters=overlap_parameters,
+            check_gradients=check_gradients,
+            async_save=async_save,
         )
         super().__init__(options)
 

@@ -39,6 +39,13 @@ class StrategyOptions:
     process_group_backend: str | None
     nccl_options: dict[str, dict[str, Any]] | None
     signal_check_interval: int
+    zero: int
+    optimizer_slices: str
+    gradient_dtype: str
+    overlap_gradients: bool
+    overlap_parameters: bool | None
+    check_gradients: bool
+    async_save: bool
 
     def __post_init__(self) -> None:
         # Sizes and order of one copy of the model: what they need of the world is checked when it is known.
@@ -58,6 +65,9 @@ class StrategyOptions:
             )
         if self.recompute is not None:
             check_recompute(self.recompute)
+        _check_choice("zero", self.zero, (0, 1))
+        _check_choice("optimizer_slices", self.optimizer_slices, ("auto", "elements", "parameters"))
+        _check_choice("gradient_dtype", self.gradient_dtype, ("float32", "bfloat16"))
         check_group_names(self.nccl_options or {})
 
     def sizes(self) -> dict[str, Any]:
@@ -130,3 +140,10 @@ class StrategyOptions:
                 "vpp of 2 or "
                 "more with pp above 1, or schedule='1f1b'."
             )
+
+
+def _check_choice(name: str, value: object, legal: tuple[object, ...]) -> None:
+    if value not in legal or isinstance(value, bool):
+        raise ParallelPlanError(
+            f"{name} must be one of {', '.join(map(str, legal))}: {value!r}. There is no other way to divide the work."
+        )

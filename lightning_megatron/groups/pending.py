@@ -1,0 +1,111 @@
+"""Collectives that run while the host, and on a GPU the device, go on with other work.
+
+None of them is seen by autograd. On an axis of one rank each is done when it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import (
+    REDUCE_OPS,
+    ReduceOp,
+    all_gather_into,
+    reduce_scatter_into,
+)
+
+
+class Pending:
+    """Stand for a collective that has been started; its result is there after :meth:`wait`.
+
+    Args:
+        work: What torch returned; None if there is nothing to wait for.
+        then: What is left to do when the communication is done.
+        keep: Tensors that must live until then.
+    """
+
+    def __init__(
+        self, work: dist.Work | None = None, then: Callable[[], None] | None = None, keep: tuple[Tensor, ...] = ()
+    ) -> None:
+        self._work, self._then, self._keep = work, then, keep
+
+    def wait(self) -> None:
+        """Let the current stream, and on a CPU the host, go on only when the result is there; may be called again."""
+        work, then = self._work, self._then
+        self._work = self._then = None
+        if work is not None:
+            work.wait()
+        if then is not None:
+            then()
+        self._keep = ()
+
+
+def start_all_gather(out: Tensor, x: Tensor, axis: MeshAxis) -> Pending:
+    """Start to join the tensors of all ranks along the first dimension.
+
+    Shapes: x ``(N, ...)``, contiguous; out ``(axis.size * N, ...)``. ``x`` may be this rank's part of ``out``.
+    """
+    if axis.group is None:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Pending()
+    work = all_gather_into(out, _apart(out, x, axis), group=axis.group, async_op=True)
+    return Pending(work, keep=(out, x))
+
+
+def start_reduce_scatter(out: Tensor, x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending:
+    """Start to reduce ``x`` over the ranks, each of which gets one part of the result.
+
+    Shapes: x ``(axis.size * N, ...)``, contiguous; out ``(N, ...)``, which may be this rank's part of ``x``.
+    """
+    if axis.group is None:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Pending()
+    native, scale = _native_op(op, axis)
+    result = out if _works_in_place(axis) else out.new_empty(out.shape)
+    work = reduce_scatter_into(result, x, op=native, group=axis.group, async_op=True)
+    return Pending(work, _finish(out, result, scale), keep=(out, x, result))
+
+
+def start_all_reduce(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending:
+    """Start to reduce ``x`` over the ranks, in place."""
+    if axis.group is None:
+        return Pending()
+    native, scale = _native_op(op, axis)
+    work = dist.all_reduce(x, op=native, group=axis.group, async_op=True)
+    return Pending(work, _finish(x, x, scale), keep=(x,))
+
+
+def _finish(out: Tensor, result: Tensor, scale: int) -> Callable[[], None] | None:
+    if result is out and scale == 1:
+        return None
+
+    def finish() -> None:
+        if scale != 1:
+            result.div_(scale)
+        if result is not out:
+            out.copy_(result)
+
+    return finish
+
+
+def _native_op(op: ReduceOp, axis: MeshAxis) -> tuple[Any, int]:
+    """Return the operation to run, and what its result must still be divided by."""
+    if op == "mean" and dist.get_backend(axis.group) == "nccl":
+        return dist.ReduceOp.AVG, 1
+    return REDUCE_OPS[op], axis.size if op == "mean" else 1
+
+
+def _works_in_place(axis: MeshAxis) -> bool:
+    return dist.get_backend(axis.group) == "nccl"
+
+
+def _apart(out: Tensor, x: Tensor, axis: MeshAxis) -> Tensor:
+    """Return ``x`` where it does not lie in ``out``, unless the library may read and write the same memory."""
+    return x if _works_in_place(axis) else x.clone()

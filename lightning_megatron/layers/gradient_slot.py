@@ -1,0 +1,80 @@
+"""The place where a parameter's gradient is summed over the microbatches of a step, outside of autograd's ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+_ATTRIBUTE = "gradient_slot"
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class GradientSlot:
+    """Sum a parameter's gradients in a given tensor, which may be wider than the parameter.
+
+    The first gradient of a step overwrites what is there, so nobody has to clear the tensor before.
+
+    Args:
+        gradient: The sum, of the parameter's local shape.
+        on_gradient: Called after every addition.
+    """
+
+    def __init__(self, gradient: Tensor, on_gradient: Callable[[], None]) -> None:
+        self.gradient = gradient
+        self.is_empty = True
+        self._on_gradient = on_gradient
+
+    @torch.no_grad()
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient of the parameter's shape, in any dtype."""
+        if self.is_empty:
+            self.gradient.copy_(gradient)
+        else:
+            self.gradient.add_(gradient)
+        self._added()
+
+    @torch.no_grad()
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add the weight gradient of a linear layer, ``left^T @ right``.
+
+        Equal to ``add(left.t() @ right)``; half types on a GPU are multiplied and summed in the slot's float32 by one
+        matrix product, without rounding to half and without a temporary.
+
+        Shapes: left ``(N, out)``; right ``(N, in)``; the slot ``(out, in)``.
+        """
+        if self.gradient.dtype == torch.float32 and left.is_cuda and left.dtype in _HALF and right.dtype == left.dtype:
+            if self.is_empty:
+                torch.mm(left.t(), right, out_dtype=torch.float32, out=self.gradient)
+            else:
+                torch.addmm(self.gradient, left.t(), right, out_dtype=torch.float32, out=self.gradient)
+        elif self.gradient.dtype == left.dtype == right.dtype:
+            torch.addmm(self.gradient, left.t(), right, beta=0 if self.is_empty else 1, out=self.gradient)
+        else:
+            self.add(left.t() @ right)
+            return
+        self._added()
+
+    def clear(self) -> None:
+        """Begin a new step."""
+        self.is_empty = True
+
+    def _added(self) -> None:
+        self.is_empty = False
+        self._on_gradient()
+
+
+def slot_of(parameter: Tensor | None) -> GradientSlot | None:
+    """Return where a parameter's gradient is summed; None where autograd keeps it, and for one that is frozen."""
+    if parameter is None or not parameter.requires_grad:
+        return None
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def set_slot(parameter: nn.Parameter, slot: GradientSlot | None) -> None:
+    """Attach a slot to a parameter, or take it away."""
+    if slot is not None:
+        setattr(parameter, _ATTRIBUTE, slot)
+    elif hasattr(parameter, _ATTRIBUTE):
+        delattr(parameter, _ATTRIBUTE)
