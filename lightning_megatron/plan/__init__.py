@@ -1,5 +1,7 @@
 """Plan parallel training with integers alone: who holds what, and who does what when."""
 
+from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
+from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.schedule import Action, Schedule, build_schedule
 from lightning_megatron.plan.shards import (
@@ -17,9 +19,12 @@ from lightning_megatron.plan.transfers import Compute, Exchange, Program, Transf
 
 __all__ = [
     "Action",
+    "BufferPlan",
     "Compute",
     "Exchange",
+    "FlatBox",
     "ParallelLayout",
+    "Piece",
     "Program",
     "Schedule",
     "ShardRange",
@@ -28,8 +33,11 @@ __all__ = [
     "attention_ranges",
     "build_schedule",
     "even_range",
+    "flat_range_boxes",
     "gated_ranges",
     "padded_vocab_size",
+    "plan_by_elements",
+    "plan_by_parameters",
     "plan_transfers",
     "render",
     "simulate",

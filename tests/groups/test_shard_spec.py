@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from math import prod
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from lightning_megatron.groups.shard_spec import Box, ShardSpec, set_shard_spec, shard_spec_of, whole_spec
+from lightning_megatron.groups.shard_spec import Box, FlatSlice, ShardSpec, set_shard_spec, shard_spec_of, whole_spec
 from lightning_megatron.plan.shards import ShardRange, attention_ranges, padded_vocab_size, vocab_range
 
 
@@ -54,3 +59,91 @@ def test_a_parameter_without_a_spec_is_whole_on_every_rank():
 def test_a_wrong_full_shape_is_refused():
     with pytest.raises(ValueError, match=r"must have shape \(4, 3\): \(3, 4\)"):
         ShardSpec((4, 3), (ShardRange(0, 2),)).shard(torch.zeros(3, 4))
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[list[FlatSlice], torch.Tensor]:
+    """Draw a local tensor of several ranges and padding, and a partition of its flattened elements."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    dim = draw(st.integers(0, len(shape) - 1))
+    edges = sorted(draw(st.lists(st.integers(0, shape[dim]), min_size=2, max_size=6)))
+    ranges = [ShardRange(a, b, draw(st.integers(0, 1))) for a, b in pairwise(edges) if draw(st.booleans())]
+    spec = ShardSpec(tuple(shape), tuple(draw(st.permutations(ranges))), dim)
+    local = (*shape[:dim], spec.local_extent + draw(st.integers(0, 2)), *shape[dim + 1 :])
+    inner = draw(st.lists(st.integers(0, prod(local)), max_size=5))
+    borders = sorted([0, *inner, prod(local)])
+    full = torch.arange(1, prod(shape) + 1, dtype=torch.float64).view(shape)
+    return [FlatSlice(spec, local, a, b) for a, b in pairwise(borders)], full
+
+
+@given(cut_tensors())
+def test_flat_slices_are_the_flattened_shard(case: tuple[list[FlatSlice], torch.Tensor]):
+    slices, full = case
+    spec, local_shape = slices[0].spec, slices[0].local_shape
+    expected = spec.shard(full, local_shape[spec.dim]).flatten()
+    for piece in slices:
+        flat = torch.zeros(piece.size, dtype=full.dtype)
+        piece.copy_from_full(flat, full)
+        assert torch.equal(flat, expected[piece.start : piece.stop])
+        assert [box for box, _ in piece.local_views(flat)] == piece.boxes()
+        for box, view in piece.local_views(flat):
+            index = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            assert torch.equal(view, full[index])
+            assert view.data_ptr() == flat[box.local_start :].data_ptr()
+
+
+@given(cut_tensors())
+def test_a_partition_of_the_local_tensor_reaches_each_held_element_once(case: tuple[list[FlatSlice], torch.Tensor]):
+    slices, full = case
+    spec, reached, joined = slices[0].spec, torch.zeros_like(full), torch.zeros_like(full)
+    for piece in slices:
+        flat = torch.full((piece.size,), -1.0, dtype=full.dtype)
+        for box in piece.boxes():
+            reached[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] += 1
+        for _, view in piece.local_views(flat):
+            view.fill_(7.0)  # a view: the flat tensor sees it, and padding does not change
+        assert (flat == 7.0).sum() == sum(prod(box.sizes) for box in piece.boxes())
+        piece.copy_from_full(flat, full)
+        piece.copy_to_full(flat, joined, counted_only=True)
+    held, counted = torch.zeros_like(full), torch.zeros_like(full)
+    for piece in spec.ranges:
+        held.narrow(spec.dim, piece.start, piece.size).fill_(1)
+        counted.narrow(spec.dim, piece.start, piece.size).fill_(piece.copy == 0)
+    assert torch.equal(reached, held)
+    assert torch.equal(joined, full * counted)
+
+
+def test_a_flat_slice_answers_for_its_spec():
+    spec = ShardSpec((300, 4), (ShardRange(256, 300),), partial=True).tied("embedding.word.weight")
+    piece = FlatSlice(spec, (128, 4), 170, 500)
+    assert (piece.full_shape, piece.tied_to, piece.partial, piece.size) == (
+        (300, 4),
+        "embedding.word.weight",
+        True,
+        330,
+    )
+    assert piece.boxes() == [Box((298, 2), (1, 2), 0, 0), Box((299, 0), (1, 4), 2, 0)]
+    assert FlatSlice(spec, (128, 4), 200, 500).boxes() == []
+
+
+def test_scalars_and_huge_tensors_are_sliced():
+    scalar = FlatSlice(whole_spec(torch.tensor(3.0), copy=1), (), 0, 1)
+    assert scalar.boxes() == [Box((), (), 0, 1)]
+    flat = torch.zeros(1)
+    scalar.copy_from_full(flat, torch.tensor(3.0))
+    assert flat.item() == 3.0
+    spec = ShardSpec((131072, 32768), (ShardRange(0, 8192), ShardRange(16384, 24576)), dim=1)
+    flat = torch.empty(2**30, device="meta")
+    views = FlatSlice(spec, (131072, 16384), 5, 5 + 2**30).local_views(flat)
+    assert sum(view.numel() for _, view in views) == 2**30
+    assert len(views) <= 6
+
+
+def test_a_flat_slice_that_leaves_its_tensor_is_refused():
+    spec = ShardSpec((4, 3), (ShardRange(0, 2),))
+    with pytest.raises(ValueError, match=r"\[0, 7\) of 6 elements"):
+        FlatSlice(spec, (2, 3), 0, 7)
+    with pytest.raises(ValueError, match=r"at least the 2 rows .* \(1, 3\)"):
+        FlatSlice(spec, (1, 3), 0, 3)
+    with pytest.raises(ValueError, match=r"one dimension of 3 elements: \(2,\)"):
+        FlatSlice(spec, (2, 3), 0, 3).local_views(torch.zeros(2))

@@ -1,0 +1,160 @@
+"""Buffers hold every parameter once, in equal parts."""
+
+from __future__ import annotations
+
+from math import lcm
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.buckets import BufferPlan, Piece, Placed, Slice, plan_by_elements, plan_by_parameters
+
+PARTS = st.integers(1, 9)
+
+
+@st.composite
+def some_pieces(draw: st.DrawFn) -> list[Piece]:
+    count = draw(st.integers(0, 12))
+    return [
+        Piece(f"p{i}", draw(st.integers(0, 700)), draw(st.integers(0, 2)), draw(st.integers(0, 4)) == 0)
+        for i in range(count)
+    ]
+
+
+def check_every_element_once(plan: BufferPlan, pieces: list[Piece]) -> None:
+    held: dict[str, list[tuple[int, int]]] = {piece.name: [] for piece in pieces}
+    for part in range(plan.num_parts):
+        shard_stop, buffer_stop = 0, 0
+        for piece in plan.slices(part):
+            assert 0 <= piece.start < piece.stop
+            held[piece.name].append((piece.start, piece.stop))
+            assert piece.buffer_start == plan.place(piece.name).start + piece.start
+            assert piece.buffer_start >= buffer_stop
+            assert piece.shard_start >= shard_stop
+            shard_stop, buffer_stop = piece.shard_start + piece.size, piece.buffer_start + piece.size
+            low, high = plan.buckets[piece.bucket].part(part, plan.num_parts)
+            assert low <= piece.buffer_start <= piece.buffer_start + piece.size <= high
+            assert piece.shard_start - plan.shard_start(piece.bucket) == piece.buffer_start - low
+            assert plan.bucket_of(piece.name) == piece.bucket
+        assert shard_stop <= plan.shard_size
+    for piece in pieces:
+        ranges = sorted(held[piece.name])
+        assert [i for low, high in ranges for i in range(low, high)] == list(range(piece.size))
+
+
+def check_buckets(plan: BufferPlan, pieces: list[Piece]) -> None:
+    by_name, stop = {piece.name: piece for piece in pieces}, 0
+    for bucket in plan.buckets:
+        assert bucket.start == stop
+        stop = bucket.stop
+        assert bucket.placed
+        assert bucket.size % lcm(plan.num_parts, 128) == 0
+        assert {by_name[placed.name].group for placed in bucket.placed} == {bucket.group}
+        parts = [bucket.part(index, plan.num_parts) for index in range(plan.num_parts)]
+        assert parts[0][0] == bucket.start
+        assert parts[-1][1] == bucket.stop
+        assert len({high - low for low, high in parts}) == 1
+        last = bucket.start
+        for placed in bucket.placed:
+            assert placed.start % 64 == 0
+            assert placed.start >= last
+            assert placed.stop - placed.start == by_name[placed.name].size
+            last = placed.stop
+        assert last <= bucket.stop
+    assert plan.size == stop == plan.shard_size * plan.num_parts
+
+
+@given(some_pieces(), PARTS, st.integers(1, 1500))
+def test_every_element_lies_in_exactly_one_slice(pieces: list[Piece], num_parts: int, bucket_size: int) -> None:
+    plan = plan_by_elements(pieces, num_parts, bucket_size)
+    check_every_element_once(plan, pieces)
+    check_buckets(plan, pieces)
+
+
+@given(some_pieces(), PARTS, st.integers(1, 1500))
+def test_buckets_are_in_reverse_order_and_close_in_time(pieces: list[Piece], parts: int, bucket_size: int) -> None:
+    plan = plan_by_elements(pieces, parts, bucket_size)
+    names = [placed.name for bucket in plan.buckets for placed in bucket.placed]
+    assert names == [piece.name for piece in reversed(pieces)]
+    by_name = {piece.name: piece for piece in pieces}
+    for bucket in plan.buckets:
+        if any(by_name[placed.name].alone for placed in bucket.placed):
+            assert len(bucket.placed) == 1
+        assert all(placed.stop - bucket.start < bucket_size for placed in bucket.placed[:-1])
+    for bucket, after in zip(plan.buckets, plan.buckets[1:], strict=False):
+        last, first = by_name[bucket.placed[-1].name], by_name[after.placed[0].name]
+        full = bucket.placed[-1].stop - bucket.start >= bucket_size
+        assert full or last.alone or first.alone or last.group != first.group
+
+
+@given(some_pieces(), PARTS)
+def test_whole_parameters_are_dealt_out_evenly(pieces: list[Piece], num_parts: int) -> None:
+    plan = plan_by_parameters(pieces, num_parts)
+    check_every_element_once(plan, pieces)
+    check_buckets(plan, pieces)
+    assert len(plan.buckets) == len({piece.group for piece in pieces})
+    sizes = {piece.name: piece.size for piece in pieces}
+    slices = [plan.slices(part) for part in range(num_parts)]
+    assert all((piece.start, piece.stop) == (0, sizes[piece.name]) for part in slices for piece in part)
+    order = {piece.name: -index for index, piece in enumerate(pieces)}
+    for index, bucket in enumerate(plan.buckets):
+        loads = []
+        for part in slices:
+            mine = [piece for piece in part if piece.bucket == index]
+            assert [order[piece.name] for piece in mine] == sorted(order[piece.name] for piece in mine)
+            loads.append(sum(-(-piece.size // 64) * 64 for piece in mine))
+        largest = max(-(-sizes[placed.name] // 64) * 64 for placed in bucket.placed)
+        assert max(loads) - min(loads) <= largest
+        assert bucket.size <= num_parts * (max(loads) + 128)
+
+
+def test_the_layout_is_that_of_megatron_core() -> None:
+    plan = plan_by_elements([Piece("a", 100), Piece("b", 200), Piece("c", 300)], 4)
+    assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 768)]
+    assert [plan.place(name) for name in "abc"] == [
+        Placed("a", 576, 676),
+        Placed("b", 320, 520),
+        Placed("c", 0, 300),
+    ]
+    plan = plan_by_elements([Piece("a", 100), Piece("b", 200), Piece("c", 300)], 4, bucket_size=250)
+    assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 384), (384, 768)]
+    assert [bucket.placed[-1].stop - bucket.start for bucket in plan.buckets] == [300, 356]
+    pieces = [Piece("tied", 1000, alone=True), Piece("a", 64), Piece("b", 65), Piece("c", 10)]
+    plan = plan_by_elements(pieces, 8)
+    assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 256), (256, 1280)]
+
+
+def test_a_part_may_begin_and_end_inside_a_parameter() -> None:
+    plan = plan_by_elements([Piece("a", 100), Piece("b", 200), Piece("c", 300)], 4)
+    assert [(s.name, s.start, s.stop, s.shard_start) for s in plan.slices(1)] == [("c", 192, 300, 0), ("b", 0, 64, 128)]
+    assert plan.slices(3) == (Slice("a", 0, 100, 576, 0, 0),)
+
+
+def test_an_empty_buffer_has_no_buckets() -> None:
+    for plan in (plan_by_elements([], 4), plan_by_parameters([], 4)):
+        assert plan.buckets == ()
+        assert plan.size == plan.shard_size == 0
+        assert plan.slices(3) == ()
+
+
+def test_a_buffer_of_a_large_model_is_planned_at_once() -> None:
+    pieces = [Piece(f"layers.{i}.{j}", 4096 * 4096 + j) for i in range(126) for j in range(9)]
+    plan = plan_by_elements(pieces, 512)
+    assert sum(s.size for part in (0, 511) for s in plan.slices(part)) <= 2 * plan.shard_size
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(ParallelPlanError, match="'a' is named twice"):
+        plan_by_elements([Piece("a", 1), Piece("a", 2)], 2)
+    with pytest.raises(ParallelPlanError, match="'a' has -1"):
+        plan_by_parameters([Piece("a", -1)], 2)
+    with pytest.raises(ParallelPlanError, match="num_parts must be a whole number of at least 1"):
+        plan_by_elements([], 0)
+    with pytest.raises(ParallelPlanError, match="bucket_size must be"):
+        plan_by_elements([], 1, bucket_size=0)
+    with pytest.raises(ParallelPlanError, match="Plan the buffer again with num_parts of 3"):
+        plan_by_elements([Piece("a", 1)], 4).buckets[0].part(0, 3)
+    with pytest.raises(ParallelPlanError, match="Use part of 0 to 3"):
+        plan_by_elements([Piece("a", 1)], 4).slices(4)
