@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.dropout import hidden_dropout
+from lightning_megatron.layers.gradient_slot import GradientSlot, slot_of
 from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.layers.loss import check_ids
-from lightning_megatron.layers.regions import leave_tensor_region, linear_in_tensor_region
+from lightning_megatron.layers.regions import column_linear, leave_tensor_region
 from lightning_megatron.plan.shards import padded_vocab_size, vocab_range, whole_range
 
 
@@ -54,15 +59,60 @@ class VocabParallelEmbedding(nn.Module):
         """Return the vector of every token."""
         check_ids(tokens, self.vocab_size)
         num_rows = self.weight.shape[0]
-        ids = tokens.t()
-        local = ids - self.mesh.tp.rank * num_rows
-        elsewhere = (local < 0) | (local >= num_rows)
+        num_rows, ids = self.weight.shape[0], tokens.t()
         # An illegal id becomes an illegal row, so that the CUDA kernel that reads it asserts.
-        index = local.masked_fill(elsewhere, 0).masked_fill((ids < 0) | (ids >= self.vocab_size), num_rows)
-        vectors = F.embedding(index, self.weight)
+        illegal = (ids < 0) | (ids >= self.vocab_size)
         if self.mesh.tp.size == 1:
-            return vectors
-        return leave_tensor_region(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.mesh)
+            return _look_up(self.weight, ids.masked_fill(illegal, num_rows), None)
+        # Ids of other ranks read some row here, and their vectors are cleared.
+        elsewhere = ids.div(num_rows, rounding_mode="floor") != self.mesh.tp.rank
+        index = ids.remainder(num_rows).masked_fill(illegal, num_rows)
+        return leave_tensor_region(_look_up(self.weight, index, elsewhere), self.mesh)
+
+
+def _look_up(weight: Tensor, index: Tensor, elsewhere: Tensor | None) -> Tensor:
+    slot = slot_of(weight)
+    if slot is not None:
+        return _LookUp.apply(weight, index, elsewhere, slot)
+    vectors = F.embedding(index, weight)
+    return vectors if elsewhere is None else vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+class _LookUp(torch.autograd.Function):
+    """Read rows; backward add the gradients of the rows that were read to a slot, without a table of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, index: Tensor, elsewhere: Tensor | None, slot: GradientSlot) -> Tensor:
+        ctx.save_for_backward(index, elsewhere)
+        ctx.slot, ctx.num_rows = slot, weight.shape[0]
+        vectors = F.embedding(index, weight)
+        return vectors if elsewhere is None else vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        index, elsewhere = ctx.saved_tensors
+        key = index.reshape(-1)
+        if elsewhere is not None:
+            key = key + elsewhere.reshape(-1) * ctx.num_rows
+        rows, sums = _sum_by_key(grads[0].flatten(0, -2).to(ctx.slot.gradient.dtype), key, ctx.num_rows)
+        ctx.slot.add_rows(rows, sums)
+        return None, None, None, None
+
+
+def _sum_by_key(grads: Tensor, keys: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Add up the gradients of equal keys, in an order that depends on nothing but the keys.
+
+    All shapes are known without reading the device. The sum of a key is the row of its first place in the sorted keys,
+    and the rows of its other places are zero, so that whoever adds rows of equal index gets the same sum in any order.
+
+    Shapes: grads ``(N, D)``; keys ``(N)``, those from ``num_rows`` on are left out; result ``(N)`` and ``(N, D)``.
+    """
+    num = keys.numel()
+    ordered = keys.sort().values
+    first = torch.searchsorted(ordered, keys).masked_fill(keys >= num_rows, num)
+    sums = torch.ops.aten.embedding_dense_backward(grads, first, num + 1, num, False)
+    return ordered.remainder(num_rows), sums[:num]
 
 
 class PositionEmbedding(nn.Module):
@@ -183,9 +233,9 @@ def vocab_logits(hidden: Tensor, weight: Tensor, mesh: ParallelMesh) -> Tensor:
     """Compute this rank's columns of the logits from a vocabulary-parallel table.
 
     Shapes: hidden as in ``VocabParallelHead``; weight ``(padded V/tp, D)``; output ``(S, B, padded V/tp)``.
-    Communication: see ``linear_in_tensor_region``.
+    Communication: see ``column_linear``.
     """
-    return linear_in_tensor_region(hidden, weight, None, mesh)
+    return column_linear(hidden, weight, None, mesh)
 
 
 def vocab_parameter(

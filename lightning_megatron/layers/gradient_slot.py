@@ -56,6 +56,19 @@ class GradientSlot:
             return
         self._added()
 
+    @torch.no_grad()
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        """Add the gradient of a table of which some rows were read.
+
+        The result is the same in every run if at most one of the rows with equal index is not zero.
+
+        Shapes: index ``(N)``; rows ``(N, D)`` in the slot's dtype; the slot ``(V, D)``.
+        """
+        if self.is_empty:
+            self.gradient.zero_()
+        self.gradient.index_add_(0, index, rows)
+        self._added()
+
     def clear(self) -> None:
         """Begin a new step."""
         self.is_empty = True

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
-from lightning_megatron.layers.regions import leave_tensor_region, linear_in_tensor_region
+from lightning_megatron.layers.regions import column_linear, row_linear
 from lightning_megatron.plan.shards import ShardRange, even_range, whole_range
 
 
@@ -35,7 +34,7 @@ class ColumnParallelLinear(nn.Module):
     Raises:
         ParallelPlanError: If ``out_features`` does not divide by tp and no ranges are given.
 
-    Communication: see ``linear_in_tensor_region``; with ``gather_output`` an all-gather over tp.
+    Communication: see ``column_linear``; with ``gather_output`` an all-gather over tp.
     Source: Shoeybi et al. 2019, section 3.
     """
 
@@ -64,9 +63,14 @@ class ColumnParallelLinear(nn.Module):
         )
         self.bias = sharded_parameter((out_features,), cut, ZEROS, partial=partial) if bias else None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return this rank's outputs, or all of them with ``gather_output``."""
-        output = linear_in_tensor_region(hidden, self.weight, self.bias, self.mesh)
+    def forward(self, hidden: Tensor, add_bias: bool = True) -> Tensor:
+        """Return this rank's outputs, or all of them with ``gather_output``.
+
+        Args:
+            hidden: The input.
+            add_bias: False leaves the bias to the caller, who may add it in one pass with what comes next.
+        """
+        output = column_linear(hidden, self.weight, self.bias if add_bias else None, self.mesh)
         return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
 
     def extra_repr(self) -> str:
@@ -91,7 +95,7 @@ class RowParallelLinear(nn.Module):
     Raises:
         ParallelPlanError: If ``in_features`` does not divide by tp.
 
-    Communication: see ``leave_tensor_region``.
+    Communication: see ``row_linear``.
     Source: Shoeybi et al. 2019, section 3.
     """
 
@@ -112,10 +116,14 @@ class RowParallelLinear(nn.Module):
         whole = whole_range(out_features, mesh.tp.rank)
         self.bias = sharded_parameter((out_features,), [whole], ZEROS, partial=mesh.sequence_parallel) if bias else None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the sum over all ranks' inputs, plus the bias."""
-        output = leave_tensor_region(F.linear(hidden, self.weight), self.mesh)
-        return output if self.bias is None else output + self.bias
+    def forward(self, hidden: Tensor, add_bias: bool = True) -> Tensor:
+        """Return the sum over all ranks' inputs, plus the bias.
+
+        Args:
+            hidden: The input.
+            add_bias: False leaves the bias to the caller, who may add it in one pass with what comes next.
+        """
+        return row_linear(hidden, self.weight, self.bias if add_bias else None, self.mesh)
 
     def extra_repr(self) -> str:
         """Show full and local sizes."""

@@ -1,4 +1,4 @@
-"""Entry to and exit from tensor-parallel regions, with or without sequence parallelism."""
+"""Matrix products at the border of tensor-parallel regions, with their communication beside them."""
 
 from __future__ import annotations
 
@@ -6,64 +6,53 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import (
     all_gather_sequence,
-    copy_to_axis,
+    all_reduce_,
     reduce_from_axis,
     reduce_scatter_sequence,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.pending import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from lightning_megatron.layers.gradient_slot import slot_of
 
 
-def enter_tensor_region(hidden: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Give every tensor-parallel rank the whole sequence.
-
-    Shapes: ``(S, B, D)`` to the same; under sequence parallelism ``(S/tp, B, D)`` to ``(S, B, D)``.
-    Communication: backward all-reduce over tp; under sequence parallelism all-gather, backward reduce-scatter.
-    """
-    return all_gather_sequence(hidden, mesh.tp) if mesh.sequence_parallel else copy_to_axis(hidden, mesh.tp)
-
-
-def linear_in_tensor_region(hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
+def column_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
     """Enter a tensor-parallel region and multiply by this rank's rows of a weight.
 
-    Equal to ``linear(enter_tensor_region(hidden, mesh), weight, bias)``. Under sequence parallelism only this rank's
-    positions are kept for the backward pass, which gathers the sequence a second time.
+    Equal to ``linear(whole sequence, weight, bias)`` with the input gradient summed over tp. Of the activations only
+    the input is kept; under sequence parallelism only this rank's positions of it, which the backward pass gathers
+    again. Weights and biases that have a gradient slot get their gradients there, and none from autograd.
 
-    Shapes: hidden ``(S, B, in)`` or ``(S/tp, B, in)``; weight ``(out/tp, in)``; output ``(S, B, out/tp)``.
-    Communication: that of ``enter_tensor_region``; under sequence parallelism one more all-gather backward.
-    Source: Korthikanti et al. 2022, section 4.2.2.
+    Shapes: hidden ``(S, B, in)`` or, under sequence parallelism, ``(S/tp, B, in)``; weight ``(out/tp, in)``; output
+    ``(S, B, out/tp)``.
+    Communication: backward an all-reduce over tp beside the weight's gradient; under sequence parallelism an all-gather
+    forward, and backward an all-gather beside the input's gradient and a reduce-scatter beside the weight's.
+    Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
     """
-    if mesh.sequence_parallel:
-        return _GatheredLinear.apply(hidden, weight, bias, mesh.tp)
-    return F.linear(enter_tensor_region(hidden, mesh), weight, bias)
+    if _is_plain(weight, bias, mesh):
+        return F.linear(hidden, weight, bias)
+    return _ColumnLinear.apply(hidden, weight, bias, mesh)
 
 
-class _GatheredLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tp: MeshAxis) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.tp, ctx.bias_dtype = tp, None if bias is None else bias.dtype
-        return F.linear(all_gather_sequence(hidden, tp), weight, bias)
+def row_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
+    """Multiply by this rank's columns of a weight, leave the tensor-parallel region, and add the bias once.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
-        # Under autocast the product ran in a narrower dtype than that of its operands.
-        grad = grads[0]
-        grad_hidden = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_hidden = reduce_scatter_sequence(grad @ weight.to(grad.dtype), ctx.tp).to(hidden.dtype)
-        rows = grad.flatten(0, -2)
-        if ctx.needs_input_grad[1]:
-            full = all_gather_sequence(hidden, ctx.tp).flatten(0, -2)
-            grad_weight = (rows.t() @ full.to(grad.dtype)).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0).to(ctx.bias_dtype)
-        return grad_hidden, grad_weight, grad_bias, None
+    Equal to ``linear(joined inputs, full weight, bias)``. Of the activations only the input is kept. Weights and biases
+    that have a gradient slot get their gradients there, and none from autograd.
+
+    Shapes: hidden ``(S, B, in/tp)``; weight ``(out, in/tp)``; output ``(S, B, out)`` or, under sequence parallelism,
+    ``(S/tp, B, out)``.
+    Communication: an all-reduce over tp forward; under sequence parallelism a reduce-scatter forward and an all-gather
+    backward.
+    Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
+    """
+    if _is_plain(weight, bias, mesh):
+        return F.linear(hidden, weight, bias)
+    return _RowLinear.apply(hidden, weight, bias, mesh)
 
 
 def leave_tensor_region(part: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -73,3 +62,112 @@ def leave_tensor_region(part: Tensor, mesh: ParallelMesh) -> Tensor:
     Communication: all-reduce over tp; under sequence parallelism reduce-scatter, backward all-gather.
     """
     return reduce_scatter_sequence(part, mesh.tp) if mesh.sequence_parallel else reduce_from_axis(part, mesh.tp)
+
+
+def _is_plain(weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> bool:
+    return mesh.tp.size == 1 and slot_of(weight) is None and slot_of(bias) is None
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
+        _keep(ctx, hidden, weight, bias, mesh)
+        full = all_gather_sequence(hidden, mesh.tp) if mesh.sequence_parallel else hidden
+        return F.linear(full, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        grad, arriving, leaving = grads[0], Pending(), Pending()
+        full, grad_hidden, grad_weight = hidden, None, None
+        if ctx.needs_input_grad[1] and ctx.mesh.sequence_parallel:
+            full, arriving = _start_gathering(hidden, ctx.mesh)
+        if ctx.needs_input_grad[0]:
+            grad_hidden, leaving = _start_summing(_input_gradient(grad, weight), ctx.mesh)
+        # From here on the device works beside the sum of the input's gradient.
+        grad_bias = _bias_gradient(ctx, grad)
+        if ctx.needs_input_grad[1]:
+            arriving.wait()
+            grad_weight = _weight_gradient(ctx, grad, full)
+        leaving.wait()
+        return None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype), grad_weight, grad_bias, None
+
+
+class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
+        _keep(ctx, hidden, weight, bias, mesh)
+        if mesh.tp.size == 1:
+            return F.linear(hidden, weight, bias)
+        part = F.linear(hidden, weight)
+        # The part is nobody else's yet, so the sum may overwrite it.
+        output = reduce_scatter_sequence(part, mesh.tp) if mesh.sequence_parallel else all_reduce_(part, mesh.tp)
+        if bias is None:
+            return output
+        return output.add_(bias) if bias.dtype == output.dtype else output + bias
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        grad, arriving = grads[0], Pending()
+        full, grad_hidden, grad_weight = grad, None, None
+        if ctx.mesh.sequence_parallel and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            full, arriving = _start_gathering(grad, ctx.mesh)
+        grad_bias = _bias_gradient(ctx, grad)
+        arriving.wait()
+        if ctx.needs_input_grad[0]:
+            grad_hidden = _input_gradient(full, weight).to(ctx.hidden_dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _weight_gradient(ctx, full, hidden)
+        return grad_hidden, grad_weight, grad_bias, None
+
+
+def _keep(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> None:
+    """Keep what the backward pass needs: each operand only for the other's gradient."""
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(hidden if needs_weight else None, weight if needs_hidden else None)
+    ctx.mesh, ctx.hidden_dtype, ctx.weight_dtype = mesh, hidden.dtype, weight.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    # The slot of the weight's moment: a frozen weight has none, even if it is thawed before the backward pass.
+    ctx.weight_slot, ctx.bias_slot = slot_of(weight), slot_of(bias)
+
+
+def _start_gathering(x: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Pending]:
+    x = x.contiguous()
+    full = x.new_empty((mesh.tp.size * x.shape[0], *x.shape[1:]))
+    return full, start_all_gather(full, x, mesh.tp)
+
+
+def _start_summing(x: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Pending]:
+    if not mesh.sequence_parallel:
+        return x, start_all_reduce(x, mesh.tp)
+    out = x.new_empty((x.shape[0] // mesh.tp.size, *x.shape[1:]))
+    return out, start_reduce_scatter(out, x, mesh.tp)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    # Under autocast the product ran in a narrower dtype than that of its operands.
+    return torch.mm(_rows(grad), weight.to(grad.dtype)).view(*grad.shape[:-1], weight.shape[1])
+
+
+def _weight_gradient(ctx: Any, grad: Tensor, hidden: Tensor) -> Tensor | None:
+    rows, inputs = _rows(grad), _rows(hidden).to(grad.dtype)
+    if ctx.weight_slot is not None:
+        ctx.weight_slot.add_product(rows, inputs)
+        return None
+    return torch.mm(rows.t(), inputs).to(ctx.weight_dtype)
+
+
+def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
+    if not ctx.needs_input_grad[2]:
+        return None
+    if ctx.bias_slot is not None:
+        ctx.bias_slot.add(_rows(grad).sum(0, dtype=ctx.bias_slot.gradient.dtype))
+        return None
+    return _rows(grad).sum(0).to(ctx.bias_dtype)
