@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from lightning_megatron.groups.journal import Journal
+
 
 @dataclass(frozen=True)
 class MeshAxis:
@@ -17,12 +19,14 @@ class MeshAxis:
         ranks: Global ranks of the group, in axis order.
         rank: Position of this rank in ``ranks``.
         group: The process group; None for a group of one, which never communicates.
+        journal: Where the collectives of this rank are counted.
     """
 
     name: str
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     group: ProcessGroup | None = field(default=None, compare=False)
+    journal: Journal = field(default_factory=Journal, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -38,6 +42,10 @@ class MeshAxis:
     def is_last(self) -> bool:
         """Tell whether this rank is the last of the group."""
         return self.rank == self.size - 1
+
+    def note(self, kind: str) -> tuple[str, str, int, tuple[int, ...]]:
+        """Count a collective of this rank that is about to start."""
+        return self.journal.note(kind, self.name, self.ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshAxis:
         """Return the axis itself: a copied module lives in the same groups."""

@@ -77,6 +77,7 @@ def _same(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
 
 def _summed(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     result = x.clone(memory_format=torch.contiguous_format)
+    axis.note("all_reduce")
     dist.all_reduce(result, group=axis.group)
     return result
 
@@ -88,6 +89,7 @@ def _split(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
 
 def _gathered(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     result = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    axis.note("all_gather")
     all_gather_into(result, x.contiguous(), group=axis.group)
     return result if dim == 0 else torch.cat(result.chunk(axis.size), dim)
 
@@ -96,6 +98,7 @@ def _scattered_sum(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     _check_divides(x, axis, dim)
     rows = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim))
     result = rows.new_empty((rows.shape[0] // axis.size, *rows.shape[1:]))
+    axis.note("reduce_scatter")
     reduce_scatter_into(result, rows, group=axis.group)
     return result
 
@@ -111,6 +114,7 @@ def _check_divides(x: Tensor, axis: MeshAxis, dim: int) -> None:
 def all_reduce_(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Tensor:
     """Reduce ``x`` over the axis in place, without autograd, and return it."""
     if axis.group is not None:
+        axis.note("all_reduce")
         dist.all_reduce(x, op=REDUCE_OPS[op], group=axis.group)
         if op == "mean":
             x.div_(axis.size)
@@ -120,6 +124,7 @@ def all_reduce_(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Tensor:
 def broadcast_(x: Tensor, axis: MeshAxis, source: int = 0) -> Tensor:
     """Copy ``x`` from the position ``source`` of the axis to all, in place, without autograd, and return it."""
     if axis.group is not None:
+        axis.note("broadcast")
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
 
@@ -137,6 +142,7 @@ def all_gather_objects(obj: Any, axis: MeshAxis) -> list[Any]:
     if axis.group is None:
         return [obj]
     objects: list[Any] = [None] * axis.size
+    axis.note("all_gather_object")
     dist.all_gather_object(objects, obj, group=axis.group)
     return objects
 
@@ -146,6 +152,7 @@ def broadcast_object(obj: Any, axis: MeshAxis, source: int = 0) -> Any:
     if axis.group is None:
         return obj
     objects = [obj]
+    axis.note("broadcast_object")
     dist.broadcast_object_list(objects, axis.ranks[source], group=axis.group)
     return objects[0]
 
@@ -154,6 +161,7 @@ def barrier(axis: MeshAxis, device: torch.device | None = None) -> None:
     """Wait until every rank of the axis arrives."""
     if axis.group is None:
         return
+    axis.note("barrier")
     if device is not None and device.type == "cuda" and dist.get_backend(axis.group) == "nccl":
         dist.barrier(
             group=axis.group, device_ids=[torch.cuda.current_device() if device.index is None else device.index]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning_megatron.errors import ParallelPlanError, RankMismatchError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.fingerprint import check_same_everywhere
+from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.layout import ParallelLayout
 
@@ -67,6 +68,7 @@ class ParallelMesh:
     data_cpu: MeshAxis = MeshAxis("data_cpu")
     model_cpu: MeshAxis = MeshAxis("model_cpu")
     pp_cpu: MeshAxis = MeshAxis("pp_cpu")
+    journal: Journal = field(default_factory=Journal, repr=False, compare=False)
     owned_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False, compare=False)
     owns_world: bool = field(default=False, repr=False, compare=False)
 
@@ -132,6 +134,7 @@ class ParallelMesh:
             random,
             sequence_parallel and layout.tp > 1,
             **axes,
+            journal=builder.journal,
             owned_groups=tuple(builder.created),
             owns_world=owns_world,
         )
@@ -170,6 +173,7 @@ class _Builder:
         }
         self.created: list[dist.ProcessGroup] = []
         self.rank = layout.rank_offset
+        self.journal = Journal()
         self._cache: dict[Any, MeshAxis] = {}
 
     def join(self, rendezvous: Rendezvous | None, timeout: timedelta | None) -> bool:
@@ -234,7 +238,7 @@ class _Builder:
         if key not in self._cache:
             self._cache[key] = self._create(groups, backend, options)
         found = self._cache[key]
-        return MeshAxis(name, found.ranks, found.rank, found.group)
+        return MeshAxis(name, found.ranks, found.rank, found.group, self.journal)
 
     def _create(self, groups: Sequence[Sequence[int]], backend: str, options: Mapping[str, Any]) -> MeshAxis:
         # A rank outside every group (a middle stage has no embedding group) sees a group of its own.

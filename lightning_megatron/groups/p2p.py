@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,11 +13,18 @@ from lightning_megatron.groups.axis import MeshAxis
 class PendingExchange:
     """Hold an exchange that has started, and keep its tensors alive until it is over."""
 
-    def __init__(self, works: Sequence[dist.Work] = (), tensors: Sequence[Tensor] = ()) -> None:
-        self._works, self._tensors = tuple(works), tuple(tensors)
+    def __init__(
+        self,
+        works: Sequence[dist.Work] = (),
+        tensors: Sequence[Tensor] = (),
+        noted: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._works, self._tensors, self._noted = tuple(works), tuple(tensors), noted
 
     def wait(self) -> None:
         """Wait for all transfers; on a GPU the current stream waits, not the host. Further calls do nothing."""
+        if self._works:
+            self._noted()
         for work in self._works:
             work.wait()
         self._works = self._tensors = ()
@@ -45,5 +52,7 @@ def exchange(
     operations += [dist.P2POp(dist.irecv, buffer, axis.ranks[peer], group=axis.group) for buffer, peer in receives]
     if not operations:
         return PendingExchange()
+    peers = tuple(axis.ranks[peer] for _, peer in (*sends, *receives))
+    call = axis.journal.note("exchange", f"{axis.name} neighbours", peers)
     works = dist.batch_isend_irecv(operations)
-    return PendingExchange(works, [op.tensor for op in operations])
+    return PendingExchange(works, [op.tensor for op in operations], lambda: axis.journal.again(call))

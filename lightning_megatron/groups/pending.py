@@ -27,18 +27,24 @@ class Pending:
         work: What torch returned; None if there is nothing to wait for.
         then: What is left to do when the communication is done.
         keep: Tensors that must live until then.
+        noted: Tells the journal that this collective is waited for now.
     """
 
     def __init__(
-        self, work: dist.Work | None = None, then: Callable[[], None] | None = None, keep: tuple[Tensor, ...] = ()
+        self,
+        work: dist.Work | None = None,
+        then: Callable[[], None] | None = None,
+        keep: tuple[Tensor, ...] = (),
+        noted: Callable[[], None] = lambda: None,
     ) -> None:
-        self._work, self._then, self._keep = work, then, keep
+        self._work, self._then, self._keep, self._noted = work, then, keep, noted
 
     def wait(self) -> None:
         """Let the current stream, and on a CPU the host, go on only when the result is there; may be called again."""
         work, then = self._work, self._then
         self._work = self._then = None
         if work is not None:
+            self._noted()
             work.wait()
         if then is not None:
             then()
@@ -54,8 +60,9 @@ def start_all_gather(out: Tensor, x: Tensor, axis: MeshAxis) -> Pending:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Pending()
+    noted = _note("all_gather", axis)
     work = all_gather_into(out, _apart(out, x, axis), group=axis.group, async_op=True)
-    return Pending(work, keep=(out, x))
+    return Pending(work, keep=(out, x), noted=noted)
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending:
@@ -69,8 +76,9 @@ def start_reduce_scatter(out: Tensor, x: Tensor, axis: MeshAxis, op: ReduceOp = 
         return Pending()
     native, scale = _native_op(op, axis)
     result = out if _works_in_place(axis) else out.new_empty(out.shape)
+    noted = _note("reduce_scatter", axis)
     work = reduce_scatter_into(result, x, op=native, group=axis.group, async_op=True)
-    return Pending(work, _finish(out, result, scale), keep=(out, x, result))
+    return Pending(work, _finish(out, result, scale), keep=(out, x, result), noted=noted)
 
 
 def start_all_reduce(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending:
@@ -78,8 +86,15 @@ def start_all_reduce(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending
     if axis.group is None:
         return Pending()
     native, scale = _native_op(op, axis)
+    noted = _note("all_reduce", axis)
     work = dist.all_reduce(x, op=native, group=axis.group, async_op=True)
-    return Pending(work, _finish(x, x, scale), keep=(x,))
+    return Pending(work, _finish(x, x, scale), keep=(x,), noted=noted)
+
+
+def _note(kind: str, axis: MeshAxis) -> Callable[[], None]:
+    """Count a collective, and return what tells the journal that it is waited for."""
+    call = axis.note(kind)
+    return lambda: axis.journal.again(call)
 
 
 def _finish(out: Tensor, result: Tensor, scale: int) -> Callable[[], None] | None:
