@@ -164,10 +164,11 @@ class FlatSlice:
                 f"a local tensor has at least the {self.spec.local_extent} rows of its spec along dimension {dim}, and "
                 f"the extents of the full shape {full} along the others: {self.local_shape}."
             )
-        if not 0 <= self.start <= self.stop <= prod(self.local_shape):
+        size = prod(self.local_shape)
+        if not 0 <= self.start <= self.stop <= size:
             raise ValueError(
-                f"a flat slice must lie in its tensor: [{self.start}, {self.stop}) of {prod(self.local_shape)} elements. "
-                f"Use 0 <= start <= stop <= {prod(self.local_shape)}."
+                f"a flat slice must lie in its tensor of {size} elements: [{self.start}, {self.stop}). "
+                f"Use 0 <= start <= stop <= {size}."
             )
 
     @property

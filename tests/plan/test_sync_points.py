@@ -1,0 +1,77 @@
+"""Gradients are summed once, after they are complete, in one order, and not before the slowest stage is done."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan import Action, Schedule, build_schedule, simulate
+from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    name = draw(st.sampled_from(["1f1b", "gpipe", "interleaved"]))
+    if name == "interleaved":
+        stages = draw(st.integers(2, 5))
+        return build_schedule(name, stages, stages * draw(st.integers(1, 3)), draw(st.integers(2, 4)))
+    return build_schedule(name, draw(st.integers(1, 6)), draw(st.integers(1, 10)))
+
+
+@given(schedules())
+def test_every_chunk_is_summed_once_after_its_last_backward_in_one_order(schedule: Schedule) -> None:
+    points = reduction_points(schedule)
+    assert len(points) == schedule.num_stages
+    assert len({tuple(point.chunk for point in row) for row in points}) == 1
+    for rank, row in enumerate(points):
+        assert sorted(point.chunk for point in row) == list(range(schedule.num_chunks))
+        assert [point.after_action for point in row] == sorted(point.after_action for point in row)
+        actions = schedule.actions(rank)
+        for point in row:
+            last = max(i for i, action in enumerate(actions) if action.kind == "B" and action.chunk == point.chunk)
+            assert last <= point.after_action < len(actions)
+            assert point.early == (point.after_action == last)
+
+
+@given(schedules())
+def test_no_stage_starts_before_the_slowest_is_done_unless_it_has_nothing_left(schedule: Schedule) -> None:
+    rows = simulate(schedule).rows
+    for chunk in range(schedule.num_chunks):
+        done = max(s.stop for row in rows for s in row if s.action.kind == "B" and s.action.chunk == chunk)
+        for rank, row in enumerate(reduction_points(schedule)):
+            (point,) = (point for point in row if point.chunk == chunk)
+            span = rows[rank][point.after_action]
+            assert span.stop >= done or point.after_action == len(rows[rank]) - 1
+            if point.after_action:
+                assert rows[rank][point.after_action - 1].stop < done
+
+
+def test_one_stage_sums_during_its_last_backward() -> None:
+    assert reduction_points(build_schedule("1f1b", 1, 4)) == ((ReductionPoint(7, 0, True),),)
+
+
+def test_all_stages_of_one_chunk_sum_at_the_end() -> None:
+    points = reduction_points(build_schedule("1f1b", 4, 8))
+    assert points == ((ReductionPoint(15, 0, True),),) * 4
+
+
+def test_the_later_chunk_is_summed_beside_the_backwards_of_the_earlier_one() -> None:
+    schedule = build_schedule("interleaved", 2, 4, 2)
+    points = reduction_points(schedule)
+    assert [[point.chunk for point in row] for row in points] == [[1, 0], [1, 0]]
+    first, second = points
+    assert [point.early for point in first] == [True, True]
+    assert [point.early for point in second] == [False, True]
+    assert schedule.actions(1)[second[0].after_action].chunk == 0
+
+
+def test_weight_halves_complete_the_gradients() -> None:
+    row = (Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0))
+    assert reduction_points(Schedule("halves", 1, 1, 1, (row,)).validate()) == ((ReductionPoint(2, 0, True),),)
+
+
+def test_a_schedule_without_backwards_is_refused() -> None:
+    with pytest.raises(ParallelPlanError, match="nothing to sum"):
+        reduction_points(build_schedule("1f1b", 2, 2, forward_only=True))
