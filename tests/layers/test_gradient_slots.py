@@ -1,0 +1,286 @@
+"""Layers that add their gradients to slots, against the same layers under plain autograd, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.pending import Pending
+from lightning_megatron.layers import regions
+from lightning_megatron.layers.embedding import (
+    InputEmbedding,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    vocab_logits,
+)
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.oracles import assert_equal
+from tests.world import run_world
+
+S, B, D, F_OUT, V = 8, 3, 16, 12, 150
+
+CUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def once(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+def twice(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x) + layer(x * 0.5 if x.is_floating_point() else x.flip(0))
+
+
+def recomputed(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+class Tied(nn.Module):
+    """Use one table at both ends, as a tied GPT on one stage does."""
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.word, self.mesh = VocabParallelEmbedding(V, D, mesh), mesh
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return vocab_logits(self.word(tokens).tanh(), self.word.weight, self.mesh)
+
+
+def attach_slots(layer: nn.Module, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Give every parameter a slot over memory that holds no number yet; return gradients and how often each came."""
+    gradients, calls = {}, dict.fromkeys(dict(layer.named_parameters()), 0)
+    for name, parameter in layer.named_parameters():
+        gradients[name] = torch.full_like(parameter, torch.nan, dtype=dtype)
+
+        def count(name: str = name) -> None:
+            calls[name] += 1
+
+        set_slot(parameter, GradientSlot(gradients[name], count))
+    return gradients, calls
+
+
+def compare(layer: nn.Module, x: Tensor, run: Run, what: str) -> None:
+    """Run forward and backward with and without slots and compare outputs and gradients."""
+    initialize_(layer, "cpu", seed=3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(20.0)
+    plain = copy.deepcopy(layer)
+    gradients, calls = attach_slots(layer)
+    inputs = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
+    outputs = [run(module, given) for module, given in zip((plain, layer), inputs, strict=True)]
+    assert_equal(outputs[1], outputs[0], f"{what}: output")
+    for output in outputs:
+        output.backward(draw(*output.shape, seed=7))
+    if x.is_floating_point():
+        assert inputs[0].grad is not None
+        assert inputs[1].grad is not None
+        assert_equal(inputs[1].grad, inputs[0].grad, f"{what}: input gradient")
+    for (name, parameter), twin in zip(layer.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is None, f"{what}: autograd got a gradient of {name}"
+        assert calls[name] >= 1, f"{what}: {name} told nobody of its gradient"
+        assert twin.grad is not None
+        assert_equal(gradients[name], twin.grad, f"{what}: gradient of {name}")
+
+
+def cases(mesh: ParallelMesh) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    seq, part = S // (mesh.tp.size if mesh.sequence_parallel else 1), D // mesh.tp.size
+    for bias in (True, False):
+        yield "column", ColumnParallelLinear(D, F_OUT, mesh, bias=bias), draw(seq, B, D)
+        yield "row", RowParallelLinear(D, F_OUT, mesh, bias=bias), draw(S, B, part)
+    yield "gathered column", ColumnParallelLinear(D, F_OUT, mesh, gather_output=True), draw(seq, B, D)
+    yield "head", VocabParallelHead(V, D, mesh), draw(seq, B, D)
+    tokens = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(4))
+    tokens[0] = torch.tensor([5, V - 1, 5, 0, 5, 5, V - 1, 2])
+    yield "embedding", VocabParallelEmbedding(V, D, mesh), tokens
+    yield "tied", Tied(mesh), tokens
+
+
+def check_overlap(mesh: ParallelMesh) -> None:
+    """Check what is under way beside which product in the backward pass."""
+    events: list[str] = []
+
+    def recorded(name: str, start: Callable[..., Pending]) -> Callable[..., Pending]:
+        def start_and_record(*args: Any) -> Pending:
+            events.append(f"{name} starts")
+            pending = start(*args)
+
+            def end() -> None:
+                pending.wait()
+                events.append(f"{name} ends")
+
+            return Pending(None, end)
+
+        return start_and_record
+
+    layer = ColumnParallelLinear(D, F_OUT, mesh)
+    initialize_(layer, "cpu", seed=0)
+    attach_slots(layer)
+    seq = S // (mesh.tp.size if mesh.sequence_parallel else 1)
+    output = layer(draw(seq, B, D).requires_grad_())
+    with pytest.MonkeyPatch.context() as patch, products_to(events):
+        for name in ("all_gather", "reduce_scatter", "all_reduce"):
+            patch.setattr(regions, f"start_{name}", recorded(name, getattr(regions, f"start_{name}")))
+        output.backward(draw(*output.shape))
+    total = "reduce_scatter" if mesh.sequence_parallel else "all_reduce"
+    expected = ["input gradient", f"{total} starts", "weight gradient", f"{total} ends"]
+    if mesh.sequence_parallel:
+        expected = ["all_gather starts", *expected[:2], "all_gather ends", *expected[2:]]
+    assert events == expected, events
+
+
+@contextmanager
+def products_to(events: list[str]) -> Iterator[None]:
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.mm.default:
+                events.append("input gradient")
+            elif func is torch.ops.aten.addmm.out:
+                events.append("weight gradient")
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        yield
+
+
+def check_all(rank: int, size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    for tp, sequence_parallel in CUTS:
+        mesh = ParallelMesh.create(ParallelLayout(world_size=4, tp=tp), sequence_parallel=sequence_parallel)
+        for name, layer, x in cases(mesh):
+            for run in (once, twice, recomputed):
+                what = f"{name} {run.__name__} tp={tp} sp={sequence_parallel}"
+                compare(layer, x, run, what)
+        if tp > 1:
+            check_overlap(mesh)
+        mesh.destroy()
+
+
+def test_slots_hold_what_autograd_would_under_every_cut() -> None:
+    run_world(check_all, 4)
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_frozen_parts_get_no_gradient_and_the_others_theirs(kind: Any) -> None:
+    mesh, x = ParallelMesh.single(), draw(S, B, D)
+    for frozen in ({"weight"}, {"bias"}, {"weight", "bias"}, {"input"}, {"input", "bias"}):
+        layer = kind(D, F_OUT, mesh).double()
+        initialize_(layer, "cpu", seed=1)
+        gradients, calls = attach_slots(layer)
+        for name in frozen - {"input"}:
+            getattr(layer, name).requires_grad_(False)
+        given = x.clone().requires_grad_("input" not in frozen)
+        layer(given).backward(draw(S, B, F_OUT, seed=2))
+        for name in ("weight", "bias"):
+            assert calls[name] == (name not in frozen)
+            assert bool(gradients[name].isnan().any()) == (name in frozen)
+            assert getattr(layer, name).grad is None
+        if "input" in frozen:
+            assert given.grad is None
+        else:
+            assert given.grad is not None
+            assert_equal(given.grad, draw(S, B, F_OUT, seed=2) @ layer.weight, f"input gradient, frozen {frozen}")
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_only_what_the_backward_pass_needs_is_kept(kind: Any) -> None:
+    layer = kind(D, F_OUT, ParallelMesh.single()).double()
+    attach_slots(layer)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(draw(S, B, D).requires_grad_())
+        assert [tuple(t.shape) for t in kept] == [(S, B, D), (F_OUT, D)]
+        kept.clear()
+        layer(draw(S, B, D))
+        assert [tuple(t.shape) for t in kept] == [(S, B, D)]
+        kept.clear()
+        layer.weight.requires_grad_(False)
+        layer(draw(S, B, D).requires_grad_())
+        assert [tuple(t.shape) for t in kept] == [(F_OUT, D)]
+        kept.clear()
+        with torch.no_grad():
+            layer(draw(S, B, D).requires_grad_())
+        assert not kept
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "head", "embedding"])
+def test_no_second_tensor_of_the_weights_size_is_made(kind: str) -> None:
+    found = {name: (layer, x) for name, layer, x in cases(ParallelMesh.single())}
+    layer, x = found[kind]
+    layer.double()
+    initialize_(layer, "cpu", seed=1)
+    gradients, _ = attach_slots(layer)
+    output = layer(x.requires_grad_(x.is_floating_point()))
+    made: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            shape, home = layer.weight.shape, gradients["weight"]
+            if isinstance(result, Tensor) and result.shape in (shape, shape[::-1]):
+                known = (home, layer.weight)
+                if all(result.untyped_storage().data_ptr() != k.untyped_storage().data_ptr() for k in known):
+                    made.append(str(func))
+            return result
+
+    with Watch():
+        output.backward(torch.ones_like(output))
+    assert not made
+    assert not gradients["weight"].isnan().any()
+
+
+def test_half_layers_sum_a_float32_slot_over_microbatches() -> None:
+    mesh = ParallelMesh.single()
+    layer = ColumnParallelLinear(D, F_OUT, mesh).bfloat16()
+    initialize_(layer, "cpu", seed=1)
+    gradients, calls = attach_slots(layer, torch.float32)
+    expected = torch.zeros(F_OUT, D)
+    for seed in range(3):
+        x, grad = draw(S, B, D, seed=seed).bfloat16(), draw(S, B, F_OUT, seed=seed + 9).bfloat16()
+        layer(x).backward(grad)
+        expected += grad.float().flatten(0, 1).t() @ x.float().flatten(0, 1)
+    assert calls == {"weight": 3, "bias": 3}
+    assert_equal(gradients["weight"], expected, "sum over microbatches", tolerance=2e-2)
+
+
+def test_a_bias_that_the_caller_adds_is_not_added() -> None:
+    x = draw(S, B, D)
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        layer = kind(D, F_OUT, ParallelMesh.single()).double()
+        initialize_(layer, "cpu", seed=1)
+        with torch.no_grad():
+            layer.bias.fill_(3.0)
+        assert_equal(layer(x, add_bias=False), F.linear(x, layer.weight), "output without bias")
+        assert_equal(layer(x, add_bias=False) + layer.bias, layer(x), "output with bias")
+
+
+def test_positions_keep_autograds_gradient_beside_slots() -> None:
+    mesh = ParallelMesh.single()
+    layer = InputEmbedding(VocabParallelEmbedding(V, D, mesh), PositionEmbedding(S, D, mesh), mesh=mesh).double()
+    initialize_(layer, "cpu", seed=1)
+    gradient = torch.full_like(layer.word.weight, torch.nan)
+    set_slot(layer.word.weight, GradientSlot(gradient, lambda: None))
+    layer(torch.arange(B * S).view(B, S)).sum().backward()
+    assert_equal(gradient.sum(1), torch.cat([torch.full((B * S,), float(D)), torch.zeros(256 - B * S)]), "words")
+    assert layer.position is not None
+    assert layer.position.weight.grad is not None
+    assert_equal(layer.position.weight.grad, torch.full((S, D), float(B)), "positions")
