@@ -22,7 +22,8 @@ class MegatronLauncher(SubprocessScriptLauncher):
         num_processes: Processes on this node.
         num_nodes: Nodes of the job.
         watch: Returns the failure watch of this rank.
-        check: Refuses what cannot run, given the arguments of ``fit``, ``validate``, ``test`` or ``predict`` by name.
+        check: Refuses what cannot run, given the arguments of ``fit``, ``validate``, ``test`` or ``predict`` by name,
+            and the ``trainer``.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class MegatronLauncher(SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         # Before any other process is started, so that the user reads one traceback.
-        self._check(inspect.signature(function).bind_partial(*args, **kwargs).arguments)
+        arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+        self._check({**arguments, "trainer": trainer})
 
         def guarded(*inner_args: Any, **inner_kwargs: Any) -> Any:
             if self.num_processes * self.num_nodes == 1:

@@ -46,6 +46,9 @@ __all__ = [
     "utils_rank_zero_only",
 ]
 
+#: The ``ckpt_path`` that stands for the newest checkpoint.
+LAST = "last"
+
 #: What the functions below read: (where it is found from the trainer, name).
 TRAINER_ATTRIBUTES = (
     ("fit_loop.epoch_loop", "automatic_optimization"),
@@ -63,6 +66,9 @@ TRAINER_ATTRIBUTES = (
     ("", "_signal_connector"),
     ("_signal_connector", "_sigterm_notifier_fn"),
     ("_signal_connector", "received_sigterm"),
+    ("", "_checkpoint_connector"),
+    ("_checkpoint_connector", "_parse_ckpt_path"),
+    ("_checkpoint_connector", "resume_start"),
 )
 
 
@@ -132,6 +138,24 @@ def restore_signal_check(trainer: Trainer) -> None:
     """Undo :func:`replace_signal_check`."""
     vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
     vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+
+
+def find_last_checkpoint_by(trainer: Trainer, find: Callable[[], str | None]) -> None:
+    """Let ``find`` say what ``ckpt_path="last"`` is, when all ranks of the run can answer together.
+
+    Lightning asks the file system on every rank by itself, before the ranks know each other.
+    """
+    connector = trainer._checkpoint_connector
+    parse, start = type(connector)._parse_ckpt_path, type(connector).resume_start
+
+    def parse_later(state_fn: Any, ckpt_path: Any, **options: Any) -> Any:
+        return ckpt_path if ckpt_path == LAST else parse(connector, state_fn, ckpt_path, **options)
+
+    def start_with_found(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        start(connector, find() if checkpoint_path == LAST else checkpoint_path, weights_only)
+
+    connector._parse_ckpt_path = parse_later  # type: ignore[method-assign]
+    connector.resume_start = start_with_found  # type: ignore[method-assign]
 
 
 def announce_sigterm(trainer: Trainer) -> None:

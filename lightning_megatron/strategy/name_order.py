@@ -1,0 +1,101 @@
+"""In which order one process would hold the names that pipeline stages hold in parts: torch numbers by that order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from lightning_megatron.errors import CheckpointMismatchError
+
+
+def merge_orders(stages: Sequence[Sequence[str]]) -> list[str]:
+    """Merge the names of a model's stages into the order that the whole model has them in.
+
+    Numbered parts, the layers, come by number; other parts stay as each stage has them, and what a later stage has in
+    addition follows what comes before it there.
+
+    Args:
+        stages: Names of each stage, first to last, such as ``layers.3.mlp.weight``, in the order of its modules.
+    """
+    if len(stages) == 1:
+        return list(dict.fromkeys(stages[0]))
+    heads = _merge_parts([list(dict.fromkeys(name.partition(".")[0] for name in names)) for names in stages])
+    merged = []
+    for head in heads:
+        inner = [[name for name in names if name.partition(".")[0] == head] for names in stages]
+        if any(name == head for names in inner for name in names):
+            merged.append(head)
+            continue
+        rests = [[name.partition(".")[2] for name in names] for names in inner if names]
+        merged += [f"{head}.{rest}" for rest in merge_orders(rests)]
+    return merged
+
+
+def _merge_parts(stages: Sequence[Sequence[str]]) -> list[str]:
+    found = {part for parts in stages for part in parts}
+    if all(part.isdecimal() for part in found):
+        return sorted(found, key=int)
+    merged: list[str] = []
+    for parts in stages:
+        place = 0
+        for part in parts:
+            if part in merged:
+                place = merged.index(part) + 1
+            else:
+                merged.insert(place, part)
+                place += 1
+    return merged
+
+
+def order_groups(stages: Sequence[Sequence[Sequence[str]]], order: Iterable[str]) -> list[list[str]]:
+    """List the parameters of each optimizer group as one process would number them.
+
+    Args:
+        stages: For each stage, the names in each of the optimizer's groups, in the optimizer's order.
+        order: Names of the whole model in the order of its modules.
+
+    Raises:
+        CheckpointMismatchError: If several stages list parameters in another order than the model's: how one process
+            would then mix them is not known.
+    """
+    if len(stages) == 1:
+        return [list(names) for names in stages[0]]
+    place = {name: number for number, name in enumerate(order)}
+    for groups in stages:
+        for number, names in enumerate(groups):
+            places = [place.get(name, -1) for name in names]
+            if places != sorted(places) or -1 in places:
+                raise CheckpointMismatchError(
+                    f"parameters of an optimizer group must be in the model's order to be numbered as in one process: "
+                    f"those of group {number} on one of {len(stages)} stages are not. How one process would mix the "
+                    "stages' parameters is not known. Build the group from self.named_parameters() without sorting "
+                    "it, or use pp=1."
+                )
+    groups = max(len(one) for one in stages)
+    return [
+        sorted((name for one in stages for name in (one[number] if number < len(one) else ())), key=place.__getitem__)
+        for number in range(groups)
+    ]
+
+
+def named_numbers(group: Mapping[str, object], names: Sequence[str]) -> list[str]:
+    """Return the names of the parameters of a saved optimizer group, number by number.
+
+    Args:
+        group: One of ``param_groups`` of a torch optimizer's state dict.
+        names: The parameters of the same group now, as one process would number them.
+
+    Raises:
+        CheckpointMismatchError: If there are more or fewer.
+    """
+    numbers = group["params"]
+    assert isinstance(numbers, Sequence), "torch lists the parameters of a group by number"
+    written = group.get("param_names")
+    if isinstance(written, Sequence) and set(written) == set(names):
+        return [str(name) for name in written]
+    if len(numbers) != len(names):
+        raise CheckpointMismatchError(
+            f"an optimizer group must have the parameters that were saved: {len(numbers)} were saved, the group has "
+            f"{len(names)} ({', '.join(names[:3])}, ...). torch numbers parameters, so each state would go to another "
+            "one. Restore configure_optimizers as it was, or load the weights alone."
+        )
+    return list(names)

@@ -1,0 +1,48 @@
+"""The default random generators of this process as plain values, so that a checkpoint can bring them back safely."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of torch's, numpy's and Python's default generators.
+
+    Tensors and plain values alone, which load without unpickling anything else.
+
+    Args:
+        device: The device of this rank, whose generator counts besides the CPU's.
+    """
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, internal, next_gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": {
+            "kind": str(kind),
+            "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        },
+        "python": {"version": version, "internal": torch.tensor(internal), "next_gauss": next_gauss},
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Continue the default generators of this process where :func:`random_states` found them."""
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    ours = states["numpy"]
+    keys = ours["keys"].numpy().astype(np.uint32)
+    np.random.set_state((ours["kind"], keys, ours["position"], ours["has_gauss"], ours["gauss"]))
+    python = states["python"]
+    random.setstate((python["version"], tuple(python["internal"].tolist()), python["next_gauss"]))
