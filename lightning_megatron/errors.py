@@ -25,3 +25,7 @@ class CorruptDataError(ValueError):
 
 class MissingExtraError(ImportError):
     """Report an optional dependency that is not installed, with the command that installs it."""
+
+
+class CheckpointSaveError(RuntimeError):
+    """Report a checkpoint that could not be written, with the reason of every rank that failed."""
