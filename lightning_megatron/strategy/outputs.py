@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+#: What a value weighs in a mean, in samples or tokens: a number, or a scalar of a device that the host does not read.
+Weight = int | float | Tensor
 
 
 def loss_in(output: Any) -> Tensor | None:
@@ -28,32 +32,105 @@ def loss_in(output: Any) -> Tensor | None:
     return loss
 
 
-def weighted_mean(values: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Average one value of each microbatch over the samples; the host does not wait for the device.
+def token_count_in(output: Any) -> Weight | None:
+    """Return how many tokens a step's loss is the mean of: what it returned under ``num_tokens``; None if nothing.
+
+    Returns:
+        A number where the host knows it, which is read from a tensor on the CPU; else a scalar tensor of a device.
+
+    Raises:
+        ValueError: If it is no scalar, or the host knows that it is negative or not finite.
+    """
+    count = output.get("num_tokens") if isinstance(output, Mapping) else None
+    if count is None:
+        return None
+    if isinstance(count, Tensor) and count.numel() == 1:
+        count = count.detach().reshape(())
+        if count.device.type != "cpu":
+            return count
+        count = count.item()
+    if isinstance(count, bool) or not isinstance(count, (int, float)) or not 0 <= count < math.inf:
+        shown = tuple(count.shape) if isinstance(count, Tensor) else repr(count)
+        raise ValueError(
+            f"num_tokens must be a number of tokens or a tensor with one element, 0 or more: {shown}. The loss of a "
+            "microbatch weighs by it. Return how many labels the mean was taken over, such as (labels != -100).sum()."
+        )
+    return count
+
+
+def token_counts_in(outputs: Sequence[Any]) -> list[Weight] | None:
+    """Return the token counts of all microbatches; None if the step returns none. A step that returned None has 0.
+
+    Raises:
+        ValueError: If some microbatches returned a count and others did not.
+    """
+    counts = [token_count_in(output) for output in outputs]
+    missing = [number for number, count in enumerate(counts) if count is None and outputs[number] is not None]
+    if all(count is None for count in counts):
+        return None
+    if missing:
+        raise ValueError(
+            f"a step must return num_tokens for every microbatch or for none: it is missing for {len(missing)} of "
+            f"{len(outputs)}, first for number {missing[0]}. A mean over tokens and one over samples cannot be "
+            "mixed. Return 0 for a microbatch without a valid token."
+        )
+    return [0 if count is None else count for count in counts]
+
+
+def total_weight(weights: Sequence[Weight]) -> Weight:
+    """Add weights up: a number if all are numbers, else a float64 scalar; the host does not wait for a device."""
+    return stack_scalars(weights).sum() if any(isinstance(weight, Tensor) for weight in weights) else sum(weights)
+
+
+def stack_scalars(values: Sequence[Weight]) -> Tensor:
+    """Stack scalars in float64, on a device if any of them is there; the host does not wait for it.
+
+    Shapes: ``(values,)``.
+    """
+    devices = [value.device for value in values if isinstance(value, Tensor) and value.device.type != "cpu"]
+    device = devices[0] if devices else torch.device("cpu")
+    return torch.stack([scalar_on(value, device) for value in values])
+
+
+def scalar_on(value: Weight, device: torch.device) -> Tensor:
+    """Return a scalar in float64 on the device; the host does not wait for the device, as it would for a copy."""
+    if isinstance(value, Tensor) and (value.device.type != "cpu" or device.type == "cpu"):
+        return value.detach().to(device=device, dtype=torch.float64).reshape(())
+    return torch.full((), value.item() if isinstance(value, Tensor) else value, dtype=torch.float64, device=device)
+
+
+def weighted_mean(values: Tensor, weights: Sequence[Weight]) -> Tensor:
+    """Average one value of each microbatch; the host does not wait for the device.
+
+    A value that weighs nothing takes no part, even if it is NaN. The mean of nothing is 0.
 
     Shapes: values ``(microbatches,)``, floating point; result ``()``.
 
     Args:
         values: One for each microbatch.
-        sizes: Samples in each microbatch (samples).
+        weights: Samples or tokens in each microbatch.
     """
-    if len(set(sizes)) == 1:
+    if any(isinstance(weight, Tensor) for weight in weights):
+        vector = torch.stack([scalar_on(weight, values.device) for weight in weights])
+        total = vector.sum()
+        return torch.where(vector > 0, values * vector, 0.0).sum() / torch.where(total > 0, total, 1.0)
+    if len(set(weights)) == 1 and weights[0]:
         return values.mean()
     # Weights in a tensor would be copied to the device, and the host waits for such a copy.
-    weighted = [value * size for value, size in zip(values, sizes, strict=True)]
-    return torch.stack(weighted).sum() / sum(sizes)
+    weighted = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
+    return torch.stack(weighted).sum() / sum(weights) if weighted else values.new_zeros(())
 
 
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[Weight]) -> Any:
     """Join what a step returned for every microbatch.
 
-    Scalars are averaged over the samples; tensors and lists with one entry for each sample are joined; mappings and
-    tuples entry by entry; equal values are returned once. Anything else becomes a list with one entry for each
-    microbatch.
+    Scalars are averaged over the samples or tokens; tensors and lists with one entry for each sample are joined;
+    mappings and tuples entry by entry; equal values are returned once. Anything else becomes a list with one entry for
+    each microbatch.
 
     Args:
         outputs: One for each microbatch, in order.
-        sizes: Samples in each microbatch (samples).
+        weights: Samples or tokens in each microbatch.
     """
     if not outputs:
         return None
@@ -61,22 +138,22 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     if len(outputs) == 1:
         return first
     if all(isinstance(output, Tensor) for output in outputs):
-        return _merge_tensors(outputs, sizes)
+        return _merge_tensors(outputs, weights)
     if all(isinstance(output, Mapping) and output.keys() == first.keys() for output in outputs):
-        return {key: merge_outputs([output[key] for output in outputs], sizes) for key in first}
+        return {key: merge_outputs([output[key] for output in outputs], weights) for key in first}
     if all(isinstance(output, list) for output in outputs):
         return [item for output in outputs for item in output]
     if all(isinstance(output, tuple) and len(output) == len(first) for output in outputs):
-        parts = [merge_outputs(column, sizes) for column in zip(*outputs, strict=True)]
+        parts = [merge_outputs(column, weights) for column in zip(*outputs, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
     plain = all(output is None or isinstance(output, (str, int, float, bool)) for output in outputs)
     return first if plain and all(output == first for output in outputs) else list(outputs)
 
 
-def _merge_tensors(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
+def _merge_tensors(tensors: Sequence[Tensor], weights: Sequence[Weight]) -> Any:
     first = tensors[0]
     if all(tensor.dim() == 0 for tensor in tensors):
-        merged = weighted_mean(torch.stack(list(tensors)).double(), sizes)
+        merged = weighted_mean(torch.stack(list(tensors)).double(), weights)
         return merged.to(first.dtype if first.is_floating_point() else torch.float32)
     if all(tensor.dim() and tensor.shape[1:] == first.shape[1:] for tensor in tensors):
         return torch.cat(list(tensors))

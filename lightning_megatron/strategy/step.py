@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,44 +11,15 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_megatron.groups.collectives import broadcast_object
+from lightning_megatron.groups.collectives import all_reduce_, broadcast_object
+from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch, split_batch
-from lightning_megatron.strategy.log_replay import LogReplay, Recorder
-from lightning_megatron.strategy.outputs import loss_in, merge_outputs
-
-
-@dataclass
-class _Losses:
-    """Collect the microbatches' losses of one batch, each weighted by its samples.
-
-    Args:
-        microbatches: The parts of the batch.
-        factor: What the loss is multiplied by for the backward pass alone.
-        divisor: Batches whose gradients are accumulated (batches).
-    """
-
-    microbatches: list[Microbatch]
-    factor: float
-    divisor: int
-    total: Tensor | None = None
-    num_missing: int = 0
-    num_samples: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_samples = sum(part.num_samples for part in self.microbatches)
-
-    def take(self, output: Any, number: int) -> Tensor | None:
-        """Return the scalar to run backward from, and add its value to the total."""
-        loss = loss_in(output)
-        if loss is None:
-            self.num_missing += 1
-            return None
-        weighted = loss * (self.microbatches[number].num_samples / self.num_samples / self.divisor)
-        value = weighted.detach()
-        self.total = value if self.total is None else self.total + value
-        return weighted * self.factor if self.factor != 1.0 else weighted
+from lightning_megatron.strategy.log_record import Recorder
+from lightning_megatron.strategy.log_replay import LogReplay
+from lightning_megatron.strategy.microbatch_losses import MicrobatchLosses, unit_of
+from lightning_megatron.strategy.outputs import Weight, merge_outputs, token_counts_in, total_weight
 
 
 class StepRunner:
@@ -64,6 +34,8 @@ class StepRunner:
     def __init__(self, mesh: ParallelMesh, executor: PipelineExecutor, microbatch_size: int) -> None:
         self._mesh, self._executor, self._microbatch_size = mesh, executor, microbatch_size
         self._replay = LogReplay(mesh)
+        self._unit: int | None = None
+        self._is_counted: bool | None = None
 
     def train(
         self,
@@ -76,7 +48,7 @@ class StepRunner:
         divisor: int,
         factor: float,
         values_to_log: Mapping[str, float],
-        after_backward: Callable[[], None],
+        after_backward: Callable[[Tensor | None], None],
     ) -> Any:
         """Run ``training_step`` and its backward pass on every microbatch.
 
@@ -89,16 +61,25 @@ class StepRunner:
             divisor: Batches whose gradients are accumulated (batches).
             factor: Loss scale.
             values_to_log: Further values that every rank knows.
-            after_backward: Called once when all gradients of this rank are there.
+            after_backward: Called once when all gradients of this rank are there. It takes the tokens of the batch, a
+                float64 scalar in units that are the same on all ranks, if the step counts them: then gradients are
+                sums, to be divided by the tokens of all ranks and accumulated batches. Else it takes None, and
+                gradients are means.
 
         Returns:
-            The mean loss over the batch divided by ``divisor``, on every rank; on the last stage with whatever else the
-            step returned. None if the step returned no loss.
+            The mean loss over the batch, on every rank; on the last stage with whatever else the step returned. None if
+            the step returned no loss. The mean is one over tokens if the step counts them, else one over samples,
+            divided by ``divisor``.
 
-        Communication: that of the schedule and of :meth:`LogReplay.replay`.
+        Raises:
+            ValueError: If a step counts tokens for some microbatches and not for others, or does so from now on.
+            RankMismatchError: At the first batch, if it does on some ranks and not on others.
+
+        Communication: that of the schedule and of :meth:`LogReplay.replay`; at the first batch one all-reduce over the
+        data axis and one gather over all ranks, on the CPU.
         """
         microbatches = split_batch(batch, self._microbatch_size)
-        losses = _Losses(microbatches, factor, divisor)
+        losses = MicrobatchLosses(microbatches, factor, divisor, self._unit_of_tokens(microbatches))
         with self._replay.record(module) as recorder:
             for name, value in values_to_log.items():
                 module.log(name, value, on_step=True, on_epoch=False)
@@ -109,14 +90,20 @@ class StepRunner:
         if not backward:
             for number, output in enumerate(outputs):
                 losses.take(output, number)
-        after_backward()
-        loss = self._replay_with_loss(module, recorder, losses)
-        if loss is None:
+        self._check_losses(losses)
+        extra, counts = [losses.report(), losses.num_tokens(self._mesh.device)], losses.counts
+        replayed = self._replay.replay(module, recorder, ("training_step",), extra, counts)
+        has_loss = not (self._mesh.pp.is_last and losses.is_empty)
+        if has_loss:
+            self._agree_on_counting(replayed.is_counted)
+        loss, num_tokens = replayed.extra
+        after_backward(num_tokens if replayed.is_counted else None)
+        if not has_loss:
             return None
+        loss = loss.to(losses.dtype)
         if not outputs or not isinstance(outputs[0], Mapping):
             return loss
-        detached = apply_to_collection(outputs, Tensor, Tensor.detach)
-        merged = merge_outputs(detached, [part.num_samples for part in microbatches])
+        merged = self._merged(outputs, microbatches, counts)
         return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
 
     def evaluate(
@@ -138,9 +125,10 @@ class StepRunner:
         microbatches = split_batch(batch, self._microbatch_size)
         with self._replay.record(module) as recorder:
             outputs = self._run(getattr(module, name), microbatches, args, recorder, step, None)
-        merged = merge_outputs(outputs, [part.num_samples for part in microbatches])
+        counts = None if name == "predict_step" else token_counts_in(outputs)
+        merged = self._merged(outputs, microbatches, counts)
         if name != "predict_step":
-            self._replay.replay(module, recorder, key, [])
+            self._replay.replay(module, recorder, key, counts=counts)
             return merged
         pp_cpu = self._mesh.pp_cpu
         return (
@@ -156,30 +144,47 @@ class StepRunner:
         args: tuple[Any, ...],
         recorder: Recorder,
         step: int,
-        losses: _Losses | None,
+        losses: MicrobatchLosses | None,
     ) -> list[Any]:
         sizes = {id(part.data): part.num_samples for part in microbatches}
 
         def run_one(data: Any) -> Any:
-            recorder.microbatch_size = sizes[id(data)]
-            recorder.is_muted = not self._executor.runs_to_end
+            recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
             return step_fn(data, *args)
 
         loss_of = None if losses is None else losses.take
         return self._executor.run(run_one, microbatches, backward=losses is not None, loss_of=loss_of, step=step)
 
-    def _replay_with_loss(self, module: LightningModule, recorder: Recorder, losses: _Losses) -> Tensor | None:
-        is_last = self._mesh.pp.is_last
-        if is_last and losses.num_missing and self._mesh.world.size > 1:
+    def _merged(self, outputs: list[Any], microbatches: list[Microbatch], counts: list[Weight] | None) -> Any:
+        detached = apply_to_collection(outputs, Tensor, Tensor.detach)
+        if counts is None:
+            return merge_outputs(detached, [part.num_samples for part in microbatches])
+        merged = merge_outputs(detached, counts)
+        return {**merged, "num_tokens": total_weight(counts)} if isinstance(merged, Mapping) else merged
+
+    def _check_losses(self, losses: MicrobatchLosses) -> None:
+        if self._mesh.pp.is_last and losses.num_missing and self._mesh.world.size > 1:
             raise RuntimeError(
                 "training_step must return a loss on every rank and for every microbatch: it returned None. The "
                 "other ranks wait "
                 "for its gradients. Return a loss that is zero, such as 0.0 * output.sum(), to skip a batch."
             )
-        if losses.total is None and is_last and self._mesh.world.size == 1:
-            self._replay.replay(module, recorder, ("training_step",), [])
-            return None
-        dtype = torch.float32 if losses.total is None else torch.promote_types(losses.total.dtype, torch.float32)
-        extra = [losses.total if losses.total is not None else torch.zeros(())]
-        (loss,) = self._replay.replay(module, recorder, ("training_step",), extra)
-        return loss.to(dtype)
+
+    def _unit_of_tokens(self, microbatches: list[Microbatch]) -> int:
+        """Return what token counts are divided by: chosen from the first batches of all ranks, then kept."""
+        if self._unit is None:
+            self._unit = int(all_reduce_(torch.tensor(unit_of(microbatches)), self._mesh.data_cpu, "max"))
+        return self._unit
+
+    def _agree_on_counting(self, is_counted: bool) -> None:
+        """Check that a step counts its tokens on all ranks or on none, and goes on as it has begun."""
+        if self._is_counted is None:
+            check_same_everywhere(self._mesh.world_cpu, {"training_step returns num_tokens": is_counted})
+            self._is_counted = is_counted
+        elif is_counted != self._is_counted:
+            raise ValueError(
+                f"training_step must return num_tokens for every batch of a fit or for none: it "
+                f"{'does now and did not' if is_counted else 'does not now and did'} before. Gradients of several "
+                "ranks and batches are averaged over tokens or over samples, never both. Return 0 for a batch "
+                "without a valid token."
+            )

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torchmetrics.aggregation import MeanMetric
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.log_replay import LogReplay, Recorder
+from lightning_megatron.strategy.log_record import Recorder
+from lightning_megatron.strategy.log_replay import LogReplay
 
 
 class Module:
@@ -22,13 +24,14 @@ class Module:
         self.logged[name] = (value, options)
 
 
-def replay(record: Any, extra: list[torch.Tensor] | None = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def replay(record: Any, extra: Any = (), counts: Any = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
     module: Any = Module()
     tool = LogReplay(ParallelMesh.single())
     with tool.record(module) as recorder:
         record(module, recorder)
-    found = tool.replay(module, recorder, ("training_step",), extra or [])
-    return module.logged, found
+    found = tool.replay(module, recorder, ("training_step",), extra, counts)
+    assert found.is_counted == (counts is not None)
+    return module.logged, found.extra
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,7 @@ def replay(record: Any, extra: list[torch.Tensor] | None = None) -> tuple[dict[s
 def test_microbatches_are_merged_as_the_user_says(reduce_fx: Any, expected: float) -> None:
     def record(module: Any, recorder: Recorder) -> None:
         for value, size in ((1.0, 1), (3.0, 3)):
-            recorder.microbatch_size = size
+            recorder.begin(size, is_muted=False)
             module.log("value", torch.tensor(value), reduce_fx=reduce_fx)
 
     logged, _ = replay(record)
@@ -56,6 +59,53 @@ def test_a_given_batch_size_is_the_weight() -> None:
     assert (value.item(), options["batch_size"]) == (2.0, 4)
 
 
+def test_a_batch_size_may_be_a_tensor() -> None:
+    def record(module: Any, recorder: Recorder) -> None:
+        for value, size in ((1.0, 3), (5.0, 1), (torch.nan, 0)):
+            module.log("value", value, batch_size=torch.tensor(size))
+
+    value, options = replay(record)[0]["value"]
+    assert (value.item(), float(options["batch_size"])) == (2.0, 4.0)
+
+
+@pytest.mark.parametrize("as_tensors", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 5])
+def test_means_weigh_by_tokens_where_the_step_counts_them(as_tensors: bool, batch_size: int | None) -> None:
+    """Nothing else does, and a microbatch without a token takes no part."""
+
+    def record(module: Any, recorder: Recorder) -> None:
+        module.log("scale", 8.0)
+        for value in (2.0, torch.nan, 6.0):
+            recorder.begin(2, is_muted=True)
+            module.log("value", 1.0)
+            recorder.begin(2, is_muted=False)
+            module.log("value", torch.tensor(value), batch_size=batch_size)
+            module.log("rows", 1.0, reduce_fx="sum")
+
+    counts = [3, 0, 1]
+    logged, _ = replay(record, counts=[torch.tensor(count) for count in counts] if as_tensors else counts)
+    assert logged["value"][0].item() == 3.0
+    assert float(logged["value"][1]["batch_size"]) == 4.0
+    assert logged["rows"][0].item() == 3.0
+    assert logged["scale"][0].item() == 8.0
+
+
+def test_the_mean_over_no_token_is_zero() -> None:
+    def record(module: Any, recorder: Recorder) -> None:
+        recorder.begin(1, is_muted=False)
+        module.log("value", torch.nan)
+
+    for count in (0, torch.tensor(0)):
+        assert replay(record, counts=[count])[0]["value"][0].item() == 0.0
+
+
+def test_a_metric_is_refused_with_several_stages_before_the_model_is_called() -> None:
+    recorder = Recorder(num_stages=2)
+    recorder.begin(1, is_muted=True)
+    with pytest.raises(UnsupportedError, match=r"cannot be logged with pp \(2\) > 1: metric. Only"):
+        recorder.log("metric", MeanMetric())
+
+
 def test_the_kind_of_a_value_is_kept() -> None:
     def record(module: Any, recorder: Recorder) -> None:
         module.log("single", torch.tensor(1.0))
@@ -69,7 +119,8 @@ def test_the_kind_of_a_value_is_kept() -> None:
 
 def test_a_pass_that_ends_at_the_model_logs_nothing() -> None:
     def record(module: Any, recorder: Recorder) -> None:
-        for recorder.is_muted in (True, False, True):
+        for is_muted in (True, False, True):
+            recorder.begin(1, is_muted=is_muted)
             module.log("count", 2.0, reduce_fx="sum")
 
     assert replay(record)[0]["count"][0].item() == 2.0

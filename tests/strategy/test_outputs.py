@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.strategy.outputs import loss_in, merge_outputs
+from lightning_megatron.strategy.outputs import loss_in, merge_outputs, token_count_in, token_counts_in, weighted_mean
 
 
 def test_scalars_are_averaged_over_samples() -> None:
@@ -42,3 +42,43 @@ def test_rows_of_different_widths_stay_apart() -> None:
 def test_a_step_without_a_loss_is_refused(output: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         loss_in(output)
+
+
+@pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3), torch.tensor([3.0])])
+def test_the_host_knows_token_counts_that_are_on_it(count: Any) -> None:
+    found = token_count_in({"loss": 1.0, "num_tokens": count})
+    assert not isinstance(found, torch.Tensor)
+    assert found == 3
+
+
+def test_token_counts_of_a_device_stay_there() -> None:
+    count = torch.tensor([3], device="meta")
+    found = token_count_in({"num_tokens": count})
+    assert isinstance(found, torch.Tensor)
+    assert found.shape == ()
+    assert found.device.type == "meta"
+
+
+@pytest.mark.parametrize("count", [-1, True, "3", float("nan"), torch.inf, torch.tensor(-2), torch.ones(2)])
+def test_what_is_no_token_count_is_refused(count: Any) -> None:
+    with pytest.raises(ValueError, match="num_tokens must be a number of tokens"):
+        token_count_in({"num_tokens": count})
+
+
+def test_all_microbatches_count_or_none() -> None:
+    assert token_counts_in([torch.ones(()), {"loss": 1}, None]) is None
+    assert token_counts_in([{"num_tokens": 2}, None, {"num_tokens": 0}]) == [2, 0, 0]
+    with pytest.raises(ValueError, match="missing for 1 of 2, first for number 1"):
+        token_counts_in([{"num_tokens": 2}, {"loss": 1.0}])
+
+
+@pytest.mark.parametrize("of_device", [False, True])
+def test_what_weighs_nothing_takes_no_part(of_device: bool) -> None:
+    def mean(values: list[float], weights: list[int]) -> float:
+        wrapped: Any = [torch.tensor(weight) for weight in weights] if of_device else weights
+        return weighted_mean(torch.tensor(values, dtype=torch.float64), wrapped).item()
+
+    nan = float("nan")
+    assert mean([1.0, nan, 5.0], [3, 0, 1]) == 2.0
+    assert mean([nan, nan], [0, 0]) == 0.0
+    assert mean([2.0, 4.0], [5, 5]) == 3.0

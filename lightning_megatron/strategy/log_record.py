@@ -1,0 +1,174 @@
+"""What the user logs while the microbatches of a batch run: how, and which values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from numbers import Number
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.strategy.outputs import Weight, stack_scalars, total_weight, weighted_mean
+
+_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+
+
+@dataclass(frozen=True)
+class LogCall:
+    """Hold how a value is logged: everything but the value.
+
+    Args:
+        name: Name of the value.
+        options: Arguments of ``LightningModule.log``, sorted by name.
+        is_double: Whether the value is kept in float64.
+        batch_size: What the value weighs in a mean over batches: its samples, unless it has a weight (samples).
+        has_weight: Whether a scalar that travels with the value says what it weighs: tokens, as a rule.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    is_double: bool = False
+    batch_size: float = 0
+    has_weight: bool = False
+
+    @property
+    def reduction(self) -> str:
+        """How values of several microbatches become one: mean, sum, max or min."""
+        fx = dict(self.options).get("reduce_fx", "mean")
+        return _REDUCTIONS.get(fx if isinstance(fx, str) else getattr(fx, "__name__", ""), "mean")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Hold one logged value, its weight, and in which run of the step it was logged."""
+
+    value: Tensor
+    weight: Weight
+    run: int
+
+
+@dataclass
+class Recorder:
+    """Collect the log calls of one batch.
+
+    Args:
+        num_stages: Pipeline stages, for what only one of them can log.
+        microbatch_size: Samples of the microbatch that runs now (samples).
+        is_muted: Whether to drop what is logged now: the step runs only up to the model, and again later.
+        run: How many runs of the step before this one were not muted.
+    """
+
+    num_stages: int = 1
+    microbatch_size: int = 1
+    is_muted: bool = False
+    run: int = -1
+    calls: dict[str, LogCall] = field(default_factory=dict)
+    values: dict[str, list[_Entry]] = field(default_factory=dict)
+    metrics: dict[str, tuple[Metric, dict[str, Any]]] = field(default_factory=dict)
+
+    def begin(self, microbatch_size: int, *, is_muted: bool) -> None:
+        """Note that the step starts to run on a microbatch."""
+        self.microbatch_size, self.is_muted = microbatch_size, is_muted
+        self.run += not is_muted
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Keep one call of ``LightningModule.log``.
+
+        Raises:
+            UnsupportedError: If the value is a metric object and there are several stages.
+            ValueError: If the value is not a scalar.
+        """
+        bound = _log_signature().bind(None, *args, **kwargs)
+        options = dict(bound.arguments)
+        options.pop("self")
+        name, value = options.pop("name"), options.pop("value")
+        if isinstance(value, Metric):
+            self._keep_metric(name, value, options)
+            return
+        if self.is_muted:
+            return
+        tensor = _scalar(name, value)
+        weight = options.pop("batch_size", None)
+        if not isinstance(weight, Tensor):
+            weight = weight or self.microbatch_size
+        call = LogCall(
+            name,
+            tuple(sorted(options.items())),
+            is_double=tensor.dtype == torch.float64,
+            has_weight=isinstance(weight, Tensor),
+        )
+        self.calls.setdefault(name, call)
+        self.values.setdefault(name, []).append(_Entry(tensor, weight, self.run))
+
+    def merged(self, counts: Sequence[Weight] | None = None) -> tuple[list[LogCall], list[Tensor], list[Weight]]:
+        """Reduce the microbatches of every name to one value, by a mean over samples, or over tokens.
+
+        Args:
+            counts: Tokens that each run of the step counted, which means weigh by; None means samples (tokens).
+
+        Returns:
+            How each value is logged; the values in float64; and what each of those weighs that has a weight.
+        """
+        calls, values, totals = [], [], []
+        for name, call in self.calls.items():
+            entries = self.values[name]
+            # What is logged beside the step belongs to no microbatch.
+            by_tokens = counts is not None and call.reduction == "mean" and entries[0].run >= 0
+            weights = [counts[entry.run] if by_tokens else entry.weight for entry in entries]  # type: ignore[index]
+            values.append(_merge(stack_scalars([entry.value for entry in entries]), weights, call.reduction))
+            total = total_weight(weights)
+            if by_tokens or isinstance(total, Tensor):
+                totals.append(total)
+                calls.append(replace(call, has_weight=True))
+            else:
+                calls.append(replace(call, batch_size=total))
+        return calls, values, totals
+
+    def _keep_metric(self, name: str, metric: Metric, options: dict[str, Any]) -> None:
+        # Refused by the muted passes, too: what is logged before the model is called is refused on every rank.
+        if self.num_stages > 1:
+            raise UnsupportedError(
+                f"a torchmetrics.Metric cannot be logged with pp ({self.num_stages}) > 1: {name}. Only the "
+                "last stage updates it, and its compute() would wait for the others. Log its value instead, as in "
+                "self.log(name, self.metric(predictions, targets), on_epoch=True), or use pp=1."
+            )
+        self.metrics[name] = (metric, options)
+
+
+def _merge(values: Tensor, weights: Sequence[Weight], reduction: str) -> Tensor:
+    if reduction == "sum":
+        return values.sum()
+    if reduction == "max":
+        return values.max()
+    if reduction == "min":
+        return values.min()
+    return weighted_mean(values, weights)
+
+
+def _scalar(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"`self.log({name!r}, ...)` takes a tensor with one element: shape {tuple(value.shape)}. Only "
+                "scalars can be "
+                "logged. Reduce it first, as in value.mean()."
+            )
+        return value.detach().reshape(())
+    if isinstance(value, Number):
+        return torch.tensor(value)
+    raise ValueError(
+        f"`self.log({name!r}, ...)` takes a number, a tensor with one element or a torchmetrics.Metric: "
+        f"{type(value).__name__}. Use `self.log_dict` for several values."
+    )
+
+
+@cache
+def _log_signature() -> inspect.Signature:
+    return inspect.signature(LightningModule.log)

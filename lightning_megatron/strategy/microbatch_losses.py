@@ -1,0 +1,124 @@
+"""The losses of a step's microbatches: what to run backward from, and what to report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.strategy.outputs import (
+    Weight,
+    loss_in,
+    scalar_on,
+    stack_scalars,
+    token_count_in,
+    token_counts_in,
+    total_weight,
+    weighted_mean,
+)
+from lightning_megatron.strategy.progress import count_tokens
+
+
+def unit_of(microbatches: Sequence[Microbatch]) -> int:
+    """Return the largest power of two that is at most the tokens of a batch, padded and ignored ones included.
+
+    Token counts are divided by such a unit before they multiply a loss: gradients then have the size that they have
+    in a mean over the batch, which half precision can hold, and a power of two changes no bit of them. Elements count
+    as :func:`~lightning_megatron.strategy.progress.count_tokens` finds them; samples where it finds none.
+    """
+    found = sum(count_tokens(part.data) or part.num_samples for part in microbatches)
+    return 1 << (max(found, 1).bit_length() - 1)
+
+
+class MicrobatchLosses:
+    """Take the losses of one batch, one after the other.
+
+    A step that returns ``num_tokens``, the number of tokens that its loss is the mean of, is *counted*: backward runs
+    from the sum of ``loss * num_tokens / unit``, so the gradients divided by the sum of :attr:`num_tokens` over all
+    microbatches, ranks and accumulated batches are those of the mean over all tokens. Otherwise backward runs from the
+    mean over samples, as Lightning has it.
+
+    Args:
+        microbatches: The parts of the batch.
+        factor: What the loss is multiplied by for the backward pass alone.
+        divisor: Batches whose gradients are accumulated; a counted step is not divided by it (batches).
+        unit: What token counts are divided by, the same on all ranks and for all batches (tokens).
+    """
+
+    def __init__(self, microbatches: Sequence[Microbatch], factor: float, divisor: int, unit: int) -> None:
+        self._num_samples = [part.num_samples for part in microbatches]
+        self._factor, self._divisor, self._unit = factor, divisor, unit
+        self._outputs: list[Any] = []
+        self._numbers: list[int] = []
+        self._losses: list[Tensor] = []
+        self.num_missing = 0
+
+    def take(self, output: Any, number: int) -> Tensor | None:
+        """Keep the value of a microbatch's loss and return the scalar to run backward from.
+
+        Args:
+            output: What the step returned.
+            number: Which microbatch it ran on.
+
+        Returns:
+            The weighted loss. None if there is nothing to run backward from: the step returned None, or the host knows
+            that the microbatch has no token, so that not even a loss that is NaN reaches the gradients.
+        """
+        loss, count = loss_in(output), token_count_in(output)
+        self._outputs.append(None if loss is None else {} if count is None else {"num_tokens": count})
+        self._numbers.append(number)
+        token_counts_in(self._outputs)
+        if loss is None:
+            self.num_missing += 1
+            self._losses.append(torch.zeros(()))
+            return None
+        self._losses.append(loss.detach())
+        if count is None:
+            weight: Weight = self._num_samples[number] / sum(self._num_samples) / self._divisor * self._factor
+            return loss * weight if weight != 1.0 else loss
+        if not isinstance(count, Tensor) and count == 0:
+            return None
+        # Half precision could not hold the product.
+        wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        tokens = count.to(wide.dtype) if isinstance(count, Tensor) else count
+        return wide * (tokens * (self._factor / self._unit))
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether no microbatch had a loss, here."""
+        return self.num_missing == len(self._losses)
+
+    @property
+    def counts(self) -> list[Weight] | None:
+        """Tokens of each microbatch, in the order of their runs; None if the step is not counted (tokens)."""
+        return token_counts_in(self._outputs)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type in which the loss is reported: that of the step, float32 at least."""
+        found = torch.float32
+        for loss in self._losses:
+            found = torch.promote_types(found, loss.dtype)
+        return found
+
+    def report(self) -> Tensor:
+        """Return the mean of the losses, in float64: over tokens, or over samples divided by ``divisor``.
+
+        Without any token the mean is 0.
+        """
+        if not self._losses:
+            return torch.zeros((), dtype=torch.float64)
+        values, counts = stack_scalars(self._losses), self.counts
+        if counts is not None:
+            return weighted_mean(values, counts)
+        sizes = [self._num_samples[number] for number in self._numbers]
+        # A microbatch without a loss counts as one whose loss is 0.
+        return weighted_mean(values, sizes) / self._divisor
+
+    def num_tokens(self, device: torch.device) -> Tensor:
+        """Return the sum of the counts in units, as a float64 scalar on the device; 0 if the step is not counted."""
+        counts = self.counts
+        return scalar_on(0 if counts is None else total_weight(counts), device) / self._unit
