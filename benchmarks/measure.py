@@ -41,10 +41,12 @@ class Measure(Callback):
         path: File that rank 0 writes.
         label: Name of the run in the table.
         warmup: Steps left out of the median (steps).
+        steps: Steps that count after those; later ones are measured but left out, too. None means all (steps).
     """
 
-    def __init__(self, path: str, label: str, warmup: int = 10) -> None:
-        self.path, self.label, self.warmup = Path(path), label, warmup
+    def __init__(self, path: str, label: str, warmup: int = 10, steps: int | None = None) -> None:
+        self.path, self.label, self.warmup, self.steps = Path(path), label, warmup, steps
+        self.figures: dict[str, Any] = {}
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self._tokens, self._last = 0, 0.0
@@ -61,7 +63,8 @@ class Measure(Callback):
         """Take the time and the loss of the step."""
         now = self._now(trainer)
         self.seconds.append(now - self._last)
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+        logged = trainer.callback_metrics.get("train_loss")
+        self.losses.append(float(outputs["loss"] if logged is None else logged))
         self._tokens = count_tokens(batch) * count_replicas(trainer)
         self._last = self._now(trainer)
 
@@ -74,19 +77,27 @@ class Measure(Callback):
         peak = trainer.strategy.reduce(peak, group=trainer.strategy.mesh.world, reduce_op="max")
         if not trainer.is_global_zero:
             return
-        median = statistics.median(self.seconds[self.warmup :] or self.seconds)
+        counted = self.counted()
+        median = statistics.median(counted)
         rate = self._tokens / median / trainer.world_size
         config: GPTConfig = pl_module.config
-        figures = {
+        self.figures = {
             "label": self.label,
             "step_ms": round(median * 1e3, 2),
+            "fastest_ms": round(min(counted) * 1e3, 2),
             "tokens_per_second_per_rank": round(rate),
             "model_tflops_per_rank": round(rate * flops_per_token(config, config.max_seq_length) / 1e12, 1),
             "peak_gib": round(float(peak) / 2**30, 2),
             "losses": self.losses,
         }
-        self.path.write_text(json.dumps(figures))
-        print(f"{self.label}: { ({name: value for name, value in figures.items() if name != 'losses'}) }", flush=True)
+        self.path.write_text(json.dumps(self.figures))
+        shown = {name: value for name, value in self.figures.items() if name != "losses"}
+        print(f"{self.label}: {shown}", flush=True)
+
+    def counted(self) -> list[float]:
+        """List the times of the steps that count (s)."""
+        stop = None if self.steps is None else self.warmup + self.steps
+        return self.seconds[self.warmup : stop] or self.seconds
 
     @staticmethod
     def _now(trainer: Trainer) -> float:

@@ -1,0 +1,130 @@
+"""Time a training step of large shapes, beside another program's in the same job, and say where the time goes.
+
+    python benchmarks/data_parallel.py --model llama8b_half --layout dp4 --profile runs/dp4.json.gz
+    python benchmarks/data_parallel.py --model gpt2_1_2b --layout single --peer path/to/peer.py
+
+``benchmarks/train_shapes.py`` says what is trained and how a step is timed. The peer is a program that torchrun runs
+with ``--model --tp --mbs --steps --warmup`` and that prints a line ``RESULT {json}`` with ms, tok_s_gpu, tflops_gpu and
+mem_gib. Tokens, FLOPs (causal half) and steps that count are the same for both. What a step should take, part by part,
+stands in docs/where_time_goes.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.train_shapes import LAYOUTS, parser
+
+TABLE = [
+    "| program | model | layout | ms a step | fastest | tokens/s/GPU | TFLOP/s/GPU | GiB a GPU | last loss |",
+    "|---|---|---|---|---|---|---|---|---|",
+]
+
+
+def launch(args: list[str], num_processes: int, variables: dict[str, str], timeout: float) -> str:
+    """Run a program under torchrun and return what it printed, which is also shown."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes), *args]
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join(p for p in (variables.pop("PYTHONPATH", ""), root, os.environ.get("PYTHONPATH", "")) if p)
+    process = subprocess.Popen(
+        line,
+        env={**os.environ, **variables, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        # torchrun ends its ranks when it is asked to end.
+        process.terminate()
+        output, _ = process.communicate()
+        output += f"\nstopped after {timeout:.0f} s"
+    print(output, flush=True)
+    return output
+
+
+def run_ours(args: Any, extra: list[str]) -> list[str]:
+    """Train, and return a row of the table."""
+    out = Path(args.out)
+    out.unlink(missing_ok=True)
+    layout = LAYOUTS[args.layout]
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": str(args.connections)} if args.connections else {}
+    launch(["-m", "benchmarks.train_shapes", *extra], layout.devices, variables, args.timeout)
+    if not out.exists():
+        return [f"| ours | {args.model} | {args.layout} | failed | | | | | |"]
+    figures = json.loads(out.read_text())
+    return [
+        f"| ours | {args.model} | {args.layout} | {figures['step_ms']} | {figures['fastest_ms']} | "
+        f"{figures['tokens_per_second_per_rank']:,} | {figures['model_tflops_per_rank']} | {figures['peak_gib']} | "
+        f"{figures['losses'][args.warmup + args.steps - 1]:.4f} |"
+    ]
+
+
+def run_peer(args: Any) -> list[str]:
+    """Run the other program on the same work, and return a row of the table."""
+    layout = LAYOUTS[args.layout]
+    line = [
+        args.peer,
+        "--model",
+        args.model,
+        "--tp",
+        str(layout.tp),
+        "--mbs",
+        str(args.batch or layout.batch(args.model)),
+    ]
+    line += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    line += ["--layers", str(args.layers)] if args.layers else []
+    output = launch(
+        line,
+        layout.devices,
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": args.peer_path},
+        args.timeout,
+    )
+    rows = []
+    for found in (json.loads(text[7:]) for text in output.splitlines() if text.startswith("RESULT ")):
+        rows.append(
+            f"| peer | {args.model} | {args.layout} | {found['ms']} | {found.get('min_ms', '')} | "
+            f"{found['tok_s_gpu']:,} | {found['tflops_gpu']} | {found['mem_gib']} | {found.get('loss', '')} |"
+        )
+    return rows or [f"| peer | {args.model} | {args.layout} | failed | | | | | |"]
+
+
+def main() -> None:
+    """Run one case, ours and the peer's, and print the table."""
+    options = parser()
+    options.description = __doc__
+    options.add_argument("--peer", default="", help="program to compare with")
+    options.add_argument("--peer-path", default="", help="folders for its imports alone")
+    options.add_argument("--only", choices=["ours", "peer"], help="run one of the two")
+    options.add_argument("--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS for ours")
+    options.add_argument("--timeout", type=float, default=240.0, help="seconds for each program")
+    options.add_argument("--table", default="", help="append the rows to this file")
+    args = options.parse_args()
+    own = vars(options.parse_args([])).keys() - vars(parser().parse_args([])).keys()
+    extra: list[str] = []
+    for name, value in vars(args).items():
+        if name in own or value in ("", False, None):
+            continue
+        flag = "--" + name.replace("_", "-")
+        extra += [flag] if value is True else [flag, str(value)]
+    rows = []
+    if args.peer and args.only != "ours":
+        rows += run_peer(args)
+    if args.only != "peer":
+        rows += run_ours(args, extra)
+    print("\n".join([*TABLE, *rows]), flush=True)
+    if args.table:
+        path = Path(args.table)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write("\n".join(rows if path.stat().st_size else [*TABLE, *rows]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

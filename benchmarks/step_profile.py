@@ -1,0 +1,151 @@
+"""Read a profiler trace and say where the time of a training step goes: matrix products, attention, the rest, waiting.
+
+Kernels are told apart by their names and communication by NCCL's. Time that a communication kernel runs while any other
+kernel runs is hidden; the rest is exposed. A communication kernel also runs while it waits for other ranks, so exposed
+time includes their unevenness. Idle time is time in which nothing runs on the device.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COMMUNICATION = "communication"
+
+# The first that fits counts: attention kernels have matrix products in their names.
+_CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (COMMUNICATION, ("nccl", "symm_mem", "one_shot", "two_shot")),
+    ("attention", ("flash", "fmha", "sdpa", "attention")),
+    ("optimizer", ("multi_tensor_apply", "adam", "lpnorm", "fusedoptimizer")),
+    ("matmul", ("gemm", "nvjet", "cublas", "cutlass", "gemv", "splitk", "matmul", "s16816", "wgmma")),
+    ("copy and fill", ("memcpy", "memset", "fillfunctor", "copy_kernel", "direct_copy", "catarray")),
+)
+ELEMENTWISE = "elementwise and reductions"
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One run of something on the device.
+
+    Args:
+        name: Its name in the trace.
+        start: When it began (µs).
+        stop: When it ended (µs).
+        stream: The stream it ran on.
+    """
+
+    name: str
+    start: float
+    stop: float
+    stream: int
+
+    @property
+    def kind(self) -> str:
+        """Name the class of work."""
+        lower = self.name.lower()
+        return next((kind for kind, marks in _CLASSES if any(mark in lower for mark in marks)), ELEMENTWISE)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Join intervals that touch, in order."""
+    joined: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the time that intervals cover together."""
+    return sum(stop - start for start, stop in union(intervals))
+
+
+def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
+    """Return the time that ``intervals`` cover and ``others`` do not."""
+    both = [*intervals, *(others := list(others))]
+    return length(both) - length(others)
+
+
+def read_trace(path: str | Path) -> tuple[list[Kernel], list[Interval]]:
+    """Read the kernels, and the spans of the recorded steps, from a trace of torch.profiler (``.json`` or ``.gz``)."""
+    opened = gzip.open if str(path).endswith(".gz") else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    kernels, steps = [], []
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernels.append(Kernel(event["name"], start, stop, int(event.get("args", {}).get("stream", 0))))
+        elif event.get("cat") == "user_annotation" and event["name"].startswith("ProfilerStep"):
+            steps.append((start, stop))
+    return kernels, sorted(steps)
+
+
+def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, Any]:
+    """Return the mean over ``steps`` of what their time is made of (ms)."""
+    found: dict[str, Any] = {"step_ms": 0.0, "idle_ms": 0.0, "kernels": 0.0}
+    kinds: dict[str, float] = defaultdict(float)
+    collectives: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    names: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    covered = exposed = 0.0
+    scale = 1.0 / (1e3 * max(len(steps), 1))
+    for begin, end in steps:
+        inside = [k for k in kernels if begin <= k.start < end]
+        spans = [(k.start, k.stop) for k in inside]
+        found["step_ms"] += (end - begin) * scale
+        found["idle_ms"] += (end - begin - length(spans)) * scale
+        found["kernels"] += len(inside) / len(steps)
+        compute = union((k.start, k.stop) for k in inside if k.kind != COMMUNICATION)
+        talk = [k for k in inside if k.kind == COMMUNICATION]
+        covered += length((k.start, k.stop) for k in talk) * scale
+        exposed += outside([(k.start, k.stop) for k in talk], compute) * scale
+        for kernel in inside:
+            kinds[kernel.kind] += (kernel.stop - kernel.start) * scale
+            names[kernel.name]["ms"] += (kernel.stop - kernel.start) * scale
+            names[kernel.name]["count"] += 1 / len(steps)
+        for kernel in talk:
+            row = collectives[_short(kernel.name)]
+            row["count"] += 1 / len(steps)
+            row["ms"] += (kernel.stop - kernel.start) * scale
+            row["exposed_ms"] += outside([(kernel.start, kernel.stop)], compute) * scale
+    found["kinds_ms"] = dict(sorted(kinds.items(), key=lambda item: -item[1]))
+    found["communication_ms"], found["exposed_ms"] = covered, exposed
+    found["hidden_percent"] = 100.0 * (1.0 - exposed / covered) if covered else 100.0
+    found["collectives"] = {name: dict(row) for name, row in collectives.items()}
+    found["longest"] = [
+        {"name": name, **row} for name, row in sorted(names.items(), key=lambda item: -item[1]["ms"])[:40]
+    ]
+    return found
+
+
+def report(found: dict[str, Any], width: int = 96) -> str:
+    """Format what :func:`analyse` found."""
+    lines = [f"step under the profiler {found['step_ms']:8.2f} ms, {found['kernels']:.0f} kernels; device time of:"]
+    lines += [f"  {kind:<28}{ms:8.2f} ms" for kind, ms in found["kinds_ms"].items()]
+    lines.append(f"  {'nothing runs (host, gaps)':<28}{found['idle_ms']:8.2f} ms")
+    lines.append(
+        f"communication {found['communication_ms']:.2f} ms, exposed {found['exposed_ms']:.2f} ms: "
+        f"{found['hidden_percent']:.1f}% hidden"
+    )
+    for name, row in sorted(found["collectives"].items()):
+        lines.append(f"  {name:<40}{row['count']:6.0f} x {row['ms']:8.2f} ms, exposed {row['exposed_ms']:8.2f} ms")
+    lines.append("longest kernels:")
+    for row in found["longest"]:
+        lines.append(f"  {row['ms']:8.2f} ms {row['count']:6.0f} x  {row['name'][:width]}")
+    return "\n".join(lines)
+
+
+def _short(name: str) -> str:
+    """Drop the algorithm's parameters from a kernel's name."""
+    return name.split("(")[0].split("<")[0][:40]

@@ -1,0 +1,322 @@
+"""Train one shape under one layout on random tokens and write what was measured; every rank runs this file.
+
+    torchrun --nproc-per-node 4 -m benchmarks.train_shapes --model llama8b_half --layout dp4 --out runs/dp4.json
+
+The rules are those of a plain training: AdamW (fused, lr 1e-4, decay 0.01), clipping at 1.0, float32 main parameters
+and gradients, random tokens from the CPU. A step's time is from the end of the step before, so it includes loading the
+batch and all that Lightning does; the device is synchronised at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.measure import Measure
+from benchmarks.step_profile import analyse, read_trace, report
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+
+SHAPES: dict[str, GPTConfig] = {
+    "llama8b_half": GPTConfig.llama(
+        vocab_size=131072, max_seq_length=4096, num_layers=16, hidden_size=4096, num_heads=32, num_kv_heads=8,
+        ffn_hidden_size=14336,
+    ),
+    "gpt2_1_2b": GPTConfig.gpt2(
+        vocab_size=51200, max_seq_length=1024, num_layers=40, hidden_size=1536, num_heads=16
+    ),
+    "tiny_llama": GPTConfig.llama(
+        vocab_size=512, max_seq_length=64, num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2,
+        ffn_hidden_size=96,
+    ),
+    "tiny_gpt2": GPTConfig.gpt2(vocab_size=512, max_seq_length=64, num_layers=2, hidden_size=64, num_heads=4),
+}  # fmt: skip
+
+#: What the optimizer's step must move for an element (bytes): read gradient, main parameter and two moments (4 x 4) and
+#: write the last three (3 x 4), write the model's parameter in bfloat16 (2), read the gradient for its norm (4).
+OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2 + 4
+#: What a device-to-device copy reaches on an H200, bytes read plus bytes written (bytes/s).
+COPY_RATE = 4.26e12
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Say how many ranks share the work and how many samples each data-parallel rank has in a step."""
+
+    devices: int
+    tp: int
+    llama_batch: int
+    gpt2_batch: int = 8
+
+    def batch(self, model: str) -> int:
+        """Return the samples of one data-parallel rank in a step."""
+        return self.gpt2_batch if "gpt2" in model else self.llama_batch
+
+
+LAYOUTS = {
+    "single": Layout(1, 1, 1),
+    "dp2": Layout(2, 1, 1),
+    "dp4": Layout(4, 1, 1),
+    "tp2": Layout(2, 2, 2),
+    "tp4": Layout(4, 4, 4),
+}
+
+
+class Tokens(Dataset):
+    """Repeatable random tokens."""
+
+    def __init__(self, config: GPTConfig, num_samples: int) -> None:
+        self.config, self.num_samples = config, num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, self.config.vocab_size, (self.config.max_seq_length + 1,), generator=generator)
+        return {"tokens": tokens[:-1], "labels": tokens[1:]}
+
+
+class Trained(LightningModule):
+    """A GPT and its mean loss; it logs nothing."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model: GPT | None = None
+
+    def configure_model(self) -> None:
+        """Build this rank's part."""
+        if self.model is None:
+            self.model = GPT(self.config, mesh=self.device_mesh, seed=1234)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the mean loss."""
+        assert self.model is not None, "configure_model runs before the first step"
+        return self.model(batch["tokens"], batch["labels"]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW over all parameters."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+
+
+class Profile(Callback):
+    """Profile two steps on rank 0 and write what their time is made of.
+
+    Args:
+        path: The trace (``.json.gz``); the analysis is beside it, as ``.txt``.
+        first: The step before the profiled ones, in which the profiler warms up.
+    """
+
+    num_steps = 2
+
+    def __init__(self, path: Path, first: int) -> None:
+        self.path, self.first = path, first
+        self.result: dict[str, Any] = {}
+        self._profiler: Any = None
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Start, advance or finish the profiler; the device is idle."""
+        if not trainer.is_global_zero:
+            return
+        step = trainer.global_step
+        if step == self.first:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if trainer.strategy.root_device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            schedule = torch.profiler.schedule(wait=0, warmup=1, active=self.num_steps, repeat=1)
+            self._profiler = torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=self._read)
+            self._profiler.start()
+        elif self._profiler is not None:
+            self._profiler.step()
+            if step == self.first + 1 + self.num_steps:
+                self._profiler.stop()
+                self._profiler = None
+
+    def _read(self, profiler: Any) -> None:
+        profiler.export_chrome_trace(str(self.path))
+        self.result = analyse(*read_trace(self.path))
+        text = report(self.result)
+        self.path.with_name(self.path.name.split(".")[0] + ".txt").write_text(text + "\n")
+        print(text, flush=True)
+
+
+class OptimizerTime(Callback):
+    """Time clipping and the optimizer's step alone, between two synchronisations, in steps of their own.
+
+    Args:
+        first: Number of the first such step.
+        steps: How many (steps).
+    """
+
+    def __init__(self, first: int, steps: int) -> None:
+        self.first, self.stop = first, first + steps
+        self.seconds: list[float] = []
+        self.result: dict[str, Any] = {}
+        self._start: float | None = None
+
+    def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+        """Wait for the gradients of all ranks."""
+        if self.first <= trainer.global_step < self.stop:
+            if trainer.strategy.root_device.type == "cuda":
+                torch.cuda.synchronize()
+            trainer.strategy.barrier()
+            self._start = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Take the time; the device has been synchronised."""
+        if self._start is None:
+            return
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self._start)
+        self._start = None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare with the time that the memory traffic alone takes."""
+        groups = trainer.optimizers[0].param_groups
+        elements = sum(p.numel() for group in groups for p in group["params"])
+        taken, floor = statistics.median(self.seconds), elements * OPTIMIZER_BYTES / COPY_RATE
+        self.result = {
+            "elements": elements,
+            "optimizer_ms": round(taken * 1e3, 2),
+            "floor_ms": round(floor * 1e3, 2),
+            "ratio": round(taken / floor, 2),
+            "rule": f"{OPTIMIZER_BYTES} bytes an element of this rank's slice / {COPY_RATE / 1e12} TB/s",
+        }
+        if trainer.is_global_zero:
+            print("optimizer step:", self.result, flush=True)
+
+
+class SaveStall(Callback):
+    """Save in the background twice and count what the steps beside it lost; the second save reuses the first's buffers.
+
+    Args:
+        folder: Where to save.
+        measure: Has the times of all steps.
+        first: Number of the step after which the first save begins.
+        steps: Steps to look at after each save (steps).
+    """
+
+    def __init__(self, folder: Path, measure: Measure, first: int, steps: int) -> None:
+        self.folder, self.measure, self.first, self.steps = folder, measure, first, steps
+        self.result: dict[str, Any] = {}
+        self._calls: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Save; the step's time has been taken, so that the call counts as part of the next one."""
+        if trainer.global_step in (self.first, self.first + self.steps):
+            start = time.perf_counter()
+            trainer.save_checkpoint(self.folder / f"step{trainer.global_step}")
+            self._calls.append(time.perf_counter() - start)
+
+    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+        """Add up what was lost after each save."""
+        median = statistics.median(self.measure.counted())
+        for number, call in enumerate(self._calls):
+            start = self.first + number * self.steps
+            after = self.measure.seconds[start : start + self.steps]
+            self.result[("first", "second")[number]] = {
+                "call_ms": round(call * 1e3, 1),
+                "next_step_ms": round(after[0] * 1e3, 1),
+                "stall_ms": round(sum(s - median for s in after) * 1e3, 1),
+                "in_steps": round(sum(s - median for s in after) / median, 2),
+                "looked_at_steps": len(after),
+            }
+        if trainer.is_global_zero:
+            print("background save:", self.result, flush=True)
+
+
+def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int]:
+    """Return the callbacks and how many steps they need together."""
+    measure = Measure(str(out), f"{args.model} {args.layout}", warmup=args.warmup, steps=args.steps)
+    callbacks, end = [measure], args.warmup + args.steps
+    if args.profile:
+        callbacks.append(Profile(Path(args.profile), end))
+        end += 1 + Profile.num_steps
+    if args.time_optimizer:
+        # The profiler's last step ends when the next one has begun.
+        callbacks.append(OptimizerTime(end, 5))
+        end += 5
+    if args.async_save:
+        callbacks.append(SaveStall(Path(args.async_save), measure, end, args.save_steps))
+        end += 2 * args.save_steps
+    return callbacks, end
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Train, and return this rank's figures."""
+    layout, config = LAYOUTS[args.layout], SHAPES[args.model]
+    if args.layers:
+        config = GPTConfig(**{**vars(config), "num_layers": args.layers})
+    batch = args.batch or layout.batch(args.model)
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    callbacks, steps = build_callbacks(args, out)
+    options = {"async_save": bool(args.async_save), "zero": args.zero, **json.loads(args.options)}
+    trainer = Trainer(
+        accelerator=args.accelerator,
+        devices=layout.devices,
+        strategy=MegatronStrategy(tp=layout.tp, microbatch_size=batch, **options),
+        precision="bf16-mixed",
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tempfile.gettempdir(),
+    )
+    data_ranks = layout.devices // layout.tp
+    data = DataLoader(Tokens(config, steps * batch * data_ranks), batch_size=batch, drop_last=True)
+    trainer.fit(Trained(config), data)
+    found: dict[str, Any] = {}
+    for callback in callbacks:
+        if isinstance(callback, Measure):
+            found.update(callback.figures)
+        elif isinstance(callback, (Profile, OptimizerTime, SaveStall)):
+            found[type(callback).__name__] = callback.result
+    if trainer.is_global_zero:
+        out.write_text(json.dumps(found))
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the options of one training."""
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result.add_argument("--model", default="llama8b_half", choices=list(SHAPES))
+    result.add_argument("--layout", default="dp4", choices=list(LAYOUTS))
+    result.add_argument("--layers", type=int, default=0, help="replaces the number of layers")
+    result.add_argument("--batch", type=int, default=0, help="samples of one data-parallel rank (0: by the layout)")
+    result.add_argument("--steps", type=int, default=8, help="steps that count")
+    result.add_argument("--warmup", type=int, default=4, help="steps before those")
+    result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    result.add_argument("--zero", type=int, default=1, choices=[0, 1])
+    result.add_argument("--options", default="{}", help="further arguments of the strategy, as JSON")
+    result.add_argument("--profile", default="", help="write a trace of two steps of rank 0 (FILE.json.gz)")
+    result.add_argument("--time-optimizer", action="store_true", help="time the optimizer's step alone")
+    result.add_argument("--async-save", default="", help="save in the background to this folder")
+    result.add_argument("--save-steps", type=int, default=20, help="steps to look at after each save")
+    result.add_argument("--out", default="runs/train_shapes.json", help="file for rank 0's figures")
+    return result
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", module="lightning")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    run(parser().parse_args())

@@ -1,0 +1,65 @@
+"""The analysis of a profile, on a step whose answer is known."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.step_profile import Kernel, analyse, outside, read_trace, report, union
+
+NCCL = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+GEMM = "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_NTN"
+KERNELS = [
+    Kernel(GEMM, 1_000, 5_000, 7),
+    Kernel("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", 5_000, 6_000, 7),
+    Kernel(NCCL, 4_000, 8_000, 20),
+    Kernel("void at::native::vectorized_elementwise_kernel<4, float>", 7_000, 7_500, 7),
+    Kernel("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", 9_000, 9_500, 7),
+    Kernel(GEMM, 11_000, 12_000, 7),
+]
+
+
+def test_time_is_divided_among_work_communication_and_nothing() -> None:
+    found = analyse(KERNELS, [(0, 10_000), (10_000, 20_000)])
+    assert found["step_ms"] == pytest.approx(10.0)
+    assert found["kinds_ms"] == pytest.approx(
+        {
+            "matmul": 2.5,
+            "communication": 2.0,
+            "attention": 0.5,
+            "elementwise and reductions": 0.25,
+            "optimizer": 0.25,
+        }
+    )
+    # Of 4 ms of communication 2 ms run beside the product and attention and 0.5 ms beside the elementwise kernel.
+    assert found["communication_ms"] == pytest.approx(2.0)
+    assert found["exposed_ms"] == pytest.approx(0.75)
+    assert found["hidden_percent"] == pytest.approx(62.5)
+    assert found["idle_ms"] == pytest.approx((1.0 + 1.0 + 0.5 + 1.0 + 8.0) / 2)
+    assert found["collectives"]["ncclDevKernel_ReduceScatter_Sum_f32_RING"[:40]] == pytest.approx(
+        {"count": 0.5, "ms": 2.0, "exposed_ms": 0.75}
+    )
+    assert "62.5% hidden" in report(found)
+
+
+def test_intervals_join_and_subtract() -> None:
+    assert union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
+    assert outside([(0, 10), (2, 4)], [(1, 2), (9, 12)]) == 8
+    assert outside([], [(1, 2)]) == 0
+
+
+def test_a_trace_gives_kernels_of_the_recorded_steps(tmp_path: Path) -> None:
+    events = [
+        {"ph": "X", "cat": "kernel", "name": GEMM, "ts": 3, "dur": 2, "args": {"stream": 7}},
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 3, "dur": 2},
+        {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#5", "ts": 1, "dur": 9},
+        {"ph": "X", "cat": "gpu_user_annotation", "name": "ProfilerStep#5", "ts": 1, "dur": 9},
+        {"ph": "M", "name": "process_name", "ts": 0},
+    ]
+    path = tmp_path / "trace.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    assert read_trace(path) == ([Kernel(GEMM, 3.0, 5.0, 7)], [(1.0, 10.0)])
