@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.activations import ModelShape
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import attention_ranges, even_range
 from lightning_megatron.plan.stages import split_layers
@@ -158,6 +159,26 @@ class GPTConfig:
         even = self.num_layers % (layout.pp * layout.vpp) == 0
         costs = (0.0, 0.0) if even else (_EMBEDDING_COST, self._head_cost())
         return split_layers(self.num_layers, layout.pp, layout.vpp, *costs)
+
+    def memory_shape(self) -> ModelShape:
+        """Return what the model's memory depends on, for :func:`~lightning_megatron.plan.budget.estimate_memory`."""
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_size,
+            vocab_size=self.vocab_size,
+            vocab_multiple=self.vocab_multiple,
+            num_positions=self.max_seq_length if self.position == "learned" else 0,
+            gated=self.activation == "swiglu",
+            norm=self.norm,
+            bias=self.bias,
+            tied=self.tie_embeddings,
+            final_norm=self.norm_position == "pre",
+            dropout=self.hidden_dropout > 0.0,
+        )
 
     def check_layout(
         self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None

@@ -1,7 +1,9 @@
 """Plan parallel training with integers alone: who holds what, and who does what when."""
 
+from lightning_megatron.plan.activations import KeptActivations, ModelShape
 from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
 from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
+from lightning_megatron.plan.budget import StageMemory, TrainingShape, estimate_memory, memory_table
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.schedule import Action, Schedule, build_schedule
 from lightning_megatron.plan.shards import (
@@ -15,6 +17,7 @@ from lightning_megatron.plan.shards import (
 )
 from lightning_megatron.plan.simulate import Timeline, render, simulate
 from lightning_megatron.plan.stages import split_layers
+from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import Compute, Exchange, Program, Transfer, plan_transfers
 
 __all__ = [
@@ -23,22 +26,30 @@ __all__ = [
     "Compute",
     "Exchange",
     "FlatBox",
+    "KeptActivations",
+    "ModelShape",
     "ParallelLayout",
     "Piece",
     "Program",
+    "ReductionPoint",
     "Schedule",
     "ShardRange",
+    "StageMemory",
     "Timeline",
+    "TrainingShape",
     "Transfer",
     "attention_ranges",
     "build_schedule",
+    "estimate_memory",
     "even_range",
     "flat_range_boxes",
     "gated_ranges",
+    "memory_table",
     "padded_vocab_size",
     "plan_by_elements",
     "plan_by_parameters",
     "plan_transfers",
+    "reduction_points",
     "render",
     "simulate",
     "split_layers",

@@ -1,0 +1,271 @@
+"""An estimate of every stage's memory, by part, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.activations import (
+    ActivationCosts,
+    KeptActivations,
+    ModelShape,
+    activation_costs,
+    eager_activations,
+)
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.legal_values import require_positive
+from lightning_megatron.plan.schedule import Schedule, build_schedule
+from lightning_megatron.plan.stages import split_layers
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingShape:
+    """Describe a training step by what its memory depends on.
+
+    Args:
+        seq_length: tokens of a sample.
+        microbatch_size: samples of a microbatch.
+        num_microbatches: microbatches of a step on one data-parallel rank.
+        schedule: name of the pipeline schedule.
+        microbatch_group_size: "interleaved" only, see `build_schedule`.
+        sequence_parallel: whether the residual stream is cut along the sequence over tp.
+        recompute: what backward computes again: "none", "selective" (the attention core) or "full" (whole blocks).
+        zero: 1 if every data rank keeps only its part of main parameters and optimizer state, 0 if it keeps all.
+        parameter_bytes: size of a parameter's element.
+        gradient_bytes: size of a gradient's element.
+        main_bytes: size of a main parameter's element; 0 where parameters are their own mains.
+        state_bytes: optimizer state of a parameter's element (AdamW: two float32).
+        activation_bytes: size of an activation's element.
+        step_bytes: what the optimizer's step needs for a trained element (0 for fused ones).
+        library_bytes: workspaces of libraries, whatever the model.
+    """
+
+    seq_length: int
+    microbatch_size: int = 1
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    microbatch_group_size: int | None = None
+    sequence_parallel: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    zero: int = 1
+    parameter_bytes: int = 2
+    gradient_bytes: int = 4
+    main_bytes: int = 4
+    state_bytes: int = 8
+    activation_bytes: int = 2
+    step_bytes: int = 0
+    library_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Hold the bytes of one rank of a stage at its peak, by part.
+
+    Args:
+        stage: position on the pp axis.
+        moment: when the peak is: "forward", "backward" or "optimizer step".
+        in_flight: microbatches, over all chunks, whose activations are held then.
+        num_parameters: elements of this rank's parameters.
+        parameters: the model's parameters.
+        gradients: the buffers of the summed gradients.
+        mains: main parameters of the optimizer.
+        optimizer: its state.
+        activations: what layers keep for backward.
+        loss: logits, and what the loss makes of them.
+        workspace: what the layer or the optimizer needs while it runs.
+        communication: transfers between stages on their way.
+        libraries: workspaces of libraries.
+    """
+
+    stage: int
+    moment: str
+    in_flight: int
+    num_parameters: int
+    parameters: int
+    gradients: int
+    mains: int
+    optimizer: int
+    activations: int = 0
+    loss: int = 0
+    workspace: int = 0
+    communication: int = 0
+    libraries: int = 0
+
+    @property
+    def static(self) -> int:
+        """Return the bytes that are held all the time."""
+        return self.parameters + self.gradients + self.mains + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """Return the sum of all parts."""
+        return self.static + self.activations + self.loss + self.workspace + self.communication + self.libraries
+
+
+def estimate_memory(
+    model: ModelShape,
+    layout: ParallelLayout,
+    training: TrainingShape,
+    *,
+    table: KeptActivations | None = None,
+    stage_layers: Sequence[Sequence[int]] | None = None,
+) -> tuple[StageMemory, ...]:
+    """Estimate what every stage needs, after the first step has made the optimizer's state.
+
+    The schedule's actions are walked through: a forward adds what its chunk keeps, a backward takes it away, and the
+    peak is where that and what the running layer needs are most.
+
+    Args:
+        model: the model.
+        layout: sizes of the axes; data ranks are dp x cp.
+        training: the step.
+        table: what layers keep; that of plain torch operations by default.
+        stage_layers: stage_layers[stage][chunk], how many blocks; an even split by default.
+
+    Returns:
+        one estimate for each stage, for the rank of tp that holds most.
+
+    Raises:
+        ParallelPlanError: for sizes that do not fit together.
+    """
+    _check(layout, training)
+    if stage_layers is None:
+        stage_layers = [
+            [len(chunk) for chunk in stage] for stage in split_layers(model.num_layers, layout.pp, layout.vpp)
+        ]
+    schedule = build_schedule(
+        training.schedule, layout.pp, training.num_microbatches, layout.vpp, training.microbatch_group_size
+    )
+    costs = activation_costs(
+        model,
+        table or eager_activations(model, training.activation_bytes),
+        num_tokens=-(-training.seq_length // layout.cp) * training.microbatch_size,
+        tp=layout.tp,
+        sequence_parallel=training.sequence_parallel and layout.tp > 1,
+        activation_bytes=training.activation_bytes,
+        recompute=training.recompute,
+    )
+    estimates = []
+    for stage, layers in enumerate(stage_layers):
+        count = model.stage_parameters(layout, stage, sum(layers))
+        static = static_bytes(count, layout.dp * layout.cp, training)
+        moments = list(_moments(schedule, stage, layers, costs, training.recompute == "full"))
+        moments.append(_Moment("optimizer step", 0, 0, 0, training.step_bytes * _owned(count, layout, training)))
+        worst = max(moments, key=lambda moment: moment.size)
+        estimates.append(
+            StageMemory(
+                stage=stage,
+                moment=worst.name,
+                in_flight=worst.in_flight,
+                num_parameters=count,
+                **static,
+                activations=worst.activations,
+                loss=worst.loss,
+                workspace=worst.workspace,
+                # One tensor on its way in, one on its way out.
+                communication=2 * costs.boundary if layout.pp > 1 and worst.name != "optimizer step" else 0,
+                libraries=training.library_bytes,
+            )
+        )
+    return tuple(estimates)
+
+
+def static_bytes(num_parameters: int, data_ranks: int, training: TrainingShape) -> dict[str, int]:
+    """Return what a rank holds all the time: 2 + 4 + 12 / data ranks bytes a parameter with AdamW in mixed precision.
+
+    Args:
+        num_parameters: elements of the rank's parameters.
+        data_ranks: ranks that hold the same parameters.
+        training: sizes of the types, and zero.
+    """
+    owned = -(-num_parameters // data_ranks) if training.zero else num_parameters
+    return {
+        "parameters": num_parameters * training.parameter_bytes,
+        "gradients": num_parameters * training.gradient_bytes,
+        "mains": owned * training.main_bytes,
+        "optimizer": owned * training.state_bytes,
+    }
+
+
+def memory_table(estimates: Iterable[StageMemory]) -> str:
+    """Format estimates as a table in GiB, one column for each stage."""
+    estimates = list(estimates)
+    rows = [("GiB a rank", *(f"stage {one.stage}" for one in estimates))]
+    for field in fields(StageMemory):
+        if field.name not in ("stage", "moment", "in_flight", "num_parameters"):
+            rows.append((field.name, *(f"{getattr(one, field.name) / GIB:.2f}" for one in estimates)))
+    rows.append(("peak", *(f"{one.peak / GIB:.2f}" for one in estimates)))
+    rows.append(("  during", *(one.moment for one in estimates)))
+    rows.append(("  microbatches held", *(str(one.in_flight) for one in estimates)))
+    rows.append(("  parameters (M)", *(f"{one.num_parameters / 1e6:.1f}" for one in estimates)))
+    return align_columns(rows)
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Join cells to lines: the first column to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    )
+
+
+@dataclass(frozen=True)
+class _Moment:
+    name: str
+    in_flight: int
+    activations: int
+    loss: int
+    workspace: int
+
+    @property
+    def size(self) -> int:
+        return self.activations + self.loss + self.workspace
+
+
+def _moments(
+    schedule: Schedule, stage: int, layers: Sequence[int], costs: ActivationCosts, full: bool
+) -> Iterable[_Moment]:
+    head = (schedule.num_stages - 1, schedule.num_chunks - 1)
+    kept = [num * costs.kept + (costs.head if (stage, chunk) == head else 0) for chunk, num in enumerate(layers)]
+    # A block that is recomputed keeps everything while its own backward runs.
+    again = costs.layer - costs.boundary if full else 0
+    held, num_held, losses = 0, 0, 0
+    for action in schedule.actions(stage):
+        loss = costs.loss_kept if (stage, action.chunk) == head else 0
+        if action.kind == "F":
+            held, num_held, losses = held + kept[action.chunk], num_held + 1, losses + loss
+            yield _Moment("forward", num_held, held, losses, costs.layer_forward)
+            if loss:
+                yield _Moment("forward", num_held, held, losses + costs.loss_forward, 0)
+            continue
+        if loss:
+            yield _Moment("backward", num_held, held, losses + costs.loss_backward, costs.boundary)
+        yield _Moment("backward", num_held, held, losses - loss, again + costs.layer_backward)
+        if action.kind != "I":
+            held, num_held, losses = held - kept[action.chunk], num_held - 1, losses - loss
+
+
+def _owned(count: int, layout: ParallelLayout, training: TrainingShape) -> int:
+    return -(-count // (layout.dp * layout.cp)) if training.zero else count
+
+
+def _check(layout: ParallelLayout, training: TrainingShape) -> None:
+    for name in ("seq_length", "microbatch_size", "num_microbatches"):
+        require_positive(name, getattr(training, name))
+    if training.zero not in (0, 1):
+        raise ParallelPlanError(f"zero must be 0 or 1: it is {training.zero!r}. Other levels do not exist here.")
+    if training.recompute not in ("none", "selective", "full"):
+        raise ParallelPlanError(
+            f"recompute must be one of none, selective and full: it is {training.recompute!r}. Use one of them."
+        )
+    shards = layout.cp * (layout.tp if training.sequence_parallel else 1)
+    if training.seq_length % shards:
+        raise ParallelPlanError(
+            f"seq_length ({training.seq_length}) must be a multiple of {shards}, because so many ranks hold equal "
+            f"parts of the sequence. Use a seq_length of {-(-training.seq_length // shards) * shards}."
+        )

@@ -1,0 +1,187 @@
+"""The memory estimate: closed forms, and how it must move when a size moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.activations import ModelShape, activation_costs, eager_activations, fused_activations
+from lightning_megatron.plan.budget import GIB, TrainingShape, estimate_memory, memory_table, static_bytes
+from lightning_megatron.plan.layout import ParallelLayout
+
+LLAMA = ModelShape(
+    num_layers=16,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=131072,
+    gated=True,
+    norm="rmsnorm",
+)
+GPT2 = ModelShape(
+    num_layers=12,
+    hidden_size=768,
+    ffn_hidden_size=3072,
+    num_heads=12,
+    num_kv_heads=12,
+    head_dim=64,
+    vocab_size=50257,
+    num_positions=1024,
+    bias=True,
+    tied=True,
+)
+STEP = TrainingShape(seq_length=1024, num_microbatches=8)
+
+
+def layout(dp: int = 1, **sizes: int) -> ParallelLayout:
+    world_size = dp
+    for name in ("tp", "pp"):
+        world_size *= sizes.get(name, 1)
+    return ParallelLayout(world_size, **sizes)
+
+
+def test_parameters_are_counted_as_the_models_hold_them() -> None:
+    (one,) = estimate_memory(GPT2, layout(), STEP)
+    assert one.num_parameters == 124_439_808 + (50304 - 50257) * 768  # GPT-2 small, and the padded vocabulary
+    (one,) = estimate_memory(replace(LLAMA, num_layers=32, vocab_size=128256), layout(), STEP)
+    assert one.num_parameters == 8_030_261_248  # Llama 3 8B
+
+
+def test_a_tied_head_on_another_stage_is_a_copy() -> None:
+    stages = estimate_memory(GPT2, layout(pp=2), STEP)
+    (whole,) = estimate_memory(GPT2, layout(), STEP)
+    assert sum(one.num_parameters for one in stages) == whole.num_parameters + 50304 * 768
+
+
+@given(st.integers(1, 10**9), st.integers(1, 64))
+def test_mixed_adamw_takes_6_and_12_over_dp_bytes_a_parameter(count: int, dp: int) -> None:
+    total = sum(static_bytes(count, dp, STEP).values())
+    assert 0 <= total - (6 * count + 12 * count / dp) < 12
+    assert sum(static_bytes(count, dp, replace(STEP, zero=0)).values()) == 18 * count
+    single = replace(STEP, parameter_bytes=4, main_bytes=0, activation_bytes=4, zero=0)
+    assert sum(static_bytes(count, dp, single).values()) == 16 * count
+
+
+def test_a_block_keeps_what_its_layers_keep() -> None:
+    tokens, costs = 4096, activation_costs(LLAMA, fused_activations(LLAMA), num_tokens=4096)
+    hidden, query, key, inner = 4096, 4096, 1024, 14336
+    per_token = 2 * (4 * hidden + (query + 2 * key) + query + 3 * inner) + 4 * 32 + 2 * 8
+    assert costs.kept == costs.layer == tokens * per_token
+    assert costs.loss_kept == 2 * tokens * 131072
+    eager = activation_costs(LLAMA, eager_activations(LLAMA), num_tokens=4096)
+    assert eager.kept - costs.kept == tokens * 2 * (query + key + inner) - tokens * 8
+    assert eager.loss_kept == 2 * costs.loss_kept
+
+
+def test_sequence_parallelism_cuts_the_residual_stream_and_tensor_parallelism_the_rest() -> None:
+    table = fused_activations(LLAMA)
+    whole, cut = (
+        activation_costs(LLAMA, table, num_tokens=4096, tp=tp, sequence_parallel=tp > 1).kept for tp in (1, 4)
+    )
+    assert cut * 4 == whole
+    plain = activation_costs(LLAMA, table, num_tokens=4096, tp=4).kept
+    assert plain - cut == 4096 * (2 * 4 * 4096 + 2 * 8) * 3 // 4
+
+
+def test_recomputation_keeps_the_inputs_of_blocks() -> None:
+    costs = {
+        mode: activation_costs(LLAMA, fused_activations(LLAMA), num_tokens=4096, recompute=mode)  # type: ignore[arg-type]
+        for mode in ("none", "selective", "full")
+    }
+    assert costs["full"].kept == costs["full"].boundary == 4096 * 4096 * 2
+    assert costs["none"].kept - costs["selective"].kept == 4096 * 4 * 32
+    memory = [
+        estimate_memory(LLAMA, layout(), replace(STEP, recompute=mode))[0].peak  # type: ignore[arg-type]
+        for mode in ("full", "selective", "none")
+    ]
+    assert memory == sorted(memory)
+
+
+def test_the_first_stages_hold_more_microbatches() -> None:
+    stages = estimate_memory(LLAMA, layout(pp=4), STEP)
+    assert [one.in_flight for one in stages] == [4, 3, 2, 1]
+    kept = activation_costs(LLAMA, eager_activations(LLAMA), num_tokens=1024)
+    assert [one.activations for one in stages[:3]] == [4 * n * kept.kept for n in (4, 3, 2)]
+    assert stages[3].activations == 4 * kept.kept + kept.head
+    assert [one.loss > 0 for one in stages] == [False, False, False, True]
+    assert all(one.communication == 2 * kept.boundary for one in stages)
+    gpipe = estimate_memory(LLAMA, layout(pp=4), replace(STEP, schedule="gpipe"))
+    assert [one.in_flight for one in gpipe] == [8] * 4
+    chunks = estimate_memory(LLAMA, layout(pp=4, vpp=2), replace(STEP, schedule="interleaved"))
+    assert [one.in_flight for one in chunks] == [11, 9, 7, 5]
+
+
+def test_the_parts_add_up_to_the_peak_and_the_table_shows_them() -> None:
+    estimates = estimate_memory(LLAMA, layout(pp=2, dp=2), replace(STEP, library_bytes=2**26))
+    for one in estimates:
+        assert one.static == one.num_parameters * (2 + 4 + 6)
+        assert one.peak - one.static == sum(
+            (one.activations, one.loss, one.workspace, one.communication, one.libraries)
+        )
+    table = memory_table(estimates)
+    assert f"{estimates[1].peak / GIB:.2f}" in table
+    for word in ("parameters", "gradients", "mains", "optimizer", "activations", "loss", "peak", "stage 1", "backward"):
+        assert word in table
+    assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_an_optimizer_that_copies_everything_can_be_the_peak() -> None:
+    tiny = replace(STEP, seq_length=8, num_microbatches=1)
+    (fused,), (copying,) = (
+        estimate_memory(LLAMA, layout(dp=2), replace(tiny, step_bytes=step_bytes)) for step_bytes in (0, 8)
+    )
+    assert fused.moment == "backward"
+    assert copying.moment == "optimizer step"
+    assert copying.peak == copying.num_parameters * (2 + 4 + 6 + 4)
+
+
+SIZES = st.fixed_dictionaries(
+    {
+        "seq_length": st.sampled_from([64, 128, 1024]),
+        "microbatch_size": st.integers(1, 4),
+        "num_microbatches": st.integers(4, 8),
+        "recompute": st.sampled_from(["none", "selective", "full"]),
+        "zero": st.integers(0, 1),
+        "sequence_parallel": st.booleans(),
+    }
+)
+
+
+@given(SIZES, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.booleans())
+def test_more_work_never_takes_less_and_more_ranks_never_take_more(
+    sizes: dict, tp: int, pp: int, dp: int, fused: bool
+) -> None:
+    model, training = GPT2 if tp == 1 else LLAMA, TrainingShape(**sizes)
+    table = (fused_activations if fused else eager_activations)(model)
+
+    def peak(training: TrainingShape, tp: int = tp, pp: int = pp, dp: int = dp) -> int:
+        return max(one.peak for one in estimate_memory(model, layout(dp, tp=tp, pp=pp), training, table=table))
+
+    base = peak(training)
+    assert peak(replace(training, seq_length=2 * training.seq_length)) > base
+    assert peak(replace(training, microbatch_size=training.microbatch_size + 1)) > base
+    assert peak(replace(training, num_microbatches=training.num_microbatches + 1)) >= base
+    assert peak(replace(training, gradient_bytes=2)) < base
+    assert peak(replace(training, recompute="none")) >= base
+    assert peak(training, dp=2 * dp) <= base
+    assert peak(training, tp=2 * tp) < base
+    assert peak(replace(training, sequence_parallel=True)) <= peak(replace(training, sequence_parallel=False))
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ParallelPlanError, match="seq_length must be"):
+        estimate_memory(GPT2, layout(), replace(STEP, seq_length=0))
+    with pytest.raises(ParallelPlanError, match="zero must be 0 or 1"):
+        estimate_memory(GPT2, layout(), replace(STEP, zero=2))
+    with pytest.raises(ParallelPlanError, match="recompute must be one of"):
+        estimate_memory(GPT2, layout(), replace(STEP, recompute="some"))  # type: ignore[arg-type]
+    with pytest.raises(ParallelPlanError, match="Use a seq_length of 1002"):
+        estimate_memory(LLAMA, layout(tp=2), replace(STEP, seq_length=1001, sequence_parallel=True))
+    with pytest.raises(ParallelPlanError, match="at least one layer"):
+        estimate_memory(replace(GPT2, num_layers=1), layout(pp=2), STEP)
