@@ -17,6 +17,8 @@ from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.layout import ParallelLayout
 
+#: How long the ranks wait for each other in a save: one may have much more to write, to a slow disk.
+CHECKPOINT_TIMEOUT = timedelta(hours=2)
 #: Axes whose small messages must not queue behind large ones on a GPU.
 _HIGH_PRIORITY = ("pp", "ep")
 #: Axes that have a group of their own.
@@ -44,7 +46,8 @@ class ParallelMesh:
 
     Axes of one rank have no process group and never communicate. ``data`` is dp x cp, the group over which dense
     gradients are averaged; ``model`` is tp x pp, the ranks that together hold one copy of the model; ``embedding``
-    joins the first and the last stage. The axes that end in ``_cpu`` are gloo twins for Python objects and CPU tensors.
+    joins the first and the last stage. The axes that end in ``_cpu`` are gloo twins for Python objects and CPU tensors;
+    ``checkpoint_cpu`` is one of the world that a thread may use beside training, as nothing else does.
     """
 
     layout: ParallelLayout
@@ -68,6 +71,7 @@ class ParallelMesh:
     data_cpu: MeshAxis = MeshAxis("data_cpu")
     model_cpu: MeshAxis = MeshAxis("model_cpu")
     pp_cpu: MeshAxis = MeshAxis("pp_cpu")
+    checkpoint_cpu: MeshAxis = MeshAxis("checkpoint_cpu")
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
     owned_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False, compare=False)
     owns_world: bool = field(default=False, repr=False, compare=False)
@@ -230,7 +234,18 @@ class _Builder:
         axes = {name: self._axis(name, groups, self.backend) for name, groups in lists.items()}
         for name in ("world", "data", "model", "pp"):
             axes[f"{name}_cpu"] = self._axis(f"{name}_cpu", lists[name], "gloo")
+        axes["checkpoint_cpu"] = self._checkpoint_axis()
         return axes
+
+    def _checkpoint_axis(self) -> MeshAxis:
+        """Create a group of the world that is not shared, not counted, and waits for slow disks."""
+        ranks = self._all_ranks()[0]
+        if len(ranks) == 1:
+            return MeshAxis("checkpoint_cpu", (self.rank,))
+        longest = max(self.timeout or CHECKPOINT_TIMEOUT, CHECKPOINT_TIMEOUT)
+        group = dist.new_group(ranks, timeout=longest, backend="gloo")
+        self.created.append(group)
+        return MeshAxis("checkpoint_cpu", tuple(ranks), ranks.index(self.rank), group)
 
     def _axis(self, name: str, groups: Sequence[Sequence[int]], backend: str) -> MeshAxis:
         options = self.options.get(name, {}) if backend == "nccl" else {}
