@@ -29,3 +29,7 @@ class MissingExtraError(ImportError):
 
 class CheckpointSaveError(RuntimeError):
     """Report a checkpoint that could not be written, with the reason of every rank that failed."""
+
+
+class NonFiniteGradientError(RuntimeError):
+    """Report a gradient that is infinite or not a number: no setting is at fault, the numbers of the run are."""
