@@ -19,16 +19,21 @@ class GradientSlot:
     Args:
         gradient: The sum, of the parameter's local shape.
         on_gradient: Called after every addition.
+        accepts: Tells whether gradients count now; those that come while it says no are dropped.
     """
 
-    def __init__(self, gradient: Tensor, on_gradient: Callable[[], None]) -> None:
+    def __init__(
+        self, gradient: Tensor, on_gradient: Callable[[], None], accepts: Callable[[], bool] = lambda: True
+    ) -> None:
         self.gradient = gradient
         self.is_empty = True
-        self._on_gradient = on_gradient
+        self._on_gradient, self._accepts = on_gradient, accepts
 
     @torch.no_grad()
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of the parameter's shape, in any dtype."""
+        if not self._accepts():
+            return
         if self.is_empty:
             self.gradient.copy_(gradient)
         else:
@@ -44,6 +49,8 @@ class GradientSlot:
 
         Shapes: left ``(N, out)``; right ``(N, in)``; the slot ``(out, in)``.
         """
+        if not self._accepts():
+            return
         if self.gradient.dtype == torch.float32 and left.is_cuda and left.dtype in _HALF and right.dtype == left.dtype:
             if self.is_empty:
                 torch.mm(left.t(), right, out_dtype=torch.float32, out=self.gradient)
@@ -64,6 +71,8 @@ class GradientSlot:
 
         Shapes: index ``(N)``; rows ``(N, D)`` in the slot's dtype; the slot ``(V, D)``.
         """
+        if not self._accepts():
+            return
         if self.is_empty:
             self.gradient.zero_()
         self.gradient.index_add_(0, index, rows)

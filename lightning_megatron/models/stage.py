@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.gradient_slot import set_slot
 
 
 class StageDone(BaseException):
@@ -64,7 +65,27 @@ class PipelinedModule(nn.Module):
         result.__dict__ = deepcopy(self.__dict__, memo)
         for parameter, twin in zip(self.parameters(), result.parameters(), strict=True):
             vars(twin).update(vars(parameter))
+            # The copy does not take part in a training that may be running.
+            set_slot(twin, None)
         return result
+
+    def units(self) -> list[nn.Module]:
+        """List the modules that together read all parameters, in parts that each read only their own.
+
+        A unit may also read what an earlier one of the same forward pass has read.
+        """
+        units: list[nn.Module] = []
+        for child in self.children():
+            units += child.children() if isinstance(child, (nn.ModuleDict, nn.ModuleList)) else [child]
+        return units
+
+    def chunk_of(self, name: str) -> int | None:
+        """Return the chunk of this stage that reads a parameter; None if several may.
+
+        Args:
+            name: The parameter's name in this module.
+        """
+        return 0 if self.num_chunks == 1 else None
 
     def is_first_stage(self, chunk: int = 0) -> bool:
         """Tell whether ``chunk`` of this rank is the first virtual stage, which holds the embedding."""

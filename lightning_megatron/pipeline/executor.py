@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,24 @@ from lightning_megatron.groups.p2p import PendingExchange, exchange
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.plan.schedule import Action, build_schedule
+from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import Compute, Program, Transfer, plan_transfers
+
+
+class BackwardObserver(Protocol):
+    """Be told when the gradients of a chunk are about to be complete, and when they are."""
+
+    def begin_last_backward(self, chunk: int) -> None:
+        """Take note that the next backward pass of ``chunk`` is the last one of the step."""
+
+    def start_reduction(self, chunk: int) -> None:
+        """Do what can be done with the gradients of ``chunk``, which are complete."""
+
 
 StepFn = Callable[[Any], Any]
 LossOf = Callable[[Any, int], Tensor | None]
 _Unit = tuple[int, int]
+Points = Mapping[int, Sequence[ReductionPoint]]
 
 
 class PipelineExecutor:
@@ -43,7 +56,9 @@ class PipelineExecutor:
     ) -> None:
         self.mesh, self.model = mesh, model
         self._schedule, self._group_size = schedule, microbatch_group_size
-        self._programs: dict[tuple[int, bool], Program] = {}
+        #: Told of the last backward pass of every chunk, if the optimizer steps after this run.
+        self.observer: BackwardObserver | None = None
+        self._programs: dict[tuple[int, bool], tuple[Program, Points]] = {}
 
     def run(
         self,
@@ -70,28 +85,36 @@ class PipelineExecutor:
         Communication: the point-to-point transfers of :func:`~lightning_megatron.plan.transfers.plan_transfers`.
         """
         run = _Run(self, step_fn, microbatches, loss_of, step, backward)
-        for instruction in self._program(len(microbatches), backward).instructions(self.mesh.pp.rank):
+        program, points = self._program(len(microbatches), backward)
+        observer, num_actions = self.observer if backward else None, 0
+        for instruction in program.instructions(self.mesh.pp.rank):
             if isinstance(instruction, Compute):
+                here = points.get(num_actions, ()) if observer is not None else ()
+                _announce(here, observer)
                 run.compute(instruction.action)
+                _reduce(here, observer)
+                num_actions += 1
             else:
                 run.exchange(instruction.sends, instruction.receives)
         run.finish()
         return run.results
 
-    def _program(self, num_microbatches: int, backward: bool) -> Program:
+    def _program(self, num_microbatches: int, backward: bool) -> tuple[Program, Points]:
         key = (num_microbatches, backward)
         if key not in self._programs:
             num_chunks = self.model.num_chunks if self.model is not None else 1
-            self._programs[key] = plan_transfers(
-                build_schedule(
-                    self._schedule,
-                    self.mesh.pp.size,
-                    num_microbatches,
-                    num_chunks,
-                    self._group_size,
-                    forward_only=not backward,
-                )
+            schedule = build_schedule(
+                self._schedule,
+                self.mesh.pp.size,
+                num_microbatches,
+                num_chunks,
+                self._group_size,
+                forward_only=not backward,
             )
+            points: dict[int, list[ReductionPoint]] = {}
+            for point in reduction_points(schedule)[self.mesh.pp.rank] if backward else ():
+                points.setdefault(point.after_action, []).append(point)
+            self._programs[key] = plan_transfers(schedule), points
         return self._programs[key]
 
     @property
@@ -126,6 +149,18 @@ class PipelineExecutor:
             return None, False
         finally:
             self.model.cursor = None
+
+
+def _announce(points: Sequence[ReductionPoint], observer: BackwardObserver | None) -> None:
+    for point in points:
+        if observer is not None and point.early:
+            observer.begin_last_backward(point.chunk)
+
+
+def _reduce(points: Sequence[ReductionPoint], observer: BackwardObserver | None) -> None:
+    for point in points:
+        if observer is not None:
+            observer.start_reduction(point.chunk)
 
 
 class _Run:

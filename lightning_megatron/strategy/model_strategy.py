@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
@@ -30,6 +29,7 @@ from lightning_megatron.strategy.checks import (
 from lightning_megatron.strategy.mesh_strategy import MeshStrategy
 from lightning_megatron.strategy.modules import MetricGroups, find_models, rebind_mesh
 from lightning_megatron.strategy.options import StrategyOptions
+from lightning_megatron.strategy.parameter_readers import parameter_reader
 from lightning_megatron.strategy.precision import MegatronPrecision
 from lightning_megatron.strategy.private import (
     accumulates,
@@ -43,7 +43,7 @@ from lightning_megatron.strategy.sizes import check_sizes
 from lightning_megatron.strategy.step import StepRunner
 from lightning_megatron.strategy.training_state import TrainingState
 from lightning_megatron.swap import parallelize
-from lightning_megatron.training.main_parameters import MainParameters
+from lightning_megatron.training.main_parameters import Division
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class ModelStrategy(MeshStrategy):
             options.nccl_options,
         )
         self._state: TrainingState | None = None
+        self._executor: PipelineExecutor | None = None
         self._steps: StepRunner | None = None
         self._signals: SignalAgreement | None = None
         self._metrics: MetricGroups | None = None
@@ -126,42 +127,71 @@ class ModelStrategy(MeshStrategy):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._metrics = MetricGroups(module, self.mesh)
-        executor = PipelineExecutor(
+        self._executor = PipelineExecutor(
             self.mesh,
             pipelined_module(module, self.mesh),
             self.options.schedule_name,
             self.options.microbatch_group_size,
         )
-        self._steps = StepRunner(self.mesh, executor, self.options.microbatch_size)
+        self._steps = StepRunner(self.mesh, self._executor, self.options.microbatch_size)
         self._setup_training(trainer, fitting)
 
     def _setup_training(self, trainer: Trainer, fitting: bool) -> None:
         if fitting:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-        previous = self._state.main if self._state is not None else None
-        # Without training there is nothing for main parameters to keep, unless an earlier fit has made some.
-        mains = self.precision_plugin.dtypes.mains if fitting or previous is not None else None
-        optimizers = self.optimizers if fitting else None
-        self._state = TrainingState(self.user_module, optimizers, self.mesh, mains, previous)
+        previous, self._state = self._state, self._state_of_run(fitting)
+        if previous is not None and previous is not self._state:
+            previous.release()
         self.precision_plugin.bind(self._state)
         self.setup_precision_plugin()
         if not fitting:
-            self._keep_optimizers(previous)
             return
+        # Lightning wraps optimizers with the attributes that they have at that time.
+        self.optimizers = self.optimizers
+        self.precision_plugin.gathers_late = self._gathers_late(trainer)
+        if self.precision_plugin.gathers_late:
+            self._state.overlap_gathers()
         install_scheduled_loop(trainer)
         self._has_checked_batch = False
         if self.mesh.world.size > 1:
             self._signals = SignalAgreement(trainer, self.mesh, self.options.signal_check_interval)
             self._signals.install()
 
-    def _keep_optimizers(self, previous: MainParameters | None) -> None:
-        """Let the optimizers of an earlier fit follow the module, so that they can still be saved with it."""
-        main = self._state.main if self._state is not None else None
-        if previous is None or main is None or main.names != previous.names:
-            return
-        for optimizer in self.optimizers:
-            main.attach(optimizer, previous)
+    def _state_of_run(self, fitting: bool) -> TrainingState:
+        """Make the state of a fit; an evaluation goes on with that of an earlier fit of the same module."""
+        module, previous = self.user_module, self._state
+        if not fitting and previous is not None and previous.belongs_to(module):
+            previous.mesh = self.mesh
+            return previous
+        options, dtypes = self.options, self.precision_plugin.dtypes
+        division = Division(
+            main_dtype=dtypes.mains if fitting else None,
+            gradient_dtype=torch.bfloat16 if options.gradient_dtype == "bfloat16" else None,
+            zero=options.zero,
+            slices=options.optimizer_slices,  # type: ignore[arg-type]
+        )
+        return TrainingState(
+            module,
+            self.optimizers if fitting else (),
+            self.mesh,
+            division,
+            options.check_gradients,
+            previous.main if previous is not None else None,
+        )
+
+    def _gathers_late(self, trainer: Trainer) -> bool:
+        """Tell whether parameters may still be on their way between a step and the next forward pass."""
+        chosen = self.options.overlap_parameters
+        if chosen is not None or self.mesh.data.size == 1:
+            return bool(chosen)
+        reader = parameter_reader(trainer)
+        if reader is not None:
+            rank_zero_info(
+                f"Updated parameters are gathered before {reader} runs, which might read them, and not beside the next "
+                "forward pass; overlap_parameters=True says that it does not."
+            )
+        return reader is None
 
     @override
     def model_to_device(self) -> None:
@@ -191,11 +221,14 @@ class ModelStrategy(MeshStrategy):
         module, trainer = self.user_module, self.user_module.trainer
         step, precision = total_batch_index(trainer), self.precision_plugin
         if not module.automatic_optimization:
+            self._prepare_step(step)
+            self._wait_for_parameters()
             self.mesh.random.begin_microbatch(step, self.mesh.dp.rank)
             with precision.train_step_context():
                 return module.training_step(*args, **kwargs)
         self._check_first_batch(args[0])
         backward = not skips_backward(trainer)
+        self._prepare_step(step)
         with precision.train_step_context():
             return self._steps.train(
                 module,
@@ -211,13 +244,20 @@ class ModelStrategy(MeshStrategy):
 
     def _after_backward(self, num_tokens: Tensor | None) -> None:
         assert self._state is not None, "setup has run"
-        if num_tokens is not None:
-            raise UnsupportedError("training_step cannot return num_tokens yet. Return the loss alone.")
         trainer = self.user_module.trainer
-        self._state.gradients_changed()
+        self._state.gradients_changed(num_tokens)
         if not accumulates(trainer):
             self.precision_plugin.finish_gradients()
         call_after_backward_hooks(trainer)
+
+    def _prepare_step(self, step: int) -> None:
+        """Take in what callbacks have unfrozen, and let sums start inside the backward pass if a step follows it."""
+        assert self._state is not None, "setup has run"
+        assert self._executor is not None, "setup has run"
+        self._state.step = step
+        self._state.take_in(self.optimizers)
+        will_step = not accumulates(self.user_module.trainer)
+        self._executor.observer = self._state.observer if will_step and self.options.overlap_gradients else None
 
     def _check_first_batch(self, batch: Any) -> None:
         """Compare the first batch over the ranks that must see the same one."""
@@ -225,6 +265,10 @@ class ModelStrategy(MeshStrategy):
             return
         self._has_checked_batch = True
         check_same_everywhere(self.mesh.model_cpu, {"first training batch of its data-parallel rank": digest_of(batch)})
+
+    def _wait_for_parameters(self) -> None:
+        if self._state is not None:
+            self._state.main.wait()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,6 +287,7 @@ class ModelStrategy(MeshStrategy):
 
     def _evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
         assert self._steps is not None, "setup has run"
+        self._wait_for_parameters()
         batch, rest = args[0], args[1:]
         step = rest[0] if rest and isinstance(rest[0], int) else 0
         # The second index names the dataloader, where there are several.

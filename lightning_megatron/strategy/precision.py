@@ -80,6 +80,8 @@ class MegatronPrecision(Precision):
         self.dtypes = PRECISIONS[precision]
         self.loss_scale = (loss_scale or DynamicLossScale()) if self.dtypes.scales_loss else None
         self.converts_inputs = True
+        #: Whether modules wait for their parameters in the next forward pass, instead of all here after a step.
+        self.gathers_late = False
         self.skipped_steps = 0
         self.last_grad_norm: Tensor | None = None
         self._state: TrainingState | None = None
@@ -169,7 +171,7 @@ class MegatronPrecision(Precision):
             nonlocal calls
             if calls:
                 # An optimizer that evaluates the loss again has moved the mains since.
-                state.main.copy_to_model()
+                state.main.publish()
             calls += 1
             result = closure()
             self.finish_gradients(optimizer)
@@ -180,7 +182,7 @@ class MegatronPrecision(Precision):
             result = optimizer.step(closure=with_gradients, **kwargs)
         else:
             result = self._scaled_step(optimizer, with_gradients, self.loss_scale, kwargs)
-        state.main.copy_to_model()
+        state.main.publish(wait=not self.gathers_late)
         return result
 
     def _scaled_step(
@@ -235,7 +237,7 @@ class MegatronPrecision(Precision):
         """Clip by the norm over all shards and stages, each element of each full tensor counted once."""
         assert self._state is not None, "gradients are clipped while training"
         state = self._state
-        self.last_grad_norm = clip_by_norm_(state.main, state.mesh, float(clip_val), state.names_of(optimizer))
+        self.last_grad_norm = clip_by_norm_(state.main, float(clip_val), state.names_of(optimizer))
 
     # ---- checkpoints
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.training.gradients import GradientSync
+from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.strategy.gradient_check import check_finite
+from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.loss_scale import DynamicLossScale
-from lightning_megatron.training.main_parameters import MainParameters
+from lightning_megatron.training.main_parameters import Division, MainParameters, names_in
+from lightning_megatron.training.ties import check_ties
 
 
 class TrainingState:
@@ -19,41 +24,84 @@ class TrainingState:
 
     Args:
         module: The module whose parameters are trained.
-        optimizers: The user's optimizers; they train the mains from now on. None when nothing is trained.
+        optimizers: The user's optimizers; they train slices of the mains from now on. Empty when nothing is trained.
         mesh: The groups of this rank.
-        main_dtype: Type of the mains; None means that parameters are their own mains.
-        previous: The state of an earlier fit, whose mains go on where the module still has their values.
+        division: How mains and gradients are kept.
+        checks_gradients: Whether gradients that are not finite end the run.
+        previous: The mains of an earlier fit, which go on where the module still has their values.
 
     Raises:
-        UnsupportedError: If an optimizer trains the two copies of a tied embedding differently.
+        UnsupportedError: If an optimizer cannot train slices, or trains the two copies of a tied embedding differently.
 
-    Communication: constructs a :class:`GradientSync`, a collective over all ranks; one gather over pp for each
-    optimizer where there are ties.
+    Communication: gathers of names; all ranks must construct it.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        optimizers: Sequence[Optimizer] | None,
+        optimizers: Sequence[Optimizer],
         mesh: ParallelMesh,
-        main_dtype: torch.dtype | None,
+        division: Division,
+        checks_gradients: bool = False,
         previous: MainParameters | None = None,
     ) -> None:
-        self.mesh = mesh
-        self.main = MainParameters(dict(module.named_parameters()), main_dtype)
+        self._module = module
+        self._models = {name: part for name, part in module.named_modules() if isinstance(part, PipelinedModule)}
+        self.main = MainParameters(dict(module.named_parameters()), mesh, division, self._chunk_of)
+        self._reducer = GradientReducer(self.main)
+        self._checks_gradients = checks_gradients
+        self._zero_grads: list[tuple[Optimizer, Any]] = []
+        for optimizer in optimizers:
+            self._reducer.watch(self.main.attach(optimizer))
+            check_ties(optimizer, self.main)
+            self._watch_zero_grad(optimizer)
         if previous is not None:
-            _continue_mains(self.main, previous)
-        self._sync = None if optimizers is None else GradientSync(self.main, mesh)
-        for optimizer in optimizers or ():
-            self.main.attach(optimizer)
-            if self._sync is not None:
-                self._sync.check_ties(optimizer)
+            self.main.continue_from(previous)
         self._overflowed: frozenset[str] = frozenset()
         self._unfinished: frozenset[str] = frozenset()
+        self._num_tokens: Tensor | None = None
+        self.step = 0
 
-    def gradients_changed(self) -> None:
-        """Note that a backward pass has added to the gradients of this rank."""
-        self._unfinished = frozenset(self.main.names)
+    @property
+    def mesh(self) -> ParallelMesh:
+        """Return the groups of this rank."""
+        return self.main.mesh
+
+    @mesh.setter
+    def mesh(self, mesh: ParallelMesh) -> None:
+        # A later run of the same trainer has groups of its own.
+        self.main.mesh = mesh
+
+    def belongs_to(self, module: nn.Module) -> bool:
+        """Tell whether the module's parameters are still those that this state trains."""
+        return module is self._module and self.main.still_holds
+
+    @property
+    def observer(self) -> GradientReducer | None:
+        """Return who wants to know of the last backward pass; nobody where gradients are looked at before their sum."""
+        return None if self._checks_gradients else self._reducer
+
+    def take_in(self, optimizers: Sequence[Optimizer]) -> None:
+        """Attach what callbacks have unfrozen, or added to an optimizer, since the last step."""
+        for optimizer in optimizers:
+            if self.main.waits_for_attach(optimizer):
+                self._reducer.watch(self.main.attach(optimizer))
+
+    def overlap_gathers(self) -> None:
+        """Let the layers of this package's models wait for their own parameters after a step."""
+        for model in self._models.values():
+            self.main.gather.wait_before(model.units(), self.main.buffers)
+
+    def gradients_changed(self, num_tokens: Tensor | None = None) -> None:
+        """Note that a backward pass has added to the gradients of this rank.
+
+        Args:
+            num_tokens: Weight of this rank's gradients: the divisor of the sum over all ranks and batches. None means
+                that the mean over the ranks is wanted.
+        """
+        self._unfinished = frozenset(self.main.trained)
+        if num_tokens is not None:
+            self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
     def finish(self, loss_scale: DynamicLossScale | None, optimizer: Optimizer | None = None) -> None:
         """Sum the gradients over the ranks, look for overflow and take the loss scale out; once after a backward pass.
@@ -62,15 +110,22 @@ class TrainingState:
             loss_scale: What the loss was multiplied by.
             optimizer: Only the gradients of this one; others may go on adding to theirs. None means all.
 
-        Communication: that of :meth:`GradientSync.finish`, and with a loss scale one all-reduce over the world.
+        Raises:
+            NonFiniteGradientError: If gradients are checked and one is infinite or not a number.
+
+        Communication: that of :meth:`GradientReducer.finish`; with a loss scale one all-reduce over the world, with
+        token counts one over the data axis, with checks one over the world.
         """
         names = self._unfinished if optimizer is None else self._unfinished & self.names_of(optimizer)
-        if not names or self._sync is None:
+        if not names:
             return
-        self._sync.finish(names)
+        if self._checks_gradients:
+            check_finite(self._reducer.unreduced(names), self.mesh, self.step)
+        self._reducer.finish(names)
+        self._divide_by_tokens(names)
         self._overflowed -= names
         if loss_scale is not None:
-            if loss_scale.found_nonfinite(self.main, self.mesh, names):
+            if loss_scale.found_nonfinite(self.main, names):
                 self._overflowed |= names
             loss_scale.unscale_(self.main, names)
         self._unfinished -= names
@@ -81,26 +136,54 @@ class TrainingState:
 
     def rescale(self, factor: float) -> None:
         """Multiply the gradients that are not finished yet, after the loss scale has changed by ``factor``."""
-        gradients = self.main.gradients(self._unfinished)
+        gradients = list(self._reducer.unreduced(self._unfinished).values())
         if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
 
     def names_of(self, optimizer: Optimizer) -> set[str]:
         """Name the parameters that an optimizer trains."""
-        return {name for group in self.main.names_of(optimizer) for name in group}
+        return names_in(self.main.names_of(optimizer))
 
     def release(self) -> None:
-        """Leave gradients with the module's own parameters again."""
-        self.main.detach_hooks()
+        """Leave gradients with the module's own parameters again; their values stay where they are."""
+        self.main.gather.release()
+        self._reducer.release()
+        for optimizer, original in self._zero_grads:
+            if original is None:
+                vars(optimizer).pop("zero_grad", None)
+            else:
+                optimizer.zero_grad = original  # type: ignore[method-assign]
+        self._zero_grads.clear()
 
+    def _divide_by_tokens(self, names: frozenset[str]) -> None:
+        if self._num_tokens is None:
+            return
+        data = self.mesh.data
+        total = all_reduce_(self._num_tokens.clone(), data)
+        # The gradients are means over the ranks; without any token they are zero, and stay so.
+        factor = torch.where(total > 0, data.size / total, torch.zeros_like(total))
+        gradients = self.main.gradients(names)
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        self._num_tokens = None
 
-@torch.no_grad()
-def _continue_mains(main: MainParameters, previous: MainParameters) -> None:
-    """Copy mains over whose rounded values the module still has: half precision alone would forget their last bits."""
-    for name in main.names:
-        parameter, twin = main.parameter(name), main.main(name)
-        if twin is parameter or name not in previous.names:
-            continue
-        before = previous.main(name)
-        if before.shape == twin.shape and torch.equal(before.to(parameter.device, parameter.dtype), parameter):
-            twin.copy_(before)
+    def _watch_zero_grad(self, optimizer: Optimizer) -> None:
+        """Forget the sums of all ranks when the optimizer is told to forget the gradients that it sees."""
+        original: Callable[..., None] = optimizer.zero_grad
+        self._zero_grads.append((optimizer, vars(optimizer).get("zero_grad")))
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            original(set_to_none)
+            names = self.names_of(optimizer)
+            self._reducer.clear(names)
+            self._unfinished -= names
+            self._num_tokens = None
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def _chunk_of(self, name: str) -> int | None:
+        for prefix, model in self._models.items():
+            below = f"{prefix}." if prefix else ""
+            if name.startswith(below):
+                return model.chunk_of(name.removeprefix(below))
+        return None

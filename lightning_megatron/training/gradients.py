@@ -1,263 +1,267 @@
-"""Gradient sums over the ranks after the last backward of a step: bucketed all-reduces in one fixed order."""
+"""Gradient sums over the ranks: bucket by bucket, beginning inside the last backward pass of a step."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
-from math import prod
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import ReduceOp, all_gather_objects, all_reduce_
-from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.training.main_parameters import MainParameters
-from lightning_megatron.training.shared_gradients import overlapping_pieces, resolve_ties
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.pending import Pending, start_all_reduce, start_reduce_scatter
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.training.flat_buffer import FlatBuffer
+from lightning_megatron.training.main_parameters import LATE, MainParameters
+from lightning_megatron.training.partial_sums import PartialSums
+from lightning_megatron.training.unused import UnusedParameters
 
 logger = logging.getLogger(__name__)
 
-#: Size of a bucket: 25 million float32 elements, enough to reach the links' full rate (bytes).
-BUCKET_BYTES = 100_000_000
 
-
-@dataclass(frozen=True)
-class _Segment:
-    """Place a piece of a gradient in a bucket.
+@dataclass(eq=False)
+class _Bucket:
+    """Follow one bucket through a step.
 
     Args:
-        name: The parameter.
-        shape: Shape of the piece (elements).
-        dim: The dimension that the piece is cut from; None for a whole gradient.
-        local_start: First row of the piece in this rank's gradient; None if this rank does not hold the piece.
+        buffer: Where it lies.
+        index: Its number there.
+        missing: Parameters whose gradients are not complete yet, while the last backward pass runs.
+        pending: Its sum over the data-parallel ranks, once it has started.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None = None
-    local_start: int | None = 0
+    buffer: FlatBuffer
+    index: int
+    missing: set[str]
+    pending: Pending | None = None
 
-    def of(self, gradient: Tensor) -> Tensor | None:
-        """Return the view of the gradient that this piece covers."""
-        if self.local_start is None:
-            return None
-        return gradient if self.dim is None else gradient.narrow(self.dim, self.local_start, self.shape[self.dim])
+    @property
+    def names(self) -> list[str]:
+        """List the parameters whose gradients it holds."""
+        return [placed.name for placed in self.buffer.plan.buckets[self.index].placed]
 
-
-@dataclass(frozen=True)
-class _Plan:
-    """List the buckets of each sum, for one set of trainable parameters."""
-
-    names: tuple[str, ...]
-    tensor: list[list[_Segment]]
-    tied: list[list[_Segment]]
-    data: list[list[_Segment]]
+    @property
+    def group(self) -> int:
+        """Return the group whose gradients are complete together."""
+        return self.buffer.plan.buckets[self.index].group
 
 
-class GradientSync:
-    """Finish the main gradients of a step: every rank ends with the gradient of the mean loss over the data ranks.
+class GradientReducer:
+    """Sum the gradients of a step over the ranks: every slice ends with its part of the mean over the data ranks.
 
-    In order: copies over the tensor axis whose gradients are partial sums are added; the first stage's embedding and
-    its copy on the last stage are added; all gradients are averaged over dp x cp.
+    Gradients are summed over the microbatches in the flat buffers, by the layers' own matrix products or after
+    autograd has made them. A bucket's reduce-scatter (all-reduce without divided mains) starts when its last gradient
+    is there, in the order of the buckets, which is the same on all ranks. Copies over the tensor axis whose gradients
+    are partial sums are added first; the first stage's embedding and its copy on the last stage are added at the end.
+    A parameter without a gradient takes part with zeros.
 
     Args:
-        main: The parameters of this rank.
-        mesh: The groups of this rank.
-        bucket_bytes: Gradients are flattened into messages of about this size (bytes).
+        main: The parameters of this rank, which optimizers are attached to.
 
     Raises:
         UnsupportedError: If several pipeline stages hold the same parameter, other than a tied embedding.
-
-    Communication: gathers names over pp and, where gradients are partial, ranges over tp. All ranks must construct it.
     """
 
-    def __init__(self, main: MainParameters, mesh: ParallelMesh, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._main, self._mesh, self._bucket_bytes = main, mesh, bucket_bytes
-        stages = all_gather_objects([(name, main.spec(name).tied_to) for name in main.names], mesh.pp_cpu)
-        self._ties = resolve_ties(stages)
-        self._pieces = self._gather_pieces()
-        self._plans: dict[tuple[str, ...], _Plan] = {}
-        self._plan = self._build_plan(())
-        self._has_warned = False
+    def __init__(self, main: MainParameters) -> None:
+        self._main = main
+        self._slots: dict[str, GradientSlot] = {}
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[str, _Bucket] = {}
+        self._armed: set[int] = set()
+        self._seen: dict[str, int] = {}
+        self._expected: dict[str, int] = {}
+        self._finished: set[str] = set()
+        self._unused = UnusedParameters(main)
+        self._hooks: list[RemovableHandle] = []
+        self._partial = PartialSums({}, main.mesh)
 
-    def finish(self, names: Collection[str] | None = None) -> None:
-        """Sum the main gradients over the ranks, in place.
+    def watch(self, buffers: Iterable[FlatBuffer]) -> None:
+        """Let the gradients of these buffers' parameters be summed here from now on.
 
-        A parameter without a gradient takes part with zeros if any rank that shares it has one; if none has, it stays
-        without, and the optimizer leaves it alone as it would on one process.
-
-        Args:
-            names: Only these parameters of this rank; None means all.
-
-        Communication: all-reduces over tp, embedding and data axes, equal in number and size on all ranks of an axis.
+        Communication: one gather of ranges over tp, if there are partial gradients. All ranks must call it.
         """
-        if not (self._pieces or self._ties or self._mesh.data.size > 1):
-            return
-        trainable = {name: main for name, main in self._main.trainable() if names is None or name in names}
-        self._plan = self._plan_for(tuple(trainable))
-        missing = [name for name, main in trainable.items() if main.grad is None]
-        present = self._agree_on_present(missing)
-        for name in missing:
-            trainable[name].grad = torch.zeros_like(trainable[name])
-        for buckets, axis, op in self._sums():
-            for bucket in buckets:
-                self._reduce(bucket, axis, op)
-        if missing:
-            self._forget_unused(missing, present)
-
-    def check_ties(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer trains the first stage's embedding and its copy on the last stage alike.
-
-        Args:
-            optimizer: One over these parameters, before or after ``main.attach``.
-
-        Raises:
-            UnsupportedError: On every stage, if their groups differ.
-
-        Communication: one gather over pp where there are ties.
-        """
-        if not self._ties:
-            return
-        place: dict[str, str] = {}
-        groups = zip(optimizer.param_groups, self._main.names_of(optimizer), strict=True)
-        for number, (group, names) in enumerate(groups):
-            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            place |= dict.fromkeys(names, f"group {number} with {settings}")
-        stages = all_gather_objects(place, self._mesh.pp_cpu)
-        everyone = {name: where for stage in stages for name, where in stage.items()}
-        for original, copy in self._ties:
-            first, last = everyone.get(original, "no group"), everyone.get(copy, "no group")
-            if first != last:
-                raise UnsupportedError(
-                    f"a tied embedding must be trained alike on the first and the last stage: {original!r} is in "
-                    f"{first}, its copy {copy!r} in {last}. The two would drift apart. Put both in the same group in "
-                    "configure_optimizers."
+        for buffer in buffers:
+            buckets = [_Bucket(buffer, index, set()) for index in range(len(buffer.plan.buckets))]
+            self._buckets += buckets
+            self._bucket_of |= {name: bucket for bucket in buckets for name in bucket.names}
+            for name, parameter in buffer.members.items():
+                slot = GradientSlot(
+                    buffer.gradient_of(name), partial(self._arrived, name), partial(self._main.is_trainable, name)
                 )
+                self._slots[name] = slot
+                set_slot(parameter, slot)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(_moving_into(slot)))
+        # Within a group the order is that of the buffers; every rank launches in this order.
+        self._buckets.sort(key=lambda bucket: bucket.group)
+        names = [name for name in self._slots if self._bucket_of[name].group == LATE]
+        self._partial = PartialSums({name: self._main.spec(name) for name in names}, self._main.mesh)
 
-    def _sums(self) -> list[tuple[list[list[_Segment]], MeshAxis, ReduceOp]]:
-        plan, mesh = self._plan, self._mesh
-        return [(plan.tensor, mesh.tp, "sum"), (plan.tied, mesh.embedding, "sum"), (plan.data, mesh.data, "mean")]
+    def begin_last_backward(self, chunk: int) -> None:
+        """Note that the next backward pass of a chunk is the last one before the optimizer steps."""
+        self._armed.add(chunk)
+        for bucket in self._in_group(chunk):
+            bucket.missing = set(bucket.names)
+            self._seen.update(dict.fromkeys(bucket.names, 0))
 
-    def _gather_pieces(self) -> dict[str, list[tuple[int, int]]]:
-        """Find which rows of each partial parameter several tensor-parallel ranks hold."""
-        tp = self._mesh.tp
-        ranges = {
-            name: [(piece.start, piece.stop) for piece in self._main.spec(name).ranges]
-            for name in self._main.names
-            if self._main.spec(name).partial
-        }
-        if tp.size == 1 or not ranges:
-            return {}
-        everyone = all_gather_objects(ranges, tp)
-        pieces = {name: overlapping_pieces([one[name] for one in everyone]) for name in ranges}
-        return {name: found for name, found in pieces.items() if found}
+    def start_reduction(self, chunk: int) -> None:
+        """Start the sums of all gradients of a chunk, which are complete.
 
-    def _plan_for(self, names: tuple[str, ...]) -> _Plan:
-        if names not in self._plans:
-            self._plans[names] = self._build_plan(names)
-        return self._plans[names]
+        Communication: one reduce-scatter or all-reduce over the data axis for each bucket.
+        """
+        if chunk in self._armed:
+            self._armed.discard(chunk)
+            for bucket in self._in_group(chunk):
+                self._expected |= {n: max(self._seen[n], self._expected.get(n, 0)) for n in bucket.names}
+        for bucket in self._in_group(chunk):
+            self._start(bucket)
 
-    def _build_plan(self, names: tuple[str, ...]) -> _Plan:
-        # Gradients of the last layers are ready first.
-        order = list(reversed(names))
-        tensor = [segment for name in order for segment in self._partial_segments(name)]
-        # Ties are listed in the same order on both stages, whatever else these hold.
-        own = [name for tie in self._ties for name in tie if name in names]
-        shape = {name: tuple(self._main.main(name).shape) for name in names}
-        return _Plan(
-            names,
-            self._fill_buckets(tensor),
-            self._fill_buckets(_Segment(name, shape[name]) for name in own),
-            self._fill_buckets(_Segment(name, shape[name]) for name in order) if self._mesh.data.size > 1 else [],
-        )
+    def finish(self, names: Set[str]) -> None:
+        """Finish the sums, and give every main its gradient.
 
-    def _partial_segments(self, name: str) -> list[_Segment]:
-        spec, local_shape = self._main.spec(name), tuple(self._main.main(name).shape)
-        segments = []
-        for start, stop in self._pieces.get(name, ()):
-            local_start, before = None, 0
-            for held in spec.ranges:
-                if held.start <= start and stop <= held.stop:
-                    local_start = before + start - held.start
-                before += held.size
-            if not local_shape:
-                segments.append(_Segment(name, ()))
-                continue
-            shape = (*local_shape[: spec.dim], stop - start, *local_shape[spec.dim + 1 :])
-            segments.append(_Segment(name, shape, spec.dim, local_start))
-        return segments
+        Args:
+            names: All parameters of one optimizer, or of several.
 
-    def _fill_buckets(self, segments: Iterable[_Segment]) -> list[list[_Segment]]:
-        """Pack segments of one dtype, in order, into buckets that close once they are full."""
-        done: list[list[_Segment]] = []
-        filling: dict[torch.dtype, list[_Segment]] = {}
-        for segment in segments:
-            dtype = self._main.main(segment.name).dtype
-            bucket = filling.setdefault(dtype, [])
-            bucket.append(segment)
-            if sum(prod(one.shape) for one in bucket) * dtype.itemsize >= self._bucket_bytes:
-                done.append(filling.pop(dtype))
-        return done + list(filling.values())
+        Communication: over tp, the data axis and the embedding axis, equal in number and size on all ranks of each;
+        one all-reduce of flags over the data axis on the CPU at the first call, and while there are unused parameters.
+        """
+        self._armed.clear()
+        buckets = [bucket for bucket in self._buckets if not names.isdisjoint(bucket.names)] if names else []
+        late = [name for bucket in buckets if bucket.group == LATE for name in bucket.names]
+        self._fill(late)
+        self._partial.add(late, self._gradient_of)
+        self._add_ties(buckets, alone=False)
+        for bucket in buckets:
+            self._start(bucket)
+        for bucket in buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+        self._add_ties(buckets, alone=True)
+        finished = [name for bucket in buckets for name in bucket.names]
+        dormant = self._unused.agree(finished)
+        self._hand_over(finished, dormant)
+        self._reset(buckets)
+        self._finished.update(finished)
 
-    def _reduce(self, bucket: Sequence[_Segment], axis: MeshAxis, op: ReduceOp) -> None:
-        gradients = [self._gradient(segment.name) for segment in bucket]
-        local = [segment.of(gradient) for segment, gradient in zip(bucket, gradients, strict=True)]
-        if len(bucket) == 1 and local[0] is not None and local[0].is_contiguous():
-            all_reduce_(local[0], axis, op)
+    def clear(self, names: Set[str]) -> None:
+        """Forget the gradients of these parameters, as ``zero_grad`` does."""
+        for bucket in self._buckets:
+            if not names.isdisjoint(bucket.names):
+                if bucket.pending is not None:
+                    bucket.pending.wait()
+                self._reset([bucket])
+        self._finished.difference_update(names)
+
+    def unreduced(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return this rank's own sums over the microbatches, as far as there are any that are not finished."""
+        return {name: slot.gradient for name, slot in self._slots.items() if name in names and not slot.is_empty}
+
+    def release(self) -> None:
+        """Leave gradients with the module's own parameters again."""
+        for hook in self._hooks:
+            hook.remove()
+        for name in self._slots:
+            set_slot(self._main.parameter(name), None)
+        self._hooks.clear()
+
+    def _in_group(self, group: int) -> Iterator[_Bucket]:
+        return (bucket for bucket in self._buckets if bucket.group == group)
+
+    def _gradient_of(self, name: str) -> Tensor:
+        return self._slots[name].gradient
+
+    def _arrived(self, name: str) -> None:
+        """Take note of a gradient, and start what is complete now."""
+        bucket = self._bucket_of[name]
+        if bucket.pending is not None:
+            raise RuntimeError(
+                f"a parameter's gradient must be complete when its sum over the ranks starts: {name!r} got another one "
+                "afterwards, because the model uses it more often now than in the steps before. Its gradient would "
+                "miss a part. Use MegatronStrategy(overlap_gradients=False)."
+            )
+        self._unused.forgive_missing_zero_grad(name, self._finished)
+        self._seen[name] = self._seen.get(name, 0) + 1
+        if bucket.group in self._armed and self._seen[name] == self._expected.get(name):
+            bucket.missing.discard(name)
+            if not bucket.missing:
+                self._start_complete(bucket.group)
+
+    def _start_complete(self, group: int) -> None:
+        """Start the buckets of a group that are complete, as long as none before them is still waited for."""
+        for bucket in self._in_group(group):
+            if bucket.missing:
+                return
+            self._start(bucket)
+
+    def _start(self, bucket: _Bucket) -> None:
+        if bucket.pending is not None:
             return
-        size = sum(prod(segment.shape) for segment in bucket)
-        is_held_whole = all(view is not None for view in local)
-        flat = gradients[0].new_empty(size) if is_held_whole else gradients[0].new_zeros(size)
-        slots = flat.split([prod(segment.shape) for segment in bucket])
-        pairs = [
-            (slot.view(segment.shape), view)
-            for slot, segment, view in zip(slots, bucket, local, strict=True)
-            if view is not None
-        ]
-        inside, outside = [slot for slot, _ in pairs], [view for _, view in pairs]
-        if pairs:
-            torch._foreach_copy_(inside, outside)
-        all_reduce_(flat, axis, op)
-        if pairs:
-            torch._foreach_copy_(outside, inside)
+        self._fill(bucket.names)
+        buffer, place = bucket.buffer, bucket.buffer.plan.buckets[bucket.index]
+        whole = buffer.gradients[place.start : place.stop]
+        if buffer.plan.num_parts == 1:
+            bucket.pending = start_all_reduce(whole, self._main.mesh.data, "mean")
+        else:
+            own = buffer.own_part(buffer.gradients, bucket.index)
+            bucket.pending = start_reduce_scatter(own, whole, self._main.mesh.data, "mean")
 
-    def _gradient(self, name: str) -> Tensor:
-        gradient = self._main.main(name).grad
-        assert gradient is not None, f"{name} has no gradient although it takes part in a sum"
+    def _fill(self, names: Iterable[str]) -> None:
+        """Put zeros where no gradient has arrived."""
+        for name in names:
+            slot = self._slots[name]
+            if slot.is_empty:
+                slot.gradient.zero_()
+                slot.is_empty = False
+                if self._main.is_trainable(name):
+                    self._unused.note(name)
+
+    def _add_ties(self, buckets: Collection[_Bucket], *, alone: bool) -> None:
+        """Add the gradients of the tied embeddings' copies.
+
+        In a bucket of its own a tied gradient lies alike on both stages, so that each rank adds its part when the sum
+        over the data ranks is done; otherwise the whole gradients are added before.
+        """
+        mesh = self._main.mesh
+        for name in (name for pair in self._main.ties or () for name in pair):
+            bucket = self._bucket_of.get(name)
+            if bucket is None or bucket not in buckets or (name in self._main.ties_alone) != alone:
+                continue
+            self._fill([name])
+            own = bucket.buffer.own_part(bucket.buffer.gradients, bucket.index)
+            all_reduce_(own if alone else self._gradient_of(name), mesh.embedding)
+
+    def _hand_over(self, names: Iterable[str], dormant: Collection[str]) -> None:
+        for name in names:
+            one = self._main.slices.get(name)
+            if one is None:
+                continue
+            has_gradient = self._main.is_trainable(name) and name not in dormant
+            # A slice of another dtype (bfloat16 sums for float32 mains) is converted, the usual one is a view.
+            one.main.grad = one.gradient.to(one.main.dtype) if has_gradient else None
+
+    def _reset(self, buckets: Iterable[_Bucket]) -> None:
+        for bucket in buckets:
+            bucket.pending = None
+            bucket.missing = set()
+            for name in bucket.names:
+                self._slots[name].clear()
+
+
+def _moving_into(slot: GradientSlot) -> object:
+    """Return the hook that moves what autograd has made into a slot."""
+
+    def hook(parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
         if gradient.layout != torch.strided:
             raise UnsupportedError(
-                f"gradients must be dense: that of {name!r} is {gradient.layout}. Buckets hold dense rows only. "
-                "Build the embedding with sparse=False."
+                f"gradients must be dense: one of shape {tuple(parameter.shape)} is {gradient.layout}. Flat buffers "
+                "cannot hold it. Use sparse=False in the embedding."
             )
-        return gradient
+        slot.add(gradient)
 
-    def _agree_on_present(self, missing: Sequence[str]) -> Tensor:
-        """Mark the parameters that have a gradient on any rank that shares them; only ranks that miss one read it."""
-        # Made and indexed on the device: a copy from the host would wait for the backward pass.
-        names = self._plan.names
-        present = torch.ones(len(names), device=self._mesh.device)
-        for name in missing:
-            present[names.index(name)].fill_(0.0)
-        all_reduce_(present, self._mesh.tp, "max")
-        for segment in (segment for bucket in self._plan.tied for segment in bucket):
-            index = names.index(segment.name)
-            all_reduce_(present[index : index + 1], self._mesh.embedding, "max")
-        return all_reduce_(present, self._mesh.data, "max")
-
-    def _forget_unused(self, missing: Sequence[str], present: Tensor) -> None:
-        used = {name for name, flag in zip(self._plan.names, present.tolist(), strict=True) if flag}
-        for name in missing:
-            if name not in used:
-                self._main.main(name).grad = None
-        filled = [name for name in missing if name in used]
-        if filled and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "%d parameter(s) had no gradient on this rank while other ranks had one, and take part with zeros: "
-                "%s%s.",
-                len(filled),
-                ", ".join(filled[:5]),
-                ", ..." if len(filled) > 5 else "",
-            )
+    return hook

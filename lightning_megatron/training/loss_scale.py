@@ -9,7 +9,6 @@ import torch
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.collectives import all_reduce_
-from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.training.main_parameters import MainParameters
 
 
@@ -58,22 +57,21 @@ class DynamicLossScale:
         self._hysteresis_left = hysteresis
         self._overflows_at_floor = 0
 
-    def found_nonfinite(self, main: MainParameters, mesh: ParallelMesh, names: Collection[str] | None = None) -> bool:
+    def found_nonfinite(self, main: MainParameters, names: Collection[str] | None = None) -> bool:
         """Tell whether any gradient of any rank is infinite or not a number; all ranks get the same answer.
 
         Args:
             main: The parameters of this rank.
-            mesh: The groups of this rank.
             names: Look only at these parameters of this rank; None means all.
 
         Communication: one all-reduce of a scalar over the world, and the host waits for it.
         """
         gradients = main.gradients(names)
-        found = torch.zeros((), dtype=torch.float32, device=mesh.device)
+        found = torch.zeros((), dtype=torch.float32, device=main.mesh.device)
         if gradients:
             largest = torch.stack([norm.float() for norm in torch._foreach_norm(gradients, float("inf"))])
             found = (~torch.isfinite(largest)).any().to(torch.float32)
-        return bool(all_reduce_(found, mesh.world, "max").item())
+        return bool(all_reduce_(found, main.mesh.world, "max").item())
 
     def unscale_(self, main: MainParameters, names: Collection[str] | None = None) -> None:
         """Divide the main gradients by the scale, in place: those of the named parameters, or all."""

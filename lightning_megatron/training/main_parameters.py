@@ -1,180 +1,320 @@
-"""The parameters that the optimizer changes: the model's own, or full-precision twins of half-precision ones."""
+"""The parameters that the optimizers change: slices of flat buffers, in full precision where training is mixed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
+from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
+from lightning_megatron.training.flat_buffer import FlatBuffer, MainSlice
+from lightning_megatron.training.optimizer_kind import Unit, check_unit, smallest_unit
+from lightning_megatron.training.parameter_gather import ParameterGather
+from lightning_megatron.training.shared_gradients import resolve_ties
 
 _HALF = (torch.float16, torch.bfloat16)
 
+#: Groups of buckets besides the chunks of a pipeline stage.
+LATE, OUTSIDE = -2, -1
+
+
+@dataclass(frozen=True)
+class Division:
+    """Say in which types and parts the trained parameters are kept.
+
+    Args:
+        main_dtype: Type of the main parameters of half-precision ones; None means that parameters are their own mains.
+        gradient_dtype: Type of the summed gradients of parameters with mains; None means that of the mains.
+        zero: 1 gives every data-parallel rank a part of the mains, 0 all of them.
+        slices: What a part is made of: ``elements``, whole ``parameters``, or ``auto`` by what the optimizer allows.
+        bucket_size: Gradients are summed in messages of about this size (elements).
+    """
+
+    main_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
+    zero: int = 1
+    slices: Literal["auto", "elements", "parameters"] = "auto"
+    bucket_size: int = 40_000_000
+
 
 class MainParameters:
-    """Pair every parameter of this rank with the tensor that is trained in its place.
+    """Know every parameter of this rank, and give the optimizers the parts that they train.
 
-    With ``main_dtype`` every trainable parameter of half precision gets a twin of that dtype, its main parameter. After
-    each backward its gradient is added to the main's in that dtype and freed, so that microbatches accumulate without
-    rounding; after each step :meth:`copy_to_model` writes the mains back. All other parameters are their own mains. A
-    parameter that appears under several names is kept once, under the first.
+    :meth:`attach` lays the trainable parameters of an optimizer out in flat buffers, of which the model's parameters
+    become views, and puts this rank's part of their mains into the optimizer's groups. Every rank's optimizer lists
+    every parameter of its stage; one of which the rank trains nothing is there as an empty tensor. A parameter that
+    appears under several names is kept once, under the first.
 
     Args:
         named_parameters: This rank's parameters by name; the names must not depend on the layout.
-        main_dtype: float32 for half-precision models trained with full-precision mains; None means that every parameter
-            is its own main.
+        mesh: The groups of this rank.
+        division: Types and parts.
+        chunk_of: Returns the chunk of this stage that holds a parameter; None for one outside of the pipelined model.
     """
 
-    def __init__(self, named_parameters: Mapping[str, nn.Parameter], main_dtype: torch.dtype | None = None) -> None:
-        self.main_dtype = main_dtype
+    def __init__(
+        self,
+        named_parameters: Mapping[str, nn.Parameter],
+        mesh: ParallelMesh,
+        division: Division | None = None,
+        chunk_of: Callable[[str], int | None] = lambda name: 0,
+    ) -> None:
+        self.mesh, self.division = mesh, division or Division()
+        self.buffers: list[FlatBuffer] = []
+        self.gather = ParameterGather()
+        #: Pairs of a tied embedding's name and that of its copy on another stage; known once an optimizer is attached.
+        self.ties: list[tuple[str, str]] | None = None
+        #: Tied parameters whose bucket holds nothing else, so that it is cut alike on both stages.
+        self.ties_alone: set[str] = set()
+        self._chunk_of = chunk_of
         self._parameters: dict[str, nn.Parameter] = {}
-        self._mains: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for name, parameter in named_parameters.items():
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            self._parameters[name] = parameter
-            self._mains[name] = self._main_of(parameter)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_accumulate_into(self._mains[name]))
-            for name, parameter in self._parameters.items()
-            if self._mains[name] is not parameter
-        ]
-
-    def _main_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        if self.main_dtype is None or parameter.dtype not in _HALF or not parameter.requires_grad:
-            return parameter
-        main = nn.Parameter(parameter.detach().to(self.main_dtype))
-        return set_shard_spec(main, shard_spec_of(parameter))
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                self._parameters[name] = parameter
+        self._mains: dict[str, nn.Parameter] = {}
+        self._slices: dict[str, MainSlice] = {}
+        self._names_by_id = {id(parameter): name for name, parameter in self._parameters.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
         """List the names of this rank's parameters, frozen ones included, in the order of the model."""
         return tuple(self._parameters)
 
-    def trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Pair the name of every parameter that requires a gradient now with its main parameter.
+    @property
+    def slices(self) -> Mapping[str, MainSlice]:
+        """What this rank's optimizers train, by name."""
+        return self._slices
 
-        Raises:
-            UnsupportedError: If a half-precision parameter was frozen when the mains were made and is not any more.
-        """
-        for name, parameter in self._parameters.items():
-            if not parameter.requires_grad:
-                continue
-            main = self._mains[name]
-            if main is parameter and self.main_dtype is not None and parameter.dtype in _HALF:
-                raise UnsupportedError(
-                    "a parameter that is frozen when training starts must stay frozen under mixed precision: "
-                    f"{name!r} is {parameter.dtype} and requires a gradient now. It has no {self.main_dtype} main "
-                    "parameter to train. Freeze it after configure_model instead, or use full-precision parameters."
-                )
-            yield name, main
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """List the parameters of this rank's stage that some data-parallel rank's optimizer trains."""
+        return tuple(self._mains)
 
     def parameter(self, name: str) -> nn.Parameter:
         """Return the model's own parameter."""
         return self._parameters[name]
 
     def main(self, name: str) -> nn.Parameter:
-        """Return the parameter that is trained: the twin where there is one, else the model's own."""
-        return self._mains[name]
+        """Return what stands for a parameter in its optimizer: this rank's part of it, which may be empty."""
+        return self._mains.get(name, self._parameters[name])
 
-    def spec(self, name: str, tp_rank: int = 0) -> ShardSpec:
-        """Return how the parameter lies in its full tensor; one without a spec is whole, as copy ``tp_rank``."""
-        return shard_spec_of(self._parameters[name], tp_rank)
+    def is_trainable(self, name: str) -> bool:
+        """Tell whether a trained parameter is not frozen now, by itself or in its optimizer's groups."""
+        return self._parameters[name].requires_grad and self._mains[name].requires_grad
 
-    def gradients(self, names: Iterable[str] | None = None) -> list[Tensor]:
-        """List the main gradients that exist, of the named trainable parameters or of all."""
-        chosen = None if names is None else set(names)
+    def spec(self, name: str, tp_rank: int | None = None) -> ShardSpec:
+        """Return how the parameter lies in its full tensor; one without a spec is whole on every rank of tp."""
+        return shard_spec_of(self._parameters[name], self.mesh.tp.rank if tp_rank is None else tp_rank)
+
+    def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
+        """List the finished gradients of this rank's slices, of the named parameters or of all."""
         return [
-            main.grad for name, main in self.trainable() if main.grad is not None and (chosen is None or name in chosen)
+            one.main.grad
+            for name, one in self._slices.items()
+            if one.main.grad is not None and (names is None or name in names)
         ]
 
-    def zero_grad(self) -> None:
-        """Forget all gradients, of the mains and of the model's parameters."""
-        for name, parameter in self._parameters.items():
-            parameter.grad = None
-            self._mains[name].grad = None
+    def names_of(self, optimizer: Optimizer) -> list[list[str]]:
+        """List the names of the parameters in each of an optimizer's groups, before or after :meth:`attach`."""
+        return [[self._names_by_id[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
-    def attach(self, optimizer: torch.optim.Optimizer, previous: MainParameters | None = None) -> None:
-        """Make an optimizer train the mains, in place: schedulers and the user's references keep working.
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Tell whether every parameter of an optimizer is one of these."""
+        return all(id(p) in self._names_by_id for group in optimizer.param_groups for p in group["params"])
 
-        Parameters are exchanged inside ``param_groups``, and whatever state the optimizer already keeps for them moves
-        along, in the dtype of the main. Calling this again changes nothing.
+    def waits_for_attach(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer holds a parameter that can be trained and has no place in a buffer."""
+        return any(
+            parameter.requires_grad and self._names_by_id.get(id(parameter)) not in self._mains
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+    def attach(self, optimizer: Optimizer) -> list[FlatBuffer]:
+        """Make an optimizer train this rank's slices, in place: schedulers and the user's references keep working.
+
+        Parameters are exchanged inside ``param_groups``, and whatever state the optimizer keeps for them is cut alike.
+        Frozen parameters stay as they are; calling this again takes those in that are not frozen any more, or new.
 
         Args:
             optimizer: One over the model's parameters.
-            previous: Mains of the same names that it may hold instead.
+
+        Returns:
+            The buffers that were made.
 
         Raises:
-            UnsupportedError: If the optimizer holds a parameter that is not one of these.
+            UnsupportedError: If the optimizer holds a parameter that is not one of these, or looks at whole parameters
+                where ranks hold parts of them.
+
+        Communication: one gather of names over pp at the first call.
         """
-        main_by_id = {id(self._parameters[name]): self._mains[name] for name in self._parameters}
-        if previous is not None:
-            main_by_id |= {id(previous.main(name)): self._mains[name] for name in self.names if name in previous.names}
-        known = set(map(id, self._mains.values()))
-        for index, group in enumerate(optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                if id(parameter) in known:
+        self._check_known(optimizer)
+        if self.ties is None:
+            stages = all_gather_objects([(name, self.spec(name).tied_to) for name in self.names], self.mesh.pp_cpu)
+            self.ties = resolve_ties(stages)
+        names = [name for group in self.names_of(optimizer) for name in group]
+        new = [n for n in self.names if n in set(names) and n not in self._mains and self._parameters[n].requires_grad]
+        if not new:
+            return []
+        unit = self._unit_of(optimizer)
+        made = []
+        by_dtype: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name in new:
+            by_dtype.setdefault((self._parameters[name].dtype, self._parameters[name].device), []).append(name)
+        for (dtype, _), members in by_dtype.items():
+            made.append(self._make_buffer(members, dtype, unit))
+        self._exchange(optimizer)
+        self.buffers += made
+        return made
+
+    def publish(self, wait: bool = True) -> None:
+        """Write the mains into the model's parameters, rounding once, and gather the parts of all data-parallel ranks.
+
+        Args:
+            wait: Whether the parameters are whole when this returns; otherwise each module of the model waits for its
+                own before its forward pass, and :meth:`wait` for all.
+
+        Communication: one all-gather over the data axis for each bucket, in the order of use.
+        """
+        for buffer in self.buffers:
+            buffer.store_mains()
+        self.gather.start(self.buffers, self.mesh.data)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Let everything that follows see whole parameters."""
+        self.gather.wait()
+
+    def continue_from(self, previous: MainParameters) -> None:
+        """Take over mains whose rounded values the model still has: half precision alone would forget the rest."""
+        with torch.no_grad():
+            for name, one in self._slices.items():
+                before = previous.slices.get(name)
+                if before is None or before.placement != one.placement or before.main.dtype != one.main.dtype:
                     continue
-                if id(parameter) not in main_by_id:
+                half = self._parameters[name].dtype
+                if torch.equal(before.main.to(one.main.device, half), one.main.to(half)):
+                    one.main.copy_(before.main)
+
+    def memory(self) -> dict[str, int]:
+        """Count what this rank keeps: ``parameters``, ``gradients`` and ``mains`` (bytes)."""
+        counted = {"parameters": 0, "gradients": 0, "mains": 0}
+        for buffer in self.buffers:
+            counted["parameters"] += buffer.parameters.nbytes
+            counted["gradients"] += buffer.gradients.nbytes
+            counted["mains"] += 0 if buffer.mains is None else buffer.mains.nbytes
+        counted["parameters"] += sum(self._parameters[name].nbytes for name in self.names if name not in self._mains)
+        return counted
+
+    @property
+    def still_holds(self) -> bool:
+        """Tell whether the model's parameters are still views of the buffers."""
+        return all(buffer.still_holds for buffer in self.buffers)
+
+    def _check_known(self, optimizer: Optimizer) -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in self._names_by_id:
                     raise UnsupportedError(
                         f"an optimizer must hold the module's own parameters: group {index} of "
                         f"{type(optimizer).__name__} holds one of shape {tuple(parameter.shape)} that the module "
                         "does not have now. Its gradient would not be averaged over the ranks. Build the optimizer "
                         "in configure_optimizers, from self.parameters()."
                     )
-                main = main_by_id[id(parameter)]
+
+    def _unit_of(self, optimizer: Optimizer) -> Unit:
+        if self.mesh.data.size == 1 and self.mesh.model.size == 1:
+            return "model"
+        unit = smallest_unit(optimizer)
+        check_unit(optimizer, unit, cut=self.mesh.model.size > 1)
+        if self.division.zero == 0 or unit == "model":
+            return "model"
+        if self.division.slices == "elements" and unit != "elements":
+            raise UnsupportedError(
+                f"optimizer_slices 'elements' needs an optimizer that treats every element alike: "
+                f"{type(optimizer).__name__} looks at whole parameters. Parts of them would be trained otherwise. Use "
+                "optimizer_slices='auto' or 'parameters', or zero=0."
+            )
+        return unit if self.division.slices == "auto" else self.division.slices
+
+    def _make_buffer(self, names: list[str], dtype: torch.dtype, unit: Unit) -> FlatBuffer:
+        has_mains = self.division.main_dtype is not None and dtype in _HALF
+        main_dtype = self.division.main_dtype if has_mains and self.division.main_dtype else dtype
+        gradient_dtype = (self.division.gradient_dtype or main_dtype) if has_mains else dtype
+        plan = self._plan(names, unit)
+        part = self.mesh.data.rank if plan.num_parts > 1 else 0
+        members = {name: self._parameters[name] for name in names}
+        specs = {name: self.spec(name) for name in names}
+        buffer = FlatBuffer(members, specs, plan, part, main_dtype, gradient_dtype)
+        for name in names:
+            one = buffer.slices.get(name)
+            main = nn.Parameter(buffer.parameters.new_empty(0, dtype=main_dtype)) if one is None else one.main
+            self._mains[name] = main
+            self._names_by_id[id(main)] = name
+        self._slices |= buffer.slices
+        return buffer
+
+    def _plan(self, names: list[str], unit: Unit) -> BufferPlan:
+        if unit == "elements":
+            self.ties_alone.update(name for pair in self.ties or () for name in pair)
+        pieces = [
+            Piece(name, self._parameters[name].numel(), self._group_of(name), name in self.ties_alone) for name in names
+        ]
+        pieces.sort(key=lambda piece: piece.group)
+        num_parts = 1 if unit == "model" else self.mesh.data.size
+        if unit == "parameters":
+            return plan_by_parameters(pieces, num_parts)
+        return plan_by_elements(pieces, num_parts, self.division.bucket_size)
+
+    def _group_of(self, name: str) -> int:
+        """Return the group of buckets that a parameter belongs to: those whose gradients are complete together."""
+        if self.spec(name).partial and self.mesh.tp.size > 1:
+            return LATE
+        if self.mesh.pp.size == 1:
+            return 0
+        chunk = self._chunk_of(name)
+        return OUTSIDE if chunk is None else chunk
+
+    def _exchange(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                name = self._names_by_id[id(parameter)]
+                main = self.main(name)
+                if main is parameter:
+                    continue
                 group["params"][position] = main
                 if parameter in optimizer.state:
-                    optimizer.state[main] = _state_for(main, parameter, optimizer.state.pop(parameter))
-
-    def names_of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """List the names of the parameters in each of an optimizer's groups, before or after :meth:`attach`."""
-        name_by_id = {id(self._mains[name]): name for name in self._mains}
-        name_by_id |= {id(parameter): name for name, parameter in self._parameters.items()}
-        return [[name_by_id[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-    @torch.no_grad()
-    def copy_to_model(self) -> None:
-        """Write the mains into the model's parameters, rounding once; call it after every optimizer step."""
-        pairs = [
-            (self._parameters[name], main) for name, main in self._mains.items() if main is not self._parameters[name]
-        ]
-        if pairs:
-            torch._foreach_copy_([parameter for parameter, _ in pairs], [main for _, main in pairs])
-
-    def detach_hooks(self) -> None:
-        """Leave the model's parameters as they were found: gradients stay with them from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+                    state = optimizer.state.pop(parameter)
+                    if name in self._slices:
+                        optimizer.state[main] = _cut_state(self._slices[name], parameter, state)
 
 
-def _accumulate_into(main: nn.Parameter) -> Callable[[Tensor], None]:
-    """Return the hook that moves a fresh half-precision gradient into the main's."""
-
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is None:
-            return
-        if main.grad is None:
-            main.grad = parameter.grad.detach().to(main.dtype)
-        else:
-            main.grad.add_(parameter.grad)
-        parameter.grad = None
-
-    return hook
-
-
-def _state_for(main: nn.Parameter, parameter: nn.Parameter, state: object) -> object:
-    """Convert what an optimizer already keeps for a parameter (Adagrad's sums) to the dtype of its main."""
-    if main is parameter or not isinstance(state, dict):
+def _cut_state(one: MainSlice, parameter: nn.Parameter, state: object) -> object:
+    """Cut what an optimizer already keeps for a parameter (Adagrad's sums) like its main, and convert it."""
+    if not isinstance(state, dict):
         return state
-    return {
-        key: value.to(main.dtype)
-        if isinstance(value, Tensor) and value.dtype == parameter.dtype and value.shape == parameter.shape
-        else value
-        for key, value in state.items()
-    }
+    start = getattr(one.placement, "start", 0)
+
+    def cut(value: object) -> object:
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return value
+        part = value.flatten()[start : start + one.main.numel()].view(one.main.shape)
+        return part.to(one.main.dtype) if value.dtype == parameter.dtype else part.clone()
+
+    return {key: cut(value) for key, value in state.items()}
+
+
+def names_in(optimizer_names: Iterable[Iterable[str]]) -> set[str]:
+    """Join the names of all groups of an optimizer."""
+    return {name for group in optimizer_names for name in group}

@@ -2,96 +2,144 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.training import GradientSync, MainParameters, clip_by_norm_, clip_by_value_, grad_norm
+from lightning_megatron.training import (
+    Division,
+    MainParameters,
+    clip_by_norm_,
+    clip_by_value_,
+    grad_norm,
+)
 from lightning_megatron.training.shared_gradients import original_name, overlapping_pieces, resolve_ties
+from lightning_megatron.training.ties import check_ties
+from tests.training.logs import recorded
+from tests.training.runs import Run
 from tests.training.synthetic import HEAD, WORD, full_gradients, parameters, pieces, set_gradients
 from tests.world import run_world
 
 LAYOUTS = ({"tp": 4}, {"tp": 2, "pp": 2}, {"pp": 4}, {"tp": 2}, {"pp": 2}, {})
+DIVISIONS = (
+    Division(),
+    Division(bucket_size=40),
+    Division(zero=0, bucket_size=40),
+    Division(slices="parameters"),
+)
 
 
-def errors_of_layout(mesh: ParallelMesh, bucket_bytes: int) -> dict[str, float]:
-    named = parameters(mesh)
-    main = MainParameters(named)
-    sync = GradientSync(main, mesh, bucket_bytes)
+def distance(run: Run, truth: dict[str, Tensor]) -> float:
+    """Return how far this rank's finished gradients are from the full ones."""
+    largest = 0.0
+    for name, one in run.main.slices.items():
+        assert one.main.grad is not None, f"{name} has a gradient"
+        for box, view in one.placement.local_views(one.main.grad):
+            full = truth[WORD if name == HEAD else name]
+            for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                full = full.narrow(dim, start, size)
+            largest = max(largest, (view - full).abs().max().item())
+    return largest
+
+
+def errors_of_layout(mesh: ParallelMesh, division: Division) -> dict[str, float]:
+    run = Run(parameters(mesh), mesh, division)
+    named = dict(parameters(mesh))
     set_gradients(named, mesh)
-    before = {name: p.grad.clone() for name, p in named.items()}
-    sync.finish()
-    truth = full_gradients(mesh.data.size)
-    largest, unshared = 0.0, 0.0
-    for name, piece in pieces(mesh).items():
-        want = piece.spec.shard(truth[WORD if name == HEAD else name], piece.local_size)
-        largest = max(largest, (named[name].grad - want).abs().max().item())
-        if "qkv" in name and mesh.data.size == 1:
-            queries = piece.spec.ranges[0].size
-            unshared = max(unshared, (named[name].grad[:queries] - before[name][:queries]).abs().max().item())
-
+    halves = {name: p.grad / 2 for name, p in named.items() if p.grad is not None}
+    truth, found = full_gradients(mesh.data.size), {}
+    # The second step starts its sums inside the backward pass.
+    for step in range(2):
+        run.zero_grad()
+        run.backward(halves, is_last=False)
+        run.backward(halves, is_last=mesh.pp.size == 1)
+        run.finish()
+        found[f"gradient {step}"] = distance(run, truth)
     twins = [nn.Parameter(torch.zeros_like(full)) for full in truth.values()]
     for twin, full in zip(twins, truth.values(), strict=True):
         twin.grad = full.clone()
     want_norm = torch.nn.utils.clip_grad_norm_(twins, 0.5)
-    norm = clip_by_norm_(main, mesh, 0.5)
-    clipped = dict(zip(truth, twins, strict=True))
-    clip_error = max(
-        (named[name].grad - piece.spec.shard(clipped[WORD if name == HEAD else name].grad, piece.local_size))
-        .abs()
-        .max()
-        .item()
-        for name, piece in pieces(mesh).items()
-    )
+    found["norm"] = abs(clip_by_norm_(run.main, 0.5).item() - want_norm.item())
+    clipped = {name: twin.grad for name, twin in zip(truth, twins, strict=True) if twin.grad is not None}
+    found["clip"] = distance(run, clipped)
     # A norm below the limit must leave the gradients bitwise as they are.
-    kept = {name: p.grad.clone() for name, p in named.items()}
-    clip_by_norm_(main, mesh, 100.0)
-    changed = max((named[name].grad - kept[name]).abs().max().item() for name in named)
-    return {
-        "gradient": largest,
-        "unshared rows": unshared,
-        "norm": abs(norm.item() - want_norm.item()),
-        "clip": clip_error,
-        "clip below the limit": changed,
-    }
+    kept = [gradient.clone() for gradient in run.main.gradients()]
+    clip_by_norm_(run.main, 100.0)
+    changes = [(a - b).abs().max().item() for a, b in zip(run.main.gradients(), kept, strict=True)]
+    found["clip below the limit"] = max(changes, default=0.0)
+    found |= update_error(run, mesh, clipped)
+    return found
 
 
-def missing_gradients(rank: int, mesh: ParallelMesh) -> dict[str, Any]:
+def update_error(run: Run, mesh: ParallelMesh, gradients: dict[str, Tensor]) -> dict[str, float]:
+    """Step, gather, and compare the whole local parameters of this rank with one process's."""
+    before = {name: run.main.parameter(name).detach().clone() for name in run.main.names}
+    run.optimizer.step()
+    run.main.publish()
+    largest = 0.0
+    for name, piece in pieces(mesh).items():
+        gradient = piece.spec.shard(gradients[WORD if name == HEAD else name], piece.local_size)
+        want = before[name] - 0.1 * gradient
+        largest = max(largest, (run.main.parameter(name) - want).abs().max().item())
+    return {"update": largest}
+
+
+def unused_gradients(rank: int, mesh: ParallelMesh) -> dict[str, Any]:
     """Leave gradients out on some ranks and on all ranks of a data-parallel group."""
-    main = MainParameters({name: nn.Parameter(torch.ones(3)) for name in ("everywhere", "somewhere", "nowhere")})
-    frozen = MainParameters({"frozen": nn.Parameter(torch.ones(2), requires_grad=False)})
-    sync = GradientSync(main, mesh)
-    GradientSync(frozen, mesh).finish()
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_megatron").addHandler(handler)
-    for _ in range(2):
-        main.zero_grad()
-        main.main("everywhere").grad = torch.full((3,), float(rank))
-        if rank == 0:
-            main.main("somewhere").grad = torch.full((3,), 8.0)
-        sync.finish()
-    grads = {name: None if main.main(name).grad is None else main.main(name).grad.tolist() for name in main.names}
-    return {"grads": grads, "records": records}
+    run = Run({name: nn.Parameter(torch.ones(200)) for name in ("everywhere", "somewhere", "nowhere")}, mesh)
+    with recorded() as records:
+        for _ in range(2):
+            run.zero_grad()
+            gradients = {"everywhere": torch.full((200,), float(rank))}
+            if rank == 0:
+                gradients["somewhere"] = torch.full((200,), 8.0)
+            run.backward(gradients, is_last=True)
+            run.finish()
+    grads = {name: one.main.grad for name, one in run.main.slices.items()}
+    found = {name: None if grad is None else sorted(set(grad.tolist())) for name, grad in grads.items()}
+    run.backward({"nowhere": torch.full((200,), 4.0 * rank)}, is_last=True)
+    run.finish()
+    return {"grads": found, "records": records, "later": _value(run, "nowhere")}
+
+
+def _value(run: Run, name: str) -> float | None:
+    one = run.main.slices.get(name)
+    return None if one is None or one.main.grad is None else one.main.grad[0].item()
+
+
+def late_gradient(mesh: ParallelMesh) -> str:
+    """Use a parameter once in the first step and twice in the second."""
+    run = Run({"weight": nn.Parameter(torch.ones(3))}, mesh)
+    weight = run.main.parameter("weight")
+    try:
+        for uses in (1, 2):
+            run.reducer.begin_last_backward(0)
+            for _ in range(uses):
+                weight.sum().backward()
+            run.reducer.start_reduction(0)
+            run.finish()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
 
 
 def tie_errors(mesh: ParallelMesh) -> list[str]:
     """Check optimizers that treat the embedding and its copy alike, and differently."""
-    named = parameters(mesh)
-    sync = GradientSync(MainParameters(named), mesh)
-    rest = [parameter for name, parameter in named.items() if name != HEAD]
-    head = [parameter for name, parameter in named.items() if name == HEAD]
     found = []
-    for groups in ([{"params": [*rest, *head]}], [{"params": rest}, {"params": head, "weight_decay": 0.1}]):
+    for split in (False, True):
+        named = parameters(mesh)
+        rest = [parameter for name, parameter in named.items() if name != HEAD or not split]
+        head = [parameter for name, parameter in named.items() if name == HEAD and split]
+        main = MainParameters(named, mesh)
+        optimizer = torch.optim.SGD([{"params": rest}, {"params": head, "weight_decay": 0.1}], lr=0.1)
+        main.attach(optimizer)
         try:
-            sync.check_ties(torch.optim.SGD(groups, lr=0.1))
+            check_ties(optimizer, main)
         except UnsupportedError as error:
             found.append(str(error))
     return found
@@ -101,18 +149,18 @@ def world(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for sizes in LAYOUTS:
         mesh = ParallelMesh.create(ParallelLayout(size, **sizes))
-        # One bucket for all, and buckets that hold a gradient or two each.
-        found[str(sizes)] = [errors_of_layout(mesh, bucket_bytes) for bucket_bytes in (100_000_000, 200)]
+        found[str(sizes)] = [errors_of_layout(mesh, division) for division in DIVISIONS]
         if not sizes:
-            found["missing"] = missing_gradients(rank, mesh)
-            sync_bf16 = MainParameters({"weight": nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))})
-            sync_bf16.main("weight").grad = torch.full((4,), float(rank), dtype=torch.bfloat16)
-            GradientSync(sync_bf16, mesh).finish()
-            gradient = sync_bf16.main("weight").grad
-            found["bf16"] = (str(gradient.dtype), gradient.tolist())
+            found["unused"] = unused_gradients(rank, mesh)
+            found["late"] = late_gradient(mesh)
+            half = Run({"weight": nn.Parameter(torch.zeros(512, dtype=torch.bfloat16))}, mesh)
+            half.backward({"weight": torch.full((512,), float(rank), dtype=torch.bfloat16)}, is_last=True)
+            half.finish()
+            (gradient,) = half.main.gradients()
+            found["bf16"] = (str(gradient.dtype), gradient.shape, sorted(set(gradient.tolist())))
         if sizes == {"pp": 2}:
             try:
-                GradientSync(MainParameters({"outside.weight": nn.Parameter(torch.ones(1))}), mesh)
+                Run({"outside.weight": nn.Parameter(torch.ones(1))}, mesh)
             except UnsupportedError as error:
                 found["on several stages"] = str(error)
             found["ties"] = tie_errors(mesh)
@@ -126,33 +174,41 @@ def results() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_reduced_gradients_norm_and_clipping_equal_one_process(
-    results: list[dict[str, Any]], sizes: dict[str, int]
+@pytest.mark.parametrize("index", range(len(DIVISIONS)), ids=[str(one) for one in DIVISIONS])
+def test_sums_norm_clipping_and_update_equal_one_process(
+    results: list[dict[str, Any]], sizes: dict[str, int], index: int
 ) -> None:
     for rank, result in enumerate(results):
-        for errors in result[str(sizes)]:
-            assert all(error < 1e-10 for error in errors.values()), f"rank {rank}: {errors}"
-            assert errors["unshared rows"] == 0, "rows held by one rank must come out as they were"
-            assert errors["clip below the limit"] == 0
+        errors = result[str(sizes)][index]
+        assert all(error < 1e-10 for error in errors.values()), f"rank {rank}: {errors}"
+        assert errors["clip below the limit"] == 0
 
 
-def test_missing_gradients_count_as_zeros_only_where_others_have_them(results: list[dict[str, Any]]) -> None:
+def test_a_parameter_that_no_rank_uses_is_left_alone_until_one_does(results: list[dict[str, Any]]) -> None:
+    together: dict[str, Any] = {}
     for result in results:
-        grads = result["missing"]["grads"]
-        assert grads == {"everywhere": [1.5] * 3, "somewhere": [2.0] * 3, "nowhere": None}
+        together |= result["unused"]["grads"]
+    assert together == {"everywhere": [1.5], "somewhere": [2.0], "nowhere": None}
+    assert {result["unused"]["later"] for result in results} - {None} == {6.0}
 
 
-def test_a_filled_gradient_is_named_once_in_the_log(results: list[dict[str, Any]]) -> None:
-    assert results[0]["missing"]["records"] == []
-    for result in results[1:]:
-        (record,) = result["missing"]["records"]
-        assert "somewhere" in record
-        assert "nowhere" not in record
+def test_unused_parameters_are_named_once_in_the_log(results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        records = result["unused"]["records"]
+        assert sum("nowhere" in record and "on any rank" in record for record in records) == 1
+        assert sum("somewhere" in record and "on this rank" in record for record in records) == (0 if rank == 0 else 1)
+        assert not any("everywhere" in record for record in records[:2])
+
+
+def test_a_gradient_after_its_sum_has_started_is_an_error(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert "'weight' got another one afterwards" in result["late"]
+        assert "overlap_gradients=False" in result["late"]
 
 
 def test_half_precision_gradients_without_mains_are_averaged_in_their_dtype(results: list[dict[str, Any]]) -> None:
     for result in results:
-        assert result["bf16"] == ("torch.bfloat16", [1.5] * 4)
+        assert result["bf16"] == ("torch.bfloat16", (128,), [1.5])
 
 
 def test_a_parameter_on_several_stages_is_refused(results: list[dict[str, Any]]) -> None:
@@ -167,57 +223,56 @@ def test_a_tied_embedding_in_different_groups_is_refused_on_every_stage(results:
         assert f"its copy {HEAD!r} in group 1" in message
 
 
-def test_one_process_leaves_gradients_alone() -> None:
-    mesh = ParallelMesh.single()
-    named = parameters(mesh)
-    main = MainParameters(named)
-    set_gradients(named, mesh)
-    before = {name: p.grad.clone() for name, p in named.items()}
-    GradientSync(main, mesh).finish()
-    assert all(torch.equal(named[name].grad, before[name]) for name in named)
-
-
 def test_norm_is_float32_and_zero_without_gradients() -> None:
-    mesh = ParallelMesh.single()
-    main = MainParameters({"weight": nn.Parameter(torch.ones(2))})
-    norm = grad_norm(main, mesh)
+    run = Run({"weight": nn.Parameter(torch.ones(2))}, ParallelMesh.single())
+    norm = grad_norm(run.main)
     assert norm.dtype == torch.float32
     assert norm.item() == 0
-    clip_by_norm_(main, mesh, 1.0)
-    clip_by_value_(main, 1.0)
+    clip_by_norm_(run.main, 1.0)
+    clip_by_value_(run.main, 1.0)
 
 
 def test_norm_of_half_precision_gradients_is_summed_in_float32() -> None:
-    main = MainParameters({"weight": nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))})
-    main.main("weight").grad = torch.full((4096,), 0.01, dtype=torch.bfloat16)
-    want = main.main("weight").grad.double().norm().item()
-    assert grad_norm(main, ParallelMesh.single()).item() == pytest.approx(want, rel=1e-5)
+    run = Run({"weight": nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))}, ParallelMesh.single())
+    gradient = torch.full((4096,), 0.01, dtype=torch.bfloat16)
+    run.backward({"weight": gradient}, is_last=True)
+    run.finish()
+    assert grad_norm(run.main).item() == pytest.approx(gradient.double().norm().item(), rel=1e-5)
 
 
 def test_norm_and_clipping_can_be_limited_to_names() -> None:
-    mesh = ParallelMesh.single()
-    main = MainParameters({name: nn.Parameter(torch.ones(1)) for name in "ab"})
-    for name in "ab":
-        main.main(name).grad = torch.tensor([4.0])
-    assert clip_by_norm_(main, mesh, 1.0, names=["b"]).item() == 4.0
-    assert main.main("a").grad.item() == 4.0
-    assert main.main("b").grad.item() == pytest.approx(1.0)
+    run = Run({name: nn.Parameter(torch.ones(1)) for name in "ab"}, ParallelMesh.single())
+    run.backward({name: torch.tensor([4.0]) for name in "ab"}, is_last=True)
+    run.finish()
+    assert clip_by_norm_(run.main, 1.0, names=["b"]).item() == 4.0
+    assert run.main.main("a").grad.item() == 4.0
+    assert run.main.main("b").grad.item() == pytest.approx(1.0)
 
 
 def test_clip_by_value_equals_torch() -> None:
-    main = MainParameters({"weight": nn.Parameter(torch.ones(5))})
-    main.main("weight").grad = torch.tensor([-3.0, -0.5, 0.0, 0.5, 3.0])
-    clip_by_value_(main, 0.75)
-    assert main.main("weight").grad.tolist() == [-0.75, -0.5, 0.0, 0.5, 0.75]
+    run = Run({"weight": nn.Parameter(torch.ones(5))}, ParallelMesh.single())
+    run.backward({"weight": torch.tensor([-3.0, -0.5, 0.0, 0.5, 3.0])}, is_last=True)
+    run.finish()
+    clip_by_value_(run.main, 0.75)
+    assert run.main.main("weight").grad.tolist() == [-0.75, -0.5, 0.0, 0.5, 0.75]
+
+
+def test_gradients_start_from_zero_after_a_step_even_without_zero_grad() -> None:
+    run = Run({"weight": nn.Parameter(torch.ones(1))}, ParallelMesh.single())
+    with recorded() as records:
+        for _ in range(3):
+            run.backward({"weight": torch.tensor([4.0])}, is_last=True)
+            run.finish()
+    assert run.main.main("weight").grad.item() == 4.0
+    (record,) = records
+    assert "zero_grad() was not called" in record
 
 
 def test_sparse_gradients_are_refused() -> None:
-    mesh = ParallelMesh.single()
-    main = MainParameters({"weight": nn.Parameter(torch.ones(2, 2))})
-    sync = GradientSync(main, mesh)
-    main.main("weight").grad = torch.ones(2, 2).to_sparse()
+    run = Run({"weight": nn.Parameter(torch.ones(4, 2))}, ParallelMesh.single())
+    out = nn.functional.embedding(torch.tensor([1]), run.main.parameter("weight"), sparse=True)
     with pytest.raises(UnsupportedError, match="sparse=False"):
-        sync._gradient("weight")
+        out.sum().backward()
 
 
 def test_only_rows_of_several_ranks_are_pieces() -> None:

@@ -11,7 +11,8 @@ from torch import nn
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.training import DynamicLossScale, MainParameters
+from lightning_megatron.training import DynamicLossScale
+from tests.training.runs import Run, single
 from tests.world import run_world
 
 # Each row: what happened step by step (x overflow, . clean), and the scale after every step, with growth_interval 2,
@@ -70,10 +71,10 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, Any]) -> None:
 
 
 def test_unscaling_divides_by_the_scale() -> None:
-    main = MainParameters({"weight": nn.Parameter(torch.ones(2))})
-    main.main("weight").grad = torch.tensor([8.0, -16.0])
-    DynamicLossScale(8).unscale_(main)
-    assert main.main("weight").grad.tolist() == [1.0, -2.0]
+    run = single({"weight": nn.Parameter(torch.ones(2))})
+    run.give("weight", torch.tensor([8.0, -16.0]))
+    DynamicLossScale(8).unscale_(run.main)
+    assert run.main.gradients()[0].tolist() == [1.0, -2.0]
 
 
 @pytest.mark.parametrize(
@@ -82,19 +83,20 @@ def test_unscaling_divides_by_the_scale() -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_only_values_that_are_not_finite_count_as_overflow(value: float, found: bool, dtype: torch.dtype) -> None:
-    main = MainParameters({"weight": nn.Parameter(torch.ones(3, dtype=dtype))})
-    main.main("weight").grad = torch.tensor([1.0, value, 2.0], dtype=dtype)
-    assert DynamicLossScale().found_nonfinite(main, ParallelMesh.single()) is found
+    run = single({"weight": nn.Parameter(torch.ones(3, dtype=dtype))})
+    run.give("weight", torch.tensor([1.0, value, 2.0], dtype=dtype))
+    assert DynamicLossScale().found_nonfinite(run.main) is found
 
 
 def world(rank: int, size: int) -> list[bool]:
     mesh = ParallelMesh.create(ParallelLayout(size, pp=2))
-    main = MainParameters({"weight": nn.Parameter(torch.ones(1))})
+    run = Run({f"weight{rank}": nn.Parameter(torch.ones(1))}, mesh)
     found = []
     for value in (1.0, float("nan")):
         # The last rank alone has a value that is not finite, and rank 0 has no gradient at all.
-        main.main("weight").grad = None if rank == 0 else torch.tensor([value if rank == size - 1 else 1.0])
-        found.append(DynamicLossScale().found_nonfinite(main, mesh))
+        if rank:
+            run.give(f"weight{rank}", torch.tensor([value if rank == size - 1 else 1.0]))
+        found.append(DynamicLossScale().found_nonfinite(run.main))
     mesh.destroy()
     return found
 

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
 from lightning_megatron.plan.shards import ShardRange
-from lightning_megatron.training import MainParameters
+from lightning_megatron.training import Division, MainParameters
+from lightning_megatron.training.optimizer_kind import check_unit, smallest_unit
+from tests.training.runs import Run, single
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),
@@ -45,11 +48,10 @@ def loss_of(module: nn.Module, step: int) -> Tensor:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_attached_optimizer_trains_fp32_mains_and_its_scheduler_keeps_working(name: str) -> None:
     module = model(torch.bfloat16)
-    optimizer = OPTIMIZERS[name](groups_of(module))
+    run = single(dict(module.named_parameters()), torch.float32, make=lambda _: OPTIMIZERS[name](groups_of(module)))
+    main, optimizer = run.main, run.optimizer
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    main = MainParameters(dict(module.named_parameters()), torch.float32)
-    main.attach(optimizer)
-    main.attach(optimizer)
+    assert main.attach(optimizer) == []
 
     # The twin keeps its weights in float32 and computes with their rounded values, written out by hand.
     rounded = copy.deepcopy(module)
@@ -58,9 +60,9 @@ def test_an_attached_optimizer_trains_fp32_mains_and_its_scheduler_keeps_working
     twin_scheduler = torch.optim.lr_scheduler.LambdaLR(twin_optimizer, lambda step: 1 / (1 + step))
     for step in range(4):
         loss_of(module, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        main.copy_to_model()
+        run.finish()
+        run.step()
+        run.zero_grad()
         scheduler.step()
 
         loss_of(rounded, step).backward()
@@ -81,43 +83,88 @@ def test_an_attached_optimizer_trains_fp32_mains_and_its_scheduler_keeps_working
 
 def test_half_precision_gradients_accumulate_in_float32() -> None:
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    main = MainParameters({"weight": weight}, torch.float32)
+    run = single({"weight": weight}, torch.float32)
     for scale in (256.0, 1.0, 1.0, 1.0):
         (weight * scale).sum().backward()
         assert weight.grad is None
+    run.finish()
     # In bfloat16, 256 + 1 is 256.
-    assert main.main("weight").grad.item() == 259.0
-    main.zero_grad()
-    assert main.main("weight").grad is None
+    assert run.main.main("weight").grad.item() == 259.0
+    run.zero_grad()
+    assert run.main.main("weight").grad is None
 
 
-def test_full_precision_parameters_are_their_own_mains() -> None:
+def test_gradients_may_be_summed_in_bfloat16_for_float32_mains() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    division = Division(main_dtype=torch.float32, gradient_dtype=torch.bfloat16)
+    run = Run({"weight": weight}, ParallelMesh.single(), division)
+    run.backward({"weight": torch.full((4,), 2.0, dtype=torch.bfloat16)})
+    run.finish()
+    assert run.main.buffers[0].gradients.dtype == torch.bfloat16
+    assert run.main.main("weight").grad.dtype == torch.float32
+    run.step()
+    assert run.main.main("weight").tolist() == [pytest.approx(0.8)] * 4
+
+
+def test_mains_of_full_precision_are_the_models_memory() -> None:
     module = model(torch.float32)
-    main = MainParameters(dict(module.named_parameters()), torch.float32)
-    assert all(main.main(name) is parameter for name, parameter in module.named_parameters())
+    run = single(dict(module.named_parameters()), torch.float32)
+    assert run.main.memory()["mains"] == 0
     loss_of(module, 0).backward()
-    assert module[0].weight.grad is not None
-    main.copy_to_model()
+    run.finish()
+    before = module[0].weight.detach().clone()
+    run.optimizer.step()
+    assert not torch.equal(module[0].weight, before)
+    assert torch.equal(module[0].weight, run.main.main("0.weight"))
 
 
 def test_a_shared_parameter_is_kept_once_under_its_first_name() -> None:
     weight = nn.Parameter(torch.ones(2))
-    main = MainParameters({"embedding": weight, "head": weight, "other": nn.Parameter(torch.ones(1))})
+    main = MainParameters(
+        {"embedding": weight, "head": weight, "other": nn.Parameter(torch.ones(1))}, ParallelMesh.single()
+    )
     assert main.names == ("embedding", "other")
 
 
-def test_frozen_parameters_are_left_alone() -> None:
-    frozen = nn.Parameter(torch.ones(1, dtype=torch.bfloat16), requires_grad=False)
-    main = MainParameters({"frozen": frozen}, torch.float32)
-    assert main.main("frozen") is frozen
-    assert list(main.trainable()) == []
-    frozen.requires_grad_(True)
-    with pytest.raises(UnsupportedError, match="must stay frozen"):
-        list(main.trainable())
+def test_frozen_parameters_take_no_memory_and_are_trained_once_they_are_not_frozen_any_more() -> None:
+    named = {name: nn.Parameter(torch.ones(300, dtype=torch.bfloat16)) for name in ("first", "second")}
+    named["second"].requires_grad_(False)
+    run = single(named, torch.float32)
+    assert run.main.trained == ("first",)
+    assert run.main.memory()["mains"] == 384 * 4
+    assert not run.main.waits_for_attach(run.optimizer)
+    named["second"].requires_grad_(True)
+    assert run.main.waits_for_attach(run.optimizer)
+    run.reducer.watch(run.main.attach(run.optimizer))
+    run.backward({name: torch.ones(300, dtype=torch.bfloat16) for name in named})
+    run.finish()
+    run.step()
+    assert run.main.main("second")[0].item() == pytest.approx(0.9)
+
+
+def test_a_parameter_that_is_frozen_later_keeps_its_value() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    run = single({"weight": weight}, make=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5))
+    weight.requires_grad_(False)
+    run.finish()
+    run.step()
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def test_gradients_of_a_toggled_optimizer_are_dropped() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    run = single({"weight": weight})
+    # Lightning freezes what the groups of the other optimizers hold.
+    run.optimizer.param_groups[0]["params"][0].requires_grad_(False)
+    run.backward({"weight": torch.ones(2)}, is_last=False)
+    run.optimizer.param_groups[0]["params"][0].requires_grad_(True)
+    run.backward({"weight": torch.full((2,), 4.0)})
+    run.finish()
+    assert run.main.gradients()[0].tolist() == [4.0, 4.0]
 
 
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
-    main = MainParameters({"weight": nn.Parameter(torch.ones(2))})
+    main = MainParameters({"weight": nn.Parameter(torch.ones(2))}, ParallelMesh.single())
     with pytest.raises(UnsupportedError, match="group 0 of SGD"):
         main.attach(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))
 
@@ -125,26 +172,89 @@ def test_an_optimizer_of_other_parameters_is_refused() -> None:
 def test_mains_keep_the_spec_and_more_digits_than_the_model() -> None:
     spec = ShardSpec((4,), (ShardRange(0, 2),))
     weight = set_shard_spec(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), spec)
-    main = MainParameters({"weight": weight}, torch.float32)
+    main = single({"weight": weight}, torch.float32).main
     assert shard_spec_of(main.main("weight")) == spec
     main.main("weight").data.copy_(torch.tensor([1.001, 2.0]))
-    main.copy_to_model()
+    main.publish()
     assert main.main("weight")[0].item() == pytest.approx(1.001)
     assert weight.tolist() == [1.0, 2.0]
+
+
+def test_mains_go_on_where_the_model_still_has_their_rounded_values() -> None:
+    named = {name: nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for name in ("kept", "changed")}
+    first = single(named, torch.float32).main
+    for name in named:
+        first.main(name).data.fill_(1.001)
+    first.publish()
+    named["changed"].data.fill_(2.0)
+    second = single(named, torch.float32).main
+    second.continue_from(first)
+    assert second.main("kept")[0].item() == pytest.approx(1.001)
+    assert second.main("changed")[0].item() == 2.0
 
 
 def test_names_of_an_optimizer_are_found_before_and_after_attaching() -> None:
     module = model(torch.bfloat16)
     optimizer = OPTIMIZERS["AdamW"](groups_of(module))
-    main = MainParameters(dict(module.named_parameters()), torch.float32)
+    main = MainParameters(dict(module.named_parameters()), ParallelMesh.single(), Division(torch.float32))
     want = [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
     assert main.names_of(optimizer) == want
     main.attach(optimizer)
     assert main.names_of(optimizer) == want
 
 
-def test_gradients_stay_with_the_model_once_hooks_are_detached() -> None:
+def test_gradients_stay_with_the_model_once_they_are_released() -> None:
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    MainParameters({"weight": weight}, torch.float32).detach_hooks()
+    single({"weight": weight}, torch.float32).reducer.release()
     weight.sum().backward()
     assert weight.grad is not None
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scale updates by the norms of whole parameters, like LAMB."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad * (group["lr"] * p.norm() / p.grad.norm()))
+
+
+class Together(Lamb):
+    """Scale all updates by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            norm = torch.stack([g.norm() for g in grads]).norm()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad * (group["lr"] / norm))
+
+
+@pytest.mark.parametrize(
+    ("make", "unit"),
+    [
+        (lambda p: torch.optim.AdamW(p, fused=True), "elements"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), "elements"),
+        (lambda p: torch.optim.Adagrad(p), "elements"),
+        (lambda p: torch.optim.NAdam(p), "elements"),
+        (lambda p: torch.optim.Adafactor(p), "parameters"),
+        (lambda p: Lamb(p), "parameters"),
+        (lambda p: Together(p), "model"),
+        (lambda p: torch.optim.LBFGS(p), "model"),
+    ],
+)
+def test_the_smallest_unit_of_an_optimizer_is_found_by_trying(make: Any, unit: str) -> None:
+    assert smallest_unit(make([nn.Parameter(torch.ones(3, 2))])) == unit
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_needs_them() -> None:
+    lamb = Lamb([nn.Parameter(torch.ones(1))])
+    check_unit(lamb, "parameters", cut=False)
+    with pytest.raises(UnsupportedError, match="Lamb looks at whole parameters"):
+        check_unit(lamb, "parameters", cut=True)

@@ -1,0 +1,145 @@
+"""Parameters, gradients and main parameters of one optimizer and dtype, each in one flat tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, set_shard_spec
+from lightning_megatron.plan.buckets import BufferPlan, Slice
+
+
+@dataclass(frozen=True)
+class MainSlice:
+    """Hold the part of a parameter that this rank's optimizer trains.
+
+    Args:
+        name: The parameter.
+        placement: Where the part lies in the full tensor.
+        main: What the optimizer trains: of the parameter's shape where it is whole, else one-dimensional.
+        gradient: The part's gradient inside the flat buffer, shaped like ``main``.
+        is_exclusive: Whether no other data-parallel rank holds these elements.
+        counted: The views of ``gradient`` that only this rank of its model-parallel group counts in a norm.
+    """
+
+    name: str
+    placement: Placement
+    main: nn.Parameter
+    gradient: Tensor
+    is_exclusive: bool
+    counted: tuple[Tensor, ...] = ()
+
+    def counted_in(self, gradient: Tensor) -> tuple[Tensor, ...]:
+        """List the counted pieces of a finished gradient: not tied copies, other copies or padding."""
+        if gradient.data_ptr() == self.gradient.data_ptr():
+            return self.counted
+        return counted_views(self.placement, gradient)
+
+
+def counted_views(placement: Placement, tensor: Tensor) -> tuple[Tensor, ...]:
+    """List the pieces of a local tensor that are counted once in the full one."""
+    if placement.tied_to is not None:
+        return ()
+    return tuple(view for box, view in placement.local_views(tensor) if box.copy == 0)
+
+
+class FlatBuffer:
+    """Lay parameters out one after the other, and let the model's parameters be views of the result.
+
+    The gradients have the same layout, so that a bucket of them is one message. Of the main parameters only the part of
+    this rank exists, where they are of another dtype than the model's; otherwise they are the model's memory.
+
+    Shapes: parameters and gradients ``(plan.size,)``; mains ``(plan.shard_size,)``.
+
+    Args:
+        members: The model's parameters by name, all of one dtype and device.
+        specs: How each lies in its full tensor.
+        plan: Where each parameter goes, and which part this rank trains.
+        part: Index of this rank's part; 0 where the plan has only one.
+        main_dtype: Dtype of the mains.
+        gradient_dtype: Dtype of the gradients.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[str, nn.Parameter],
+        specs: Mapping[str, ShardSpec],
+        plan: BufferPlan,
+        part: int,
+        main_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+    ) -> None:
+        self.members, self.plan, self.part = dict(members), plan, part
+        first = next(iter(members.values()))
+        make = partial(torch.zeros, device=first.device)
+        self.parameters = make(plan.size, dtype=first.dtype)
+        self.gradients = make(plan.size, dtype=gradient_dtype)
+        self.mains = make(plan.shard_size, dtype=main_dtype) if main_dtype != first.dtype else None
+        self._shapes = {name: parameter.shape for name, parameter in members.items()}
+        for name, parameter in members.items():
+            place = plan.place(name)
+            view = self.parameters[place.start : place.stop].view(parameter.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+        self.slices = {one.name: self._slice(one, specs[one.name]) for one in plan.slices(part)}
+        self.load_mains()
+
+    def gradient_of(self, name: str) -> Tensor:
+        """Return the gradient of a whole local parameter, of its shape."""
+        place = self.plan.place(name)
+        return self.gradients[place.start : place.stop].view(self._shapes[name])
+
+    def own_part(self, flat: Tensor, bucket: int) -> Tensor:
+        """Return this rank's part of a bucket of ``parameters`` or ``gradients``."""
+        start, stop = self.plan.buckets[bucket].part(self.part, self.plan.num_parts)
+        return flat[start:stop]
+
+    @torch.no_grad()
+    def load_mains(self) -> None:
+        """Take this rank's part of the mains from the model's parameters."""
+        for own, main in self._own_parts():
+            main.copy_(own)
+
+    @torch.no_grad()
+    def store_mains(self) -> None:
+        """Round the mains into this rank's part of the model's parameters."""
+        for own, main in self._own_parts():
+            own.copy_(main)
+
+    @property
+    def still_holds(self) -> bool:
+        """Tell whether the model's parameters are views of this buffer: moving a module to a device ends that."""
+        start, itemsize = self.parameters.data_ptr(), self.parameters.element_size()
+        return all(
+            parameter.data_ptr() == start + self.plan.place(name).start * itemsize
+            for name, parameter in self.members.items()
+        )
+
+    def _own_parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Pair this rank's part of every bucket with the mains of it, where they are apart."""
+        if self.mains is None:
+            return []
+        pairs, done = [], 0
+        for bucket in range(len(self.plan.buckets)):
+            own = self.own_part(self.parameters, bucket)
+            pairs.append((own, self.mains[done : done + own.numel()]))
+            done += own.numel()
+        return pairs
+
+    def _slice(self, one: Slice, spec: ShardSpec) -> MainSlice:
+        size, shape = one.stop - one.start, self._shapes[one.name]
+        is_whole = size == shape.numel()
+        flat, start = (self.mains, one.shard_start) if self.mains is not None else (self.parameters, one.buffer_start)
+        # A whole parameter keeps its shape, for optimizers that look at it.
+        form = shape if is_whole else torch.Size((size,))
+        placement: Placement = spec if is_whole else FlatSlice(spec, tuple(shape), one.start, one.stop)
+        main = nn.Parameter(flat[start : start + size].view(form))
+        gradient = self.gradients[one.buffer_start : one.buffer_start + size].view(form)
+        if is_whole:
+            set_shard_spec(main, spec)
+        counted = counted_views(placement, gradient)
+        return MainSlice(one.name, placement, main, gradient, self.plan.num_parts > 1, counted)

@@ -1,0 +1,102 @@
+"""Whether an optimizer treats every element of a parameter alike, found out by trying."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_megatron.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+#: What one rank may own: ``elements`` of parameters, whole ``parameters``, or only the ``model`` altogether.
+Unit = Literal["elements", "parameters", "model"]
+
+_STEPS = 3
+_SPEED_ONLY = frozenset({"fused", "foreach", "capturable", "differentiable"})
+
+
+def smallest_unit(optimizer: Optimizer) -> Unit:
+    """Find the smallest part of a model that an optimizer trains without looking at the rest.
+
+    A new optimizer of the same class and settings trains two small matrices as they are, each in an optimizer of its
+    own, and cut into flat pieces; the finest division that changes nothing but rounding is the answer.
+
+    Args:
+        optimizer: The user's; it is not touched.
+    """
+    if isinstance(optimizer, LBFGS):
+        # Its search direction is one for the whole model, and it needs a closure to step.
+        return "model"
+    try:
+        together = _train([_matrices()], optimizer)
+        apart = _train([[matrix] for matrix in _matrices()], optimizer)
+    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, NotImplementedError) as error:
+        logger.info("%s could not be tried out (%s): whole parameters.", type(optimizer).__name__, error)
+        return "parameters"
+    if not all(map(torch.allclose, together, apart)):
+        return "model"
+    try:
+        pieces = _train([[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()], optimizer)
+    except (TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
+        return "parameters"
+    joined = [torch.cat(pieces[i : i + 2]) for i in (0, 2)]
+    return "elements" if all(map(torch.allclose, (one.flatten() for one in together), joined)) else "parameters"
+
+
+def check_unit(optimizer: Optimizer, unit: Unit, cut: bool) -> None:
+    """Refuse an optimizer that would see only parts of what it looks at as a whole.
+
+    Args:
+        optimizer: The user's.
+        unit: Its smallest unit.
+        cut: Whether ranks of tensor or pipeline parallelism hold parts of the model.
+
+    Raises:
+        UnsupportedError: If its result would depend on the layout.
+    """
+    if unit != "elements" and cut:
+        raise UnsupportedError(
+            f"an optimizer must treat every element alike when the model is cut over tp or pp: "
+            f"{type(optimizer).__name__} looks at {'whole parameters' if unit == 'parameters' else 'the whole model'}. "
+            "Each rank would see a part, and the result would depend on the layout. Use an element-wise optimizer "
+            "such as AdamW, SGD or Adagrad, or tp and pp of 1."
+        )
+
+
+def _matrices() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 3), (5, 6))]
+
+
+def _train(owners: list[list[Tensor]], like: Optimizer) -> list[Tensor]:
+    """Train copies of tensors, each inner list in an optimizer of its own, with gradients that belong to elements."""
+    trained: list[Tensor] = []
+    for tensors in owners:
+        parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
+        optimizer = _new(like, parameters)
+        for step in range(_STEPS):
+            for parameter in parameters:
+                # A function of the element's value alone, the same however the tensor is cut.
+                parameter.grad = torch.sin(parameter.detach() * (step + 2))
+            optimizer.step()
+        trained += [parameter.detach() for parameter in parameters]
+    return trained
+
+
+def _new(like: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
+    """Make an optimizer of the same class and settings; what only concerns speed is left out."""
+    accepted = inspect.signature(type(like)).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
+    settings = {
+        key: copy.deepcopy(value)
+        for key, value in like.defaults.items()
+        if key not in _SPEED_ONLY and not isinstance(value, Tensor) and (takes_all or key in accepted)
+    }
+    return type(like)(parameters, **settings)

@@ -1,0 +1,85 @@
+"""Updated parameters come together from all data-parallel ranks while the next forward pass begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.pending import Pending, start_all_gather
+from lightning_megatron.training.flat_buffer import FlatBuffer
+
+_Place = tuple[int, int]
+
+
+class ParameterGather:
+    """Gather buckets in the order in which a forward pass reads them, and let whoever needs one wait for it."""
+
+    def __init__(self) -> None:
+        self._pending: dict[_Place, Pending] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def start(self, buffers: Sequence[FlatBuffer], axis: MeshAxis) -> None:
+        """Start one all-gather for every bucket whose parts are spread over the ranks."""
+        self.wait()
+        for index, buffer in enumerate(buffers):
+            if buffer.plan.num_parts == 1:
+                continue
+            # Buckets are laid out in the order of the backward pass.
+            for number in reversed(range(len(buffer.plan.buckets))):
+                bucket = buffer.plan.buckets[number]
+                whole = buffer.parameters[bucket.start : bucket.stop]
+                own = buffer.own_part(buffer.parameters, number)
+                self._pending[index, number] = start_all_gather(whole, own, axis)
+
+    def wait(self) -> None:
+        """Wait for all buckets."""
+        self._wait_for(tuple(self._pending))
+
+    def wait_before(self, units: Iterable[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
+        """Let each of these modules wait, before its forward pass, for the buckets that hold its parameters.
+
+        Args:
+            units: Modules that read no parameter of another one, unless that ran before them.
+            buffers: As they will be given to :meth:`start`.
+        """
+        places = _places_by_parameter(buffers)
+        for unit in units:
+            needed = tuple(dict.fromkeys(place for p in unit.parameters() for place in places.get(id(p), ())))
+            if needed:
+                self._hooks.append(unit.register_forward_pre_hook(_waiting(self._wait_for, needed)))
+
+    def release(self) -> None:
+        """Take the hooks off the modules."""
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _wait_for(self, places: Iterable[_Place]) -> None:
+        if not self._pending:
+            return
+        for place in places:
+            pending = self._pending.pop(place, None)
+            if pending is not None:
+                pending.wait()
+
+
+def _waiting(wait_for: Callable[[Iterable[_Place]], None], places: tuple[_Place, ...]) -> Callable[..., None]:
+    # A plain function: a module that is copied keeps it as it is.
+    def hook(module: nn.Module, args: Any) -> None:
+        wait_for(places)
+
+    return hook
+
+
+def _places_by_parameter(buffers: Sequence[FlatBuffer]) -> Mapping[int, list[_Place]]:
+    found: dict[int, list[_Place]] = {}
+    for index, buffer in enumerate(buffers):
+        for number, bucket in enumerate(buffer.plan.buckets):
+            for placed in bucket.placed:
+                found.setdefault(id(buffer.members[placed.name]), []).append((index, number))
+    return found

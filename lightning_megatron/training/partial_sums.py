@@ -1,0 +1,102 @@
+"""Gradients of which tensor-parallel ranks see parts: norms under sequence parallelism, copied key/value heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import ShardSpec
+from lightning_megatron.training.shared_gradients import overlapping_pieces
+
+GradientOf = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Place rows of a gradient that several ranks hold.
+
+    Args:
+        name: The parameter.
+        shape: Shape of the piece (elements).
+        dim: The dimension that the piece is cut from; None for a whole gradient.
+        local_start: First row of the piece in this rank's gradient; None if this rank does not hold the piece.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    local_start: int | None = 0
+
+    def of(self, gradient: Tensor) -> Tensor | None:
+        """Return the view of the gradient that this piece covers."""
+        if self.local_start is None:
+            return None
+        return gradient if self.dim is None else gradient.narrow(self.dim, self.local_start, self.shape[self.dim])
+
+
+class PartialSums:
+    """Add the parts of gradients over the tensor axis, one message for each dtype.
+
+    Args:
+        specs: How the partial parameters of this rank lie in their full tensors, by name.
+        mesh: The groups of this rank.
+
+    Communication: one gather of ranges over tp, if there are partial parameters.
+    """
+
+    def __init__(self, specs: dict[str, ShardSpec], mesh: ParallelMesh) -> None:
+        self._specs, self._mesh = specs, mesh
+        self._pieces: dict[str, list[tuple[int, int]]] = {}
+        if mesh.tp.size > 1 and specs:
+            ranges = {name: [(piece.start, piece.stop) for piece in spec.ranges] for name, spec in specs.items()}
+            everyone = all_gather_objects(ranges, mesh.tp)
+            self._pieces = {name: overlapping_pieces([one[name] for one in everyone]) for name in ranges}
+
+    def add(self, names: Collection[str], gradient_of: GradientOf) -> None:
+        """Add the parts of the named gradients in place.
+
+        Communication: one all-reduce over tp for each dtype.
+        """
+        segments = [
+            segment for name in self._specs if name in names for segment in self._segments(name, gradient_of(name))
+        ]
+        by_dtype: dict[torch.dtype, list[_Segment]] = {}
+        for segment in segments:
+            by_dtype.setdefault(gradient_of(segment.name).dtype, []).append(segment)
+        for same in by_dtype.values():
+            self._reduce(same, gradient_of)
+
+    def _segments(self, name: str, gradient: Tensor) -> Iterable[_Segment]:
+        spec, shape = self._specs[name], tuple(gradient.shape)
+        for start, stop in self._pieces.get(name, ()):
+            local_start, before = None, 0
+            for held in spec.ranges:
+                if held.start <= start and stop <= held.stop:
+                    local_start = before + start - held.start
+                before += held.size
+            if shape:
+                yield _Segment(name, (*shape[: spec.dim], stop - start, *shape[spec.dim + 1 :]), spec.dim, local_start)
+            else:
+                yield _Segment(name, ())
+
+    def _reduce(self, segments: Sequence[_Segment], gradient_of: GradientOf) -> None:
+        local = [segment.of(gradient_of(segment.name)) for segment in segments]
+        sizes = [prod(segment.shape) for segment in segments]
+        flat = gradient_of(segments[0].name).new_zeros(sum(sizes))
+        pairs = [
+            (slot.view(segment.shape), view)
+            for slot, segment, view in zip(flat.split(sizes), segments, local, strict=True)
+            if view is not None
+        ]
+        inside, outside = [slot for slot, _ in pairs], [view for _, view in pairs]
+        if pairs:
+            torch._foreach_copy_(inside, outside)
+        all_reduce_(flat, self._mesh.tp)
+        if pairs:
+            torch._foreach_copy_(outside, inside)

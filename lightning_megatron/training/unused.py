@@ -1,0 +1,76 @@
+"""Parameters that get no gradient in a step: on no rank, or on some."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.training.main_parameters import MainParameters
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 5
+
+
+class UnusedParameters:
+    """Find out which parameters no rank uses, so that optimizers leave these alone as they would on one process.
+
+    A parameter is dormant as long as no data-parallel rank has ever had a gradient for it. All others take part with
+    zeros in a step in which this rank has none for them, and are named once in the log.
+
+    Args:
+        main: The parameters of this rank.
+    """
+
+    def __init__(self, main: MainParameters) -> None:
+        self._main = main
+        self._without: set[str] = set()
+        self._known: set[str] = set()
+        self._dormant: set[str] = set()
+        self._named: set[str] = set()
+        self._has_told_of_zero_grad = False
+
+    def note(self, name: str) -> None:
+        """Note that this rank has no gradient for a parameter in this step."""
+        self._without.add(name)
+
+    def agree(self, names: Sequence[str]) -> set[str]:
+        """Return which of these parameters are dormant, the same on all data-parallel ranks.
+
+        Communication: one all-reduce of flags over the data axis on the CPU, if any of them is new or dormant.
+        """
+        tied = {name for pair in self._main.ties or () for name in pair}
+        asked = [name for name in names if (name not in self._known or name in self._dormant) and name not in tied]
+        if asked:
+            flags = torch.tensor([int(name in self._without) for name in asked])
+            all_reduce_(flags, self._main.mesh.data_cpu, "min")
+            unused = {name for name, flag in zip(asked, flags.tolist(), strict=True) if flag}
+            self._tell(unused - self._dormant, "had no gradient on any rank, and are left as they are until they do")
+            self._dormant = (self._dormant - set(asked)) | unused
+            self._known.update(asked)
+        filled = [name for name in names if name in self._without and name not in self._dormant]
+        self._tell(filled, "had no gradient on this rank, and take part with zeros")
+        self._without.difference_update(names)
+        return self._dormant
+
+    def forgive_missing_zero_grad(self, name: str, finished: set[str]) -> None:
+        """Say once that gradients of an earlier step are forgotten although nobody asked for it."""
+        if name in finished:
+            finished.discard(name)
+            if not self._has_told_of_zero_grad:
+                self._has_told_of_zero_grad = True
+                logger.warning(
+                    "Gradients do not add up over optimizer steps here: zero_grad() was not called after one that used "
+                    "the gradient of %s, and it starts from zero all the same.",
+                    name,
+                )
+
+    def _tell(self, names: Iterable[str], what: str) -> None:
+        new = [name for name in names if name not in self._named]
+        if new:
+            self._named.update(new)
+            shown = ", ".join(new[:_SHOWN]) + (", ..." if len(new) > _SHOWN else "")
+            logger.warning("%d parameter(s) %s: %s.", len(new), what, shown)

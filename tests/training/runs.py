@@ -1,0 +1,67 @@
+"""One rank's parameters, an optimizer and the sums of its gradients, without a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.training import Division, GradientReducer, MainParameters
+
+
+def plain_sgd(parameters: Iterable[Any]) -> Optimizer:
+    """Return an optimizer that shows gradients in its updates."""
+    return SGD(parameters, lr=0.1)
+
+
+class Run:
+    """Train named parameters by gradients that the test gives."""
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        mesh: ParallelMesh,
+        division: Division | None = None,
+        make: Callable[[Iterable[Any]], Optimizer] = plain_sgd,
+    ) -> None:
+        self.main = MainParameters(named, mesh, division)
+        self.reducer = GradientReducer(self.main)
+        self.optimizer = make(named.values())
+        self.reducer.watch(self.main.attach(self.optimizer))
+
+    def backward(self, gradients: Mapping[str, Tensor], *, is_last: bool = True) -> None:
+        """Let autograd make these gradients."""
+        if is_last:
+            self.reducer.begin_last_backward(0)
+        loss = sum((self.main.parameter(name) * gradient).sum() for name, gradient in gradients.items())
+        if isinstance(loss, Tensor):
+            loss.backward()
+        if is_last:
+            self.reducer.start_reduction(0)
+
+    def finish(self) -> None:
+        """Finish the sums over the ranks."""
+        self.reducer.finish(set(self.main.trained))
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.optimizer.zero_grad()
+        self.reducer.clear(set(self.main.trained))
+
+    def step(self) -> None:
+        """Update and gather the parameters."""
+        self.optimizer.step()
+        self.main.publish()
+
+    def give(self, name: str, gradient: Tensor) -> None:
+        """Put a finished gradient in place."""
+        self.main.slices[name].main.grad = gradient
+
+
+def single(named: Mapping[str, nn.Parameter], main_dtype: torch.dtype | None = None, **options: Any) -> Run:
+    """Return a run of one process."""
+    return Run(named, ParallelMesh.single(), Division(main_dtype=main_dtype), **options)
