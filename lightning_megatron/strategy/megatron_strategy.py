@@ -57,6 +57,7 @@ class MegatronStrategy(ModelStrategy):
             parameters; for optimizers that treat every element alike, such as AdamW or SGD) or parameters (whole ones,
             dealt out by size). auto tries the optimizer out on small tensors and takes the first where it changes
             nothing.
+        bucket_size: Gradients are summed, and parameters gathered, in messages of about this size (elements).
         gradient_dtype: Type in which mixed precisions sum gradients: float32, or bfloat16 for half of the memory.
         overlap_gradients: Whether the sum over the data-parallel ranks starts inside the backward pass.
         overlap_parameters: Whether updated parameters are gathered while the next forward pass begins. None means
@@ -89,6 +90,7 @@ class MegatronStrategy(ModelStrategy):
         signal_check_interval: int = 10,
         zero: int = 1,
         optimizer_slices: Literal["auto", "elements", "parameters"] = "auto",
+        bucket_size: int = 40_000_000,
         gradient_dtype: Literal["float32", "bfloat16"] = "float32",
         overlap_gradients: bool = True,
         overlap_parameters: bool | None = None,
@@ -115,6 +117,7 @@ class MegatronStrategy(ModelStrategy):
             signal_check_interval=signal_check_interval,
             zero=zero,
             optimizer_slices=optimizer_slices,
+            bucket_size=bucket_size,
             gradient_dtype=gradient_dtype,
             overlap_gradients=overlap_gradients,
             overlap_parameters=overlap_parameters,

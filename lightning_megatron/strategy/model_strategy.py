@@ -170,6 +170,7 @@ class ModelStrategy(MeshStrategy):
             gradient_dtype=torch.bfloat16 if options.gradient_dtype == "bfloat16" else None,
             zero=options.zero,
             slices=options.optimizer_slices,  # type: ignore[arg-type]
+            bucket_size=options.bucket_size,
         )
         return TrainingState(
             module,

@@ -41,6 +41,7 @@ class StrategyOptions:
     signal_check_interval: int
     zero: int
     optimizer_slices: str
+    bucket_size: int
     gradient_dtype: str
     overlap_gradients: bool
     overlap_parameters: bool | None
@@ -53,7 +54,7 @@ class StrategyOptions:
         self._check_available()
         ParallelLayout(smallest, **self.sizes())
         self._check_schedule()
-        for name in ("microbatch_size", "signal_check_interval"):
+        for name in ("microbatch_size", "signal_check_interval", "bucket_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ParallelPlanError(f"{name} must be a positive integer: {value!r}. It counts. Use 1 or more.")

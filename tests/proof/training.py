@@ -96,7 +96,7 @@ class Record(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, MegatronStrategy):
-            self.report.norms.append(float(grad_norm(strategy._state.main, strategy.mesh)))
+            self.report.norms.append(float(grad_norm(strategy._state.main)))
         else:
             grads = [p.grad for p in module.parameters() if p.grad is not None]
             self.report.norms.append(float(torch.stack([g.norm() for g in grads]).norm()))
