@@ -19,6 +19,7 @@ class MeshAxis:
         ranks: Global ranks of the group, in axis order.
         rank: Position of this rank in ``ranks``.
         group: The process group; None for a group of one, which never communicates.
+        pipelines_products: Whether matrix products and their communication run as one, piece by piece, on GPUs.
         journal: Where the collectives of this rank are counted.
     """
 
@@ -27,6 +28,7 @@ class MeshAxis:
     rank: int = 0
     group: ProcessGroup | None = field(default=None, compare=False)
     journal: Journal = field(default_factory=Journal, compare=False, repr=False)
+    pipelines_products: bool = False
 
     @property
     def size(self) -> int:

@@ -17,6 +17,7 @@ from lightning_megatron.groups.collectives import (
 )
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from lightning_megatron.groups.products import gathered_product, scattered_product
 from lightning_megatron.layers.gradient_slot import slot_of
 
 
@@ -47,7 +48,7 @@ def row_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: Parall
     Shapes: hidden ``(S, B, in/tp)``; weight ``(out, in/tp)``; output ``(S, B, out)`` or, under sequence parallelism,
     ``(S/tp, B, out)``.
     Communication: an all-reduce over tp forward; under sequence parallelism a reduce-scatter forward and an all-gather
-    backward.
+    backward. ``groups.products`` says when these run beside the products.
     Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
     """
     if _is_plain(weight, bias, mesh):
@@ -72,8 +73,12 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
         _keep(ctx, hidden, weight, bias, mesh)
-        full = all_gather_sequence(hidden, mesh.tp) if mesh.sequence_parallel else hidden
-        return F.linear(full, weight, bias)
+        if not mesh.sequence_parallel:
+            return F.linear(hidden, weight, bias)
+        if not mesh.tp.pipelines_products:
+            return F.linear(all_gather_sequence(hidden, mesh.tp), weight, bias)
+        _, output = gathered_product(hidden, weight.t(), mesh.tp, keep=False)
+        return _add_bias(output, bias)
 
     @staticmethod
     @once_differentiable
@@ -100,26 +105,28 @@ class _RowLinear(torch.autograd.Function):
         _keep(ctx, hidden, weight, bias, mesh)
         if mesh.tp.size == 1:
             return F.linear(hidden, weight, bias)
-        part = F.linear(hidden, weight)
+        if mesh.sequence_parallel:
+            return _add_bias(scattered_product(hidden, weight.t(), mesh.tp), bias)
         # The part is nobody else's yet, so the sum may overwrite it.
-        output = reduce_scatter_sequence(part, mesh.tp) if mesh.sequence_parallel else all_reduce_(part, mesh.tp)
-        if bias is None:
-            return output
-        return output.add_(bias) if bias.dtype == output.dtype else output + bias
+        return _add_bias(all_reduce_(F.linear(hidden, weight), mesh.tp), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        grad, arriving = grads[0], Pending()
-        full, grad_hidden, grad_weight = grad, None, None
-        if ctx.mesh.sequence_parallel and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+        grad, tp = grads[0], ctx.mesh.tp
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        full, arriving, grad_hidden, grad_weight = grad, Pending(), None, None
+        if ctx.mesh.sequence_parallel and tp.pipelines_products and needs_hidden:
+            gathered, grad_hidden = gathered_product(grad, weight.to(grad.dtype), tp, keep=needs_weight)
+            full = grad if gathered is None else gathered
+        elif ctx.mesh.sequence_parallel and (needs_hidden or needs_weight):
             full, arriving = _start_gathering(grad, ctx.mesh)
         grad_bias = _bias_gradient(ctx, grad)
         arriving.wait()
-        if ctx.needs_input_grad[0]:
-            grad_hidden = _input_gradient(full, weight).to(ctx.hidden_dtype)
-        if ctx.needs_input_grad[1]:
+        if needs_hidden:
+            grad_hidden = (_input_gradient(full, weight) if grad_hidden is None else grad_hidden).to(ctx.hidden_dtype)
+        if needs_weight:
             grad_weight = _weight_gradient(ctx, full, hidden)
         return grad_hidden, grad_weight, grad_bias, None
 
@@ -132,6 +139,12 @@ def _keep(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: P
     ctx.bias_dtype = None if bias is None else bias.dtype
     # The slot of the weight's moment: a frozen weight has none, even if it is thawed before the backward pass.
     ctx.weight_slot, ctx.bias_slot = slot_of(weight), slot_of(bias)
+
+
+def _add_bias(output: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return output
+    return output.add_(bias) if bias.dtype == output.dtype else output + bias
 
 
 def _start_gathering(x: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Pending]:

@@ -1,0 +1,160 @@
+"""Train shapes for a few steps and print the estimated peak of every pipeline stage's memory beside the measured one.
+
+    python -m benchmarks.memory --devices 4 --out runs/memory
+    python -m benchmarks.memory --devices 1 --cases gpt2 gpt2_full llama4
+
+Each case is trained in processes of its own. The command fails if an estimate is further from the measured peak than
+``--tolerance``. Without GPUs nothing measures the peak, and the tables show the estimate alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from benchmarks.train_shapes import SHAPES, Tokens, Trained
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.strategy.memory_report import MemoryReport, as_figures
+
+
+@dataclass(frozen=True)
+class Case:
+    """Say what is trained.
+
+    Args:
+        model: Name of a shape.
+        devices: Ranks it takes.
+        batch: Samples of one data-parallel rank in a step.
+        microbatch: Samples of a microbatch.
+        layers: Replaces the shape's number of layers, unless 0.
+        precision: Of the Trainer.
+        options: Further arguments of the strategy.
+    """
+
+    model: str
+    devices: int
+    batch: int
+    microbatch: int
+    layers: int = 0
+    precision: str = "bf16-mixed"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES: dict[str, Case] = {
+    "gpt2": Case("gpt2_1_2b", 1, 8, 8),
+    "gpt2_full": Case("gpt2_1_2b", 1, 8, 8, options={"recompute": "full"}),
+    "gpt2_selective": Case("gpt2_1_2b", 1, 8, 4, options={"recompute": "selective"}),
+    "gpt2_float32": Case("gpt2_1_2b", 1, 4, 4, layers=20, precision="32-true"),
+    "llama2": Case("llama8b_half", 1, 2, 2, layers=2),
+    "llama4": Case("llama8b_half", 1, 2, 2, layers=4),
+    "llama8_zero0": Case("llama8b_half", 2, 1, 1, layers=8, options={"zero": 0}),
+    "llama8_dp2": Case("llama8b_half", 2, 1, 1, layers=8),
+    "llama8_tp2": Case("llama8b_half", 2, 4, 2, layers=8, options={"tp": 2}),
+    "llama8_tp2_no_sp": Case("llama8b_half", 2, 4, 2, layers=8, options={"tp": 2, "sequence_parallel": False}),
+    "llama16_dp4": Case("llama8b_half", 4, 1, 1),
+    "llama16_tp4": Case("llama8b_half", 4, 4, 4, options={"tp": 4}),
+    "llama16_tp2_pp2": Case("llama8b_half", 4, 8, 1, options={"tp": 2, "pp": 2}),
+    "llama16_pp4": Case("llama8b_half", 4, 16, 1, options={"pp": 4}),
+    "llama16_pp4_vpp2": Case("llama8b_half", 4, 16, 1, options={"pp": 4, "vpp": 2}),
+    "tiny": Case("tiny_llama", 1, 4, 2),
+    "tiny_pp2": Case("tiny_gpt2", 2, 4, 1, options={"pp": 2}),
+}
+
+
+def train(case: Case, accelerator: str, steps: int) -> list[dict[str, Any]]:
+    """Train one case; return the figures of every stage, which rank 0 has printed as tables."""
+    config = SHAPES[case.model]
+    if case.layers:
+        config = GPTConfig(**{**vars(config), "num_layers": case.layers})
+    report = MemoryReport(after_steps=steps)
+    trainer = Trainer(
+        accelerator=accelerator,
+        devices=case.devices,
+        strategy=MegatronStrategy(microbatch_size=case.microbatch, **case.options),
+        precision=case.precision,  # type: ignore[arg-type]
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        callbacks=[report],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tempfile.gettempdir(),
+    )
+    data = Tokens(config, steps * case.batch * case.devices)
+    trainer.fit(Trained(config), DataLoader(data, batch_size=case.batch, drop_last=True))
+    return [as_figures(stage) for stage in report.reports] if trainer.is_global_zero else []
+
+
+def run_case(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train one case in a process of its own and return what it wrote; nothing if it failed."""
+    out = Path(args.out) / f"{name}.json"
+    out.unlink(missing_ok=True)
+    line = [sys.executable, "-m", "benchmarks.memory", "--case", name, "--out", args.out]
+    line += ["--accelerator", args.accelerator, "--steps", str(args.steps)]
+    print(f"== {name}: {CASES[name]}", flush=True)
+    subprocess.run(line, check=False)
+    return json.loads(out.read_text()) if out.exists() else []
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Format the peaks as a Markdown table."""
+    lines = [
+        "| case | stage | static GiB | held GiB | bytes a parameter | peak, estimate | peak, measured | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, stages in found.items():
+        if not stages:
+            lines.append(f"| {name} | failed | | | | | | |")
+        for one in stages:
+            static = sum(one["estimate"][part] for part in one["held"])
+            sizes = [static, sum(one["held"].values()), one["estimate"]["peak"], one["peak"]]
+            first, second, estimate, peak = ("n/a" if size is None else f"{size / 2**30:.2f}" for size in sizes)
+            ratio = "n/a" if one["ratio"] is None else f"{one['ratio']:.3f}"
+            lines.append(
+                f"| {name} | {one['stage']} | {first} | {second} | {one['bytes_per_parameter']:.2f} | {estimate} | "
+                f"{peak} | {ratio} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Train, print the table and return how many estimates were wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=1, help="runs the cases that take so many ranks or fewer")
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), help="only these")
+    parser.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
+    parser.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tolerance", type=float, default=0.1)
+    parser.add_argument("--out", default="runs/memory")
+    args = parser.parse_args()
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if args.case:
+        figures = train(CASES[args.case], args.accelerator, args.steps)
+        if figures:
+            (out / f"{args.case}.json").write_text(json.dumps(figures))
+        return 0
+    names = args.cases or [n for n, c in CASES.items() if c.devices <= args.devices and not n.startswith("tiny")]
+    found = {name: run_case(name, args) for name in names}
+    text = table(found)
+    (out / "table.md").write_text(text + "\n")
+    print(text, flush=True)
+    ratios = [one["ratio"] for stages in found.values() for one in stages if one["ratio"] is not None]
+    failed = sum(not stages for stages in found.values())
+    return failed + sum(abs(ratio - 1) > args.tolerance for ratio in ratios)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

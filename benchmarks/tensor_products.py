@@ -1,0 +1,124 @@
+"""Time the tensor-parallel linear layers of a block, and what their communication adds to the products.
+
+    torchrun --nproc-per-node 4 -m benchmarks.tensor_products
+
+For each layer of a Llama-3-8B block under sequence parallelism: forward, and forward and backward with gradient slots,
+in ms: ``alone`` is the same local product without any communication, ``plain`` runs collectives beside products where
+they do not need each other, ``pipelined`` runs both piece by piece through symmetric memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_megatron.groups.collectives import barrier
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.plan.layout import ParallelLayout
+
+LAYERS: dict[str, tuple[type[nn.Module], int, int]] = {
+    "qkv": (ColumnParallelLinear, 4096, 6144),
+    "output": (RowParallelLinear, 4096, 4096),
+    "gate_up": (ColumnParallelLinear, 4096, 28672),
+    "down": (RowParallelLinear, 14336, 4096),
+}
+
+
+def milliseconds(run: Callable[[], object], repeats: int) -> float:
+    """Return the mean time of a call."""
+    on_gpu = torch.get_default_device().type == "cuda"
+    for _ in range(3):
+        run()
+    if on_gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats * 1e3
+
+
+def build(name: str, mesh: ParallelMesh, local: bool) -> nn.Module:
+    """Return one layer with slots; ``local``: as one rank's part, without communication."""
+    kind, width, features = LAYERS[name]
+    size = mesh.tp.size
+    if local:
+        parts = (width, features // size) if kind is ColumnParallelLinear else (width // size, features)
+        layer = kind(*parts, ParallelMesh.single(mesh.device), bias=False)
+    else:
+        layer = kind(width, features, mesh, bias=False)
+    nn.init.normal_(layer.weight, std=0.02)
+    set_slot(layer.weight, GradientSlot(torch.zeros_like(layer.weight, dtype=torch.float32), lambda: None))
+    return layer
+
+
+def measure(name: str, mesh: ParallelMesh, rows: tuple[int, int], local: bool, repeats: int) -> tuple[float, float]:
+    """Return the times of forward, and of forward and backward."""
+    layer = build(name, mesh, local)
+    is_row, size = isinstance(layer, RowParallelLinear), mesh.tp.size
+    seq = rows[0] if local or is_row else rows[0] // size
+    width = LAYERS[name][1] // size if is_row else LAYERS[name][1]
+    x = torch.randn(seq, rows[1], width, requires_grad=True)
+    with torch.no_grad():
+        forward = milliseconds(lambda: layer(x), repeats)
+        grad = torch.randn_like(layer(x))
+
+    def both() -> None:
+        x.grad = None
+        layer(x).backward(grad)
+
+    return forward, milliseconds(both, repeats)
+
+
+def main() -> None:
+    """Measure all layers and print a table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--cpu", action="store_true", help="only to try this program out")
+    args = parser.parse_args()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu" if args.cpu else f"cuda:{os.environ['LOCAL_RANK']}")
+    if not args.cpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if args.cpu else "nccl")
+    torch.set_default_device(device)
+    torch.set_default_dtype(torch.bfloat16)
+    rows, lines = (args.seq, args.batch), []
+    for priority in (False, True):
+        mesh = ParallelMesh.create(
+            ParallelLayout(size, tp=size),
+            device=device,
+            sequence_parallel=True,
+            options={"tp": {"high_priority": priority}},
+        )
+        pipelined = replace(mesh, tp=replace(mesh.tp, pipelines_products=True))
+        cases = [("plain, high priority" if priority else "plain", mesh, False)]
+        cases += [] if priority else [("alone", mesh, True), ("pipelined", pipelined, False)]
+        for label, chosen, local in cases:
+            for name in LAYERS:
+                barrier(mesh.world, device)
+                forward, both = measure(name, chosen, rows, local, args.repeats)
+                lines.append(f"| {label} | {name} | {forward:.3f} | {both:.3f} | {both - forward:.3f} |")
+                if rank == 0:
+                    print(lines[-1], flush=True)
+        mesh.destroy()
+    if rank == 0:
+        heading = ["", "| way | layer | forward ms | with backward | backward |", "|---|---|---|---|---|"]
+        print("\n".join([*heading, *lines]), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

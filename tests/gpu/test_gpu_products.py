@@ -1,0 +1,97 @@
+"""Slots and pipelined products on GPUs, where their fast ways run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.products import gathered_product, scattered_product
+from lightning_megatron.layers.embedding import VocabParallelEmbedding
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.oracles import assert_equal
+from tests.world import run_world
+
+
+def _draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
+
+
+@pytest.mark.gpu
+def test_float32_slots_sum_half_products_without_rounding_between() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    mesh = ParallelMesh.single("cuda")
+    layer = ColumnParallelLinear(256, 384, mesh).bfloat16().cuda()
+    torch.nn.init.normal_(layer.weight, std=0.02)
+    slots = {}
+    for name, parameter in layer.named_parameters():
+        slots[name] = torch.full_like(parameter, torch.nan, dtype=torch.float32)
+        set_slot(parameter, GradientSlot(slots[name], lambda: None))
+    weight, bias = torch.zeros(384, 256, dtype=torch.float64), torch.zeros(384, dtype=torch.float64)
+    for seed in range(3):
+        x, grad = _draw(512, 4, 256, seed=seed), _draw(512, 4, 384, seed=seed + 9)
+        layer(x).backward(grad)
+        rows, inputs = grad.cpu().double().flatten(0, 1), x.cpu().double().flatten(0, 1)
+        weight += rows.t() @ inputs
+        bias += rows.sum(0)
+    assert_equal(slots["weight"].cpu().double(), weight, "weight", tolerance=1e-5)
+    assert_equal(slots["bias"].cpu().double(), bias, "bias", tolerance=1e-5)
+
+
+@pytest.mark.gpu
+def test_the_embedding_sums_its_gradient_alike_in_every_run() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    mesh, found = ParallelMesh.single("cuda"), []
+    tokens = (torch.rand(4, 2048, generator=torch.Generator().manual_seed(0)) ** 4 * 1000).long().cuda()
+    grad = _draw(2048, 4, 512, seed=1)
+    for _ in range(3):
+        layer = VocabParallelEmbedding(1000, 512, mesh).bfloat16().cuda()
+        torch.nn.init.normal_(layer.weight)
+        slot = torch.full_like(layer.weight, torch.nan, dtype=torch.float32)
+        set_slot(layer.weight, GradientSlot(slot, lambda: None))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            layer(tokens).backward(grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append(slot)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    expected = torch.zeros(1024, 512, dtype=torch.float64)
+    expected.index_add_(0, tokens.t().flatten().cpu(), grad.flatten(0, 1).cpu().double())
+    assert_equal(found[0].cpu().double(), expected, "embedding", tolerance=1e-5)
+
+
+def _products(rank: int, size: int) -> None:
+    mesh = ParallelMesh.create(ParallelLayout(size, tp=size), device=f"cuda:{rank}", sequence_parallel=True)
+    plain, pipelined = mesh.tp, replace(mesh.tp, pipelines_products=True)
+    for rows in (64, 256):
+        x, matrix = _draw(rows, 2, 512, seed=rank), _draw(768, 512, seed=9).t()
+        full, product = gathered_product(x, matrix, plain, keep=True)
+        for keep in (True, False):
+            again, same = gathered_product(x, matrix, pipelined, keep=keep)
+            assert_equal(same.float(), product.float(), f"gathered product, rank {rank}", tolerance=1e-2)
+            if keep:
+                assert again is not None
+                assert full is not None
+                assert torch.equal(again, full)
+        y = _draw(size * rows, 2, 512, seed=20 + rank)
+        expected, actual = scattered_product(y, matrix, plain), scattered_product(y, matrix, pipelined)
+        assert_equal(actual.float(), expected.float(), f"scattered product, rank {rank}", tolerance=2e-2)
+        assert torch.equal(actual, scattered_product(y, matrix, pipelined))
+    mesh.destroy()
+
+
+@pytest.mark.gpu4
+def test_pipelined_products_equal_plain_ones() -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip(f"needs 4 GPUs, found {torch.cuda.device_count()}")
+    run_world(_products, 4, backend="nccl")
