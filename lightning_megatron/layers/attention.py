@@ -10,7 +10,7 @@ from lightning_megatron.layers.dropout import tensor_region_stream
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.recompute import replayed
-from lightning_megatron.layers.rotary import apply_rotary
+from lightning_megatron.layers.rotary import split_heads
 from lightning_megatron.plan.shards import attention_ranges
 
 
@@ -87,11 +87,7 @@ class SelfAttention(nn.Module):
             rotary: Tables of ``rotary_tables``, or None.
             recompute_core: Whether the backward pass computes the attention core again instead of keeping it.
         """
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv(hidden).split(self.widths, dim=-1)
-        )
-        if rotary is not None:
-            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        query, key, value = split_heads(self.qkv(hidden), self.widths, self.head_dim, rotary)
         if recompute_core:
             mixed = replayed(self._core, self.mesh.random, self.layer, query, key, value)
         else:

@@ -69,10 +69,11 @@ class TransformerBlock(nn.Module):
     def _run(self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, recompute_core: bool) -> Tensor:
         self.mesh.random.seek(self.layer)
         if self.norm_position == "pre":
-            hidden = hidden + self._dropped(self.attention(self.attention_norm(hidden), rotary, recompute_core))
-            return hidden + self._dropped(self.mlp(self.mlp_norm(hidden)))
-        hidden = self.attention_norm(hidden + self._dropped(self.attention(hidden, rotary, recompute_core)))
-        return self.mlp_norm(hidden + self._dropped(self.mlp(hidden)))
+            stream, hidden = self.attention_norm(hidden, None, True)
+            stream, hidden = self.mlp_norm(stream, self._dropped(self.attention(hidden, rotary, recompute_core)), True)
+            return stream + self._dropped(self.mlp(hidden))
+        hidden = self.attention_norm(hidden, self._dropped(self.attention(hidden, rotary, recompute_core)))
+        return self.mlp_norm(hidden, self._dropped(self.mlp(hidden)))
 
     def _dropped(self, update: Tensor) -> Tensor:
         return hidden_dropout(update, self.dropout, self.training, self.mesh)

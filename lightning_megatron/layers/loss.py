@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.kernel_choice import fused_kernels
 
 
 def vocab_parallel_cross_entropy(
@@ -19,12 +22,13 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
+    overwrite_logits: bool = False,
 ) -> Tensor:
     """Compute the loss of every token without ever gathering the logits.
 
     Equal to torch.nn.functional.cross_entropy(..., reduction="none") on the full logits of the true vocabulary, label
     smoothing included: it spreads over the global vocabulary, and padded columns take no part. Half logits are computed
-    in float32. The input is not modified.
+    in float32. On the fused kernels no float32 copy of them is made.
 
     Shapes: logits_shard ``(..., padded V/tp)``; labels ``(...)``; loss ``(...)``, float32 (float64 for float64 logits).
 
@@ -35,6 +39,8 @@ def vocab_parallel_cross_entropy(
         vocab_size: The true vocabulary, without padding (tokens).
         label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss and gradient are zero.
+        overwrite_logits: Whether the backward pass may write the gradient over the logits, to save the memory of a
+            second tensor of their size. Only for a caller that alone knows them; the pass can then run only once.
 
     Raises:
         IndexError: If a label is neither in the vocabulary nor ``ignore_index`` (on CPU; a CUDA kernel asserts).
@@ -43,6 +49,10 @@ def vocab_parallel_cross_entropy(
     Source: Shoeybi et al. 2019, section 3.
     """
     check_ids(labels, vocab_size, ignore_index)
+    kernels = fused_kernels(logits_shard)
+    if kernels is not None:
+        terms = _Terms(kernels, mesh.tp, vocab_size, label_smoothing, ignore_index, overwrite_logits)
+        return _FusedCrossEntropy.apply(logits_shard, labels, terms)
     return _VocabParallelCrossEntropy.apply(logits_shard, labels, mesh.tp, vocab_size, label_smoothing, ignore_index)
 
 
@@ -107,6 +117,72 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         grad = grad.to(ctx.dtype)
         padding = ctx.width - grad.shape[-1]
         return (torch.nn.functional.pad(grad, (0, padding)) if padding else grad), None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Terms:
+    kernels: ModuleType
+    tp: MeshAxis
+    vocab_size: int
+    smoothing: float
+    ignore_index: int
+    overwrite: bool
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: _Terms) -> Tensor:
+        width = logits.shape[-1]
+        start = terms.tp.rank * width
+        num_valid = min(max(terms.vocab_size - start, 0), width)
+        ignored = labels == terms.ignore_index
+        _assert_on_device(ignored | ((labels >= 0) & (labels < terms.vocab_size)))
+        local = labels - start
+        here = (local >= 0) & (local < num_valid) & ~ignored
+        index = local.masked_fill(~here, -1)
+
+        peak, total, target, logit_sum = terms.kernels.cross_entropy_statistics(
+            logits, index, num_valid, terms.smoothing > 0.0
+        )
+        if terms.tp.size > 1:
+            largest = all_reduce_(peak.clone(), terms.tp, "max")
+            total = total * (peak - largest).exp()
+            peak = largest
+        total, target, *rest = _sum_over(terms.tp, total, target, *([logit_sum] if terms.smoothing else []))
+        log_total = total.log()
+        loss = log_total - (1.0 - terms.smoothing) * (target - peak)
+        if terms.smoothing:
+            loss = loss - terms.smoothing * (rest[0] / terms.vocab_size - peak)
+        ctx.save_for_backward(logits, index, peak + log_total, ignored)
+        ctx.terms, ctx.num_valid, ctx.overwritten = terms, num_valid, False
+        return loss.masked_fill(ignored, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.overwritten:
+            raise RuntimeError(
+                "the backward pass of the loss ran twice: its first run wrote the gradient over the logits. "
+                "Compute the loss again before each backward pass."
+            )
+        logits, index, normaliser, ignored = ctx.saved_tensors
+        terms: _Terms = ctx.terms
+        scale = grads[0].float().masked_fill(ignored, 0.0)
+        ctx.overwritten = terms.overwrite
+        grad = terms.kernels.cross_entropy_gradient(
+            logits, index, normaliser, scale, ctx.num_valid, terms.smoothing, terms.vocab_size, terms.overwrite
+        )
+        return grad, None, None
+
+
+def _assert_on_device(legal: Tensor) -> None:
+    """Make the device stop on an illegal label, without waiting for it; on the CPU they have been checked."""
+    if legal.is_cuda:
+        torch._assert_async(legal.all(), "labels must lie in the vocabulary or be the ignored one")
+
+
+def _sum_over(tp: MeshAxis, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Add tensors of one shape over the ranks, in one message."""
+    return parts if tp.size == 1 else all_reduce_(torch.stack(parts), tp).unbind(0)
 
 
 def _local_index(labels: Tensor, ignored: Tensor, vocab_size: int, start: int, num_valid: int) -> tuple[Tensor, Tensor]:

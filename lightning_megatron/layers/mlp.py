@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.kernel_choice import fused_kernels
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.plan.shards import gated_ranges
 
@@ -67,6 +68,25 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the network's output for every position."""
         if self.activation == "swiglu":
-            gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-            return self.down(F.silu(gate) * up)
-        return self.down(F.gelu(self.up(hidden), approximate="tanh" if self.activation == "gelu_tanh" else "none"))
+            return self.down(gated_activation(self.gate_up(hidden)))
+        return self.down(gelu_activation(self.up(hidden), by_tanh=self.activation == "gelu_tanh"))
+
+
+def gated_activation(gate_up: Tensor) -> Tensor:
+    """Multiply the SiLU of the first half of the features by the second half.
+
+    Shapes: gate_up ``(..., 2 F)``; output ``(..., F)``.
+    """
+    kernels = fused_kernels(gate_up)
+    if kernels is not None:
+        return kernels.apply_swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gelu_activation(hidden: Tensor, by_tanh: bool) -> Tensor:
+    """Apply GELU, exact or by tanh."""
+    kernels = fused_kernels(hidden)
+    if kernels is not None:
+        return kernels.apply_gelu(hidden, by_tanh)
+    return F.gelu(hidden, approximate="tanh" if by_tanh else "none")

@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import ONES, ZEROS, Initializer, sharded_parameter
+from lightning_megatron.layers.kernel_choice import fused_kernels
 from lightning_megatron.plan.shards import whole_range
 
 
-class LayerNorm(nn.Module):
+class _Norm(nn.Module):
+    """Normalise the residual stream, after an update is added to it, if there is one."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    eps: float
+    is_rms: bool
+
+    @overload
+    def forward(self, hidden: Tensor, update: Tensor | None = None, with_stream: Literal[False] = False) -> Tensor: ...
+
+    @overload
+    def forward(self, hidden: Tensor, update: Tensor | None, with_stream: Literal[True]) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self, hidden: Tensor, update: Tensor | None = None, with_stream: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the normalised vectors in the dtype of the input.
+
+        Args:
+            hidden: The residual stream.
+            update: What is added to it first.
+            with_stream: Whether to return ``(hidden + update, normalised)``. A layer that goes on with both should ask
+                for them here: one kernel then adds both gradients.
+        """
+        kernels = fused_kernels(hidden)
+        if kernels is not None and hidden.shape[-1] <= kernels.MAX_NORM_WIDTH:
+            stream, normalised = kernels.add_norm(hidden, update, self.weight, self.bias, self.eps, self.is_rms)
+        else:
+            stream = hidden if update is None else hidden + update
+            normalised = self._normalise(stream)
+        return (stream, normalised) if with_stream else normalised
+
+    def _normalise(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class LayerNorm(_Norm):
     """Normalise each vector to mean 0 and variance 1, then scale and shift it; statistics of half types in float32.
 
     Equal to torch.nn.LayerNorm(hidden_size, eps, bias=bias).
@@ -24,18 +64,19 @@ class LayerNorm(nn.Module):
         bias: Whether to shift.
     """
 
+    is_rms = False
+
     def __init__(self, hidden_size: int, mesh: ParallelMesh, *, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
         self.eps = eps
         self.weight = _replicated(hidden_size, mesh, ONES)
         self.bias = _replicated(hidden_size, mesh, ZEROS) if bias else None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the normalised vectors in the dtype of the input."""
+    def _normalise(self, hidden: Tensor) -> Tensor:
         return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(_Norm):
     """Scale each vector to a root mean square of 1, then by a weight; statistics of half types in float32.
 
     Equal to torch.nn.RMSNorm(hidden_size, eps).
@@ -48,13 +89,14 @@ class RMSNorm(nn.Module):
         eps: Added to the mean square.
     """
 
+    is_rms, bias = True, None
+
     def __init__(self, hidden_size: int, mesh: ParallelMesh, *, eps: float = 1e-5) -> None:
         super().__init__()
         self.eps = eps
         self.weight = _replicated(hidden_size, mesh, ONES)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the normalised vectors in the dtype of the input."""
+    def _normalise(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
 

@@ -1,0 +1,22 @@
+"""Fused elementwise kernels of a Transformer block, in Triton, which the CUDA builds of torch bring.
+
+Only ``layers.kernel_choice`` imports this room, when tensors are of a half type on a GPU. No kernel uses atomics: the
+same inputs give the same bits.
+"""
+
+from lightning_megatron.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
+from lightning_megatron.kernels.gelu import apply_gelu
+from lightning_megatron.kernels.norm import MAX_WIDTH as MAX_NORM_WIDTH
+from lightning_megatron.kernels.norm import add_norm
+from lightning_megatron.kernels.rotary import rotate_qkv
+from lightning_megatron.kernels.swiglu import apply_swiglu
+
+__all__ = [
+    "MAX_NORM_WIDTH",
+    "add_norm",
+    "cross_entropy_gradient",
+    "cross_entropy_statistics",
+    "apply_gelu",
+    "rotate_qkv",
+    "apply_swiglu",
+]

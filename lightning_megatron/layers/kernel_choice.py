@@ -1,0 +1,61 @@
+"""The one place that decides whether layers run on the fused kernels or on the operators of torch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+_KERNELS = "lightning_megatron.kernels"
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """Say whether the fused kernels serve a kind of device, and why.
+
+    Args:
+        kernels: The module ``lightning_megatron.kernels``; None means torch's operators.
+        reason: Why, for the log.
+    """
+
+    kernels: ModuleType | None
+    reason: str
+
+
+def fused_kernels(tensor: Tensor) -> ModuleType | None:
+    """Return the fused kernels if they serve a tensor, else None: torch's operators then compute the same."""
+    return choose_kernels(tensor.device).kernels if is_served(tensor) else None
+
+
+def is_served(tensor: Tensor) -> bool:
+    """Tell whether the kernels are made for a tensor: of a half type, on a GPU.
+
+    Under autocast the operators of torch choose the dtype of each step, so nothing is fused.
+    """
+    return tensor.is_cuda and tensor.dtype in _HALF_TYPES and not torch.is_autocast_enabled("cuda")
+
+
+@cache
+def choose_kernels(device: torch.device) -> KernelChoice:
+    """Choose for half types on a GPU, and log the choice once."""
+    choice = _choose(torch.cuda.get_device_capability(device))
+    _log.info("%s: %s", "fused kernels" if choice.kernels else "operators of torch", choice.reason)
+    return choice
+
+
+def _choose(capability: tuple[int, int]) -> KernelChoice:
+    if torch.version.hip is not None:
+        return KernelChoice(None, "the fused kernels were not tried on ROCm")
+    if capability < (8, 0):
+        return KernelChoice(None, f"compute capability {capability[0]}.{capability[1]} is below 8.0")
+    try:
+        return KernelChoice(import_module(_KERNELS), "half type on a GPU, and Triton is there")
+    except ImportError as error:
+        return KernelChoice(None, f"Triton cannot be imported ({error})")
