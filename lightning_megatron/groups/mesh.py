@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from lightning_megatron.errors import ParallelPlanError, RankMismatchError
 from lightning_megatron.groups.axis import MeshAxis
@@ -17,6 +18,8 @@ from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.layout import ParallelLayout
 
+#: How long a collective may wait for a rank, by the device of its tensors, where nobody says otherwise.
+DEFAULT_TIMEOUTS = {"cpu": default_pg_timeout, "cuda": default_pg_nccl_timeout or default_pg_timeout}
 #: How long the ranks wait for each other in a save: one may have much more to write, to a slow disk.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
 #: Axes whose small messages must not queue behind large ones on a GPU.

@@ -24,10 +24,12 @@ from lightning_megatron.groups.collectives import (
     barrier,
     broadcast_object,
 )
-from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.mesh import DEFAULT_TIMEOUTS, ParallelMesh
+from lightning_megatron.groups.notices import Notices
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.dataloaders import seed_dataloader
 from lightning_megatron.strategy.failure import FailureWatch
+from lightning_megatron.strategy.hang_watch import HangWatch
 from lightning_megatron.strategy.launcher import MegatronLauncher
 from lightning_megatron.strategy.private import (
     default_backend,
@@ -69,6 +71,7 @@ class MeshStrategy(ParallelStrategy):
         self._layout: ParallelLayout | None = None
         self._mesh: ParallelMesh | None = None
         self._watch = FailureWatch(0)
+        self._hang_watch: HangWatch | None = None
         super().__init__()
 
     # ---- ranks
@@ -196,7 +199,9 @@ class MeshStrategy(ParallelStrategy):
         layout, seed = self.layout, torch.initial_seed()
         if layout.world_size > 1:
             backend = self._backend or default_backend(self.root_device)
-            options: dict[str, Any] = {} if self._timeout is None else {"timeout": self._timeout}
+            # Processes start further apart than they arrive at collectives, whose groups get the timeout below.
+            patience = DEFAULT_TIMEOUTS[self.root_device.type]
+            options: dict[str, Any] = {"timeout": max(self._timeout or patience, patience)}
             if self.root_device.type == "cuda":
                 options["device_id"] = self.root_device
             assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
@@ -216,12 +221,45 @@ class MeshStrategy(ParallelStrategy):
             torch.manual_seed(agreed)
             mesh.random.seed = agreed % 2**63
         if layout.world_size > 1:
-            self._watch.join_job(job)
+            self._watch_over(mesh, job)
         self._mesh = mesh
         return mesh
 
+    def _watch_over(self, mesh: ParallelMesh, job: str) -> None:
+        """Begin to look for ranks that fail or do not arrive."""
+        notices = Notices(job) if self.num_nodes > 1 else None
+        folder = self._watch.join_job(job, notices)
+        if folder is None:
+            return
+        cpu, device = (
+            (self._timeout or DEFAULT_TIMEOUTS[kind]).total_seconds() for kind in ("cpu", self.root_device.type)
+        )
+        self._hang_watch = HangWatch(
+            mesh.rank,
+            mesh.world.size,
+            mesh.journal,
+            cpu,
+            None if self.root_device.type == "cpu" else device,
+            folder,
+            notices,
+            self._place,
+            self._watch.report_hang,
+        )
+        self._hang_watch.start()
+
+    def _place(self) -> str:
+        """Say what the Trainer does; asked by another thread than the one that does it."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if trainer is None:
+            return "no run"
+        stage = trainer.state.stage or trainer.state.fn
+        return f"{stage.value if stage else 'setup'}, global_step {trainer.global_step}"
+
     def leave_mesh(self) -> None:
         """Give back the groups of this run."""
+        if self._hang_watch is not None:
+            self._hang_watch.stop()
+            self._hang_watch = None
         # A failed rank must not wait for the others here; the end of the process closes everything.
         if self._mesh is not None and not self._watch.has_failed:
             self._mesh.destroy()

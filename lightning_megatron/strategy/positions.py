@@ -1,0 +1,200 @@
+"""Say where every rank of a job is, and which of them the others wait for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from lightning_megatron.groups.journal import Call, Journal
+
+_PACKAGE = str(Path(__file__).parents[1])
+_NOT_THE_USERS = (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+#: A main thread whose innermost Python line lies here waits for other ranks.
+_WAITING = (
+    str(Path("torch", "distributed", "distributed_c10d.py")),
+    str(Path("lightning_megatron", "groups")) + os.sep,
+)
+_NUM_LINES = 4
+
+
+@dataclass(frozen=True)
+class Position:
+    """Describe where one rank is.
+
+    Args:
+        rank: Its global rank.
+        host: Name of its machine.
+        pid: Its process.
+        birth: When the process began, as the system counts; tells it from a later one with the same ``pid``.
+        number: How often it has said where it is.
+        time: When it said so, by the clock of its machine (seconds).
+        place: What the Trainer does, such as ``train, global_step 12``.
+        waits: Whether its main thread is inside a collective.
+        call: The collective that it started or waited for last.
+        counts: Collectives that it has started, by axis.
+        lines: Where its main thread is: the innermost line, then those of the user's code.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    birth: str
+    number: int
+    time: float
+    place: str
+    waits: bool
+    call: Call | None
+    counts: dict[str, int] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+    @classmethod
+    def observe(cls, rank: int, number: int, place: str, journal: Journal) -> Position:
+        """Look where the main thread of this process is."""
+        frames = list(_main_frames())
+        pid = os.getpid()
+        return cls(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=pid,
+            birth=birth_of(pid),
+            number=number,
+            time=time.time(),
+            place=place,
+            waits=bool(frames) and any(part in frames[0].f_code.co_filename for part in _WAITING),
+            call=journal.last,
+            # A copy made in one step: the main thread goes on counting.
+            counts=dict(journal.counts),
+            lines=_interesting_lines(frames),
+        )
+
+    @property
+    def progress(self) -> tuple[object, ...]:
+        """Return what changes whenever the rank gets on."""
+        return self.place, self.waits, self.call, sum(self.counts.values())
+
+    def to_text(self) -> str:
+        """Write this position as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Position:
+        """Read what :meth:`to_text` wrote."""
+        values = json.loads(text)
+        call = values.pop("call")
+        kind, axis, number, ranks = call or ("", "", 0, ())
+        found = Call(kind, axis, number, tuple(ranks)) if call else None
+        return cls(**{**values, "lines": tuple(values["lines"])}, call=found)
+
+
+def _main_frames() -> Iterator[FrameType]:
+    """List the frames of the main thread, from the innermost one."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _interesting_lines(frames: Iterable[FrameType]) -> tuple[str, ...]:
+    frames = list(frames)
+    users = [frame for frame in frames if not frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<"))]
+    chosen = frames[:1] + [frame for frame in users if frame is not frames[0]][: _NUM_LINES - 1]
+    return tuple(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in chosen)
+
+
+def birth_of(pid: int) -> str:
+    """Return when a process of this machine began, in the system's own count; empty if it is gone or cannot be seen."""
+    try:
+        # After the name, which may hold anything, the twentieth field is the start time.
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def missing_ranks(positions: Mapping[int, Position], silent: Iterable[int], num_ranks: int) -> list[int]:
+    """Find the ranks that the others wait for.
+
+    A rank that gives no sign of life, or is not inside a collective, keeps those waiting whose collective it takes part
+    in. Ranks that wait themselves are at fault only if no other rank is: then they are inside collectives that do not
+    belong together.
+
+    Args:
+        positions: What is known of each rank.
+        silent: Ranks that have given no sign of life lately.
+        num_ranks: Ranks of the job.
+    """
+    silent = set(silent) | (set(range(num_ranks)) - positions.keys())
+    waiting = {rank for rank, position in positions.items() if position.waits and rank not in silent}
+    wanted: set[int] = set()
+    for rank in waiting:
+        wanted.update(_absent(positions[rank], positions, silent))
+    # A collective that was not started through a mesh, such as one of torch's own checkpoints, is in no count.
+    wanted = wanted or set(range(num_ranks)) - waiting
+    return sorted(wanted - waiting or wanted)
+
+
+def _absent(waiting: Position, positions: Mapping[int, Position], silent: set[int]) -> Iterator[int]:
+    """List the ranks that have not arrived where one rank waits."""
+    call = waiting.call
+    if call is None:
+        return
+    for rank in call.ranks:
+        if rank in silent or not _has_arrived(positions[rank], call):
+            yield rank
+
+
+def _has_arrived(position: Position, call: Call) -> bool:
+    # Ranks need not run equally many exchanges with their neighbours, so that these counts say nothing.
+    return position.waits if call.kind == "exchange" else position.counts.get(call.axis, 0) >= call.number
+
+
+def is_ahead(own: Position, positions: Mapping[int, Position]) -> bool:
+    """Tell whether a rank has started a collective that another rank of its group has not."""
+    call = own.call
+    if call is None or call.kind == "exchange":
+        return False
+    return any(not _has_arrived(positions[rank], call) for rank in call.ranks if rank in positions)
+
+
+def hang_report(positions: Mapping[int, Position], missing: Iterable[int], ages: Mapping[int, float]) -> str:
+    """Write what a person needs to know about a job that hangs.
+
+    Args:
+        positions: What is known of each rank.
+        missing: The ranks that the others wait for.
+        ages: Seconds since each silent rank was heard of last (seconds).
+    """
+    missing = set(missing)
+    lines = ["did not arrive:"]
+    for rank in sorted(missing):
+        if rank not in positions:
+            lines.append(f"  rank {rank} has never said where it is")
+            continue
+        position = positions[rank]
+        life = f", no sign of life for {ages[rank]:.0f} s" if rank in ages else ""
+        called = "no collective yet" if position.call is None else f"last collective: {_name(position)}"
+        lines.append(f"  rank {rank} ({position.host}, process {position.pid}): {position.place}{life}; {called}")
+        lines += [f"      {'at' if index == 0 else 'from'} {line}" for index, line in enumerate(position.lines)]
+    lines.append("wait for them:")
+    lines += [
+        f"  rank {rank}: {position.place}; in {_name(position)}"
+        for rank, position in sorted(positions.items())
+        if rank not in missing and position.waits
+    ]
+    return "\n".join(lines)
+
+
+def _name(position: Position) -> str:
+    call = position.call
+    if call is None:
+        return "a collective"
+    ranks = ", ".join(map(str, call.ranks[:16])) + (", ..." if len(call.ranks) > 16 else "")
+    return f"{call.kind} over {call.axis} (number {call.number} there, ranks {ranks})"

@@ -1,0 +1,114 @@
+"""A job with a rank that does not arrive ends before its timeout, and says which rank, where, and in which step."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.groups.journal import Call, Journal
+from lightning_megatron.strategy.positions import Position, hang_report, is_ahead, missing_ranks
+from tests.faults.run_hang import TIMEOUT
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("kind", ["sleep", "stop"])
+def test_a_rank_that_hangs_is_named_with_its_line_the_collective_and_the_step(kind: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.run_hang", kind, "1"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode != 0
+    report, _, waiting = done.stderr.partition("did not arrive:")[2].partition("wait for them:")
+    assert re.search(r"rank 1 \(.*\): train, global_step \d", report), done.stderr
+    assert "rank 0" not in report
+    assert "rank 2" not in report
+    assert re.search(
+        r"rank 0: train, global_step 2; in all_reduce over data \(number \d+ there, ranks 0, 1, 2", waiting
+    )
+    assert done.stderr.count("did not arrive:") == 1
+    if kind == "sleep":
+        assert "run_hang.py" in report
+        assert "in training_step" in report
+    else:
+        assert "no sign of life for" in report
+    waited = re.search(rf"has waited for (\d+) s of a timeout of {TIMEOUT:.0f} s", done.stderr)
+    assert waited is not None
+    assert int(waited[1]) <= TIMEOUT
+
+
+def test_a_live_position_survives_its_journey_as_text() -> None:
+    journal = Journal()
+    assert journal.last is None
+    first = journal.note("all_reduce", "dp", (0, 1))
+    journal.note("broadcast", "tp", (0, 2))
+    journal.again(first)
+    position = Position.observe(3, 7, "train, global_step 5", journal)
+    assert position.call == Call("all_reduce", "dp", 1, (0, 1))
+    assert position.counts == {"dp": 1, "tp": 1}
+    assert not position.waits
+    assert "positions.py" in position.lines[0]
+    assert any("test_hang.py" in line for line in position.lines)
+    assert Position.from_text(position.to_text()) == position
+
+
+def at(rank: int, call: Call | None, waits: bool = True, **counts: int) -> Position:
+    return Position(rank, "host", 100 + rank, "", 1, 0.0, "train, global_step 5", waits, call, counts, ("a.py:1 in f",))
+
+
+DP = Call("all_reduce", "dp", 4, (0, 2))
+TP = Call("all_gather", "tp", 9, (0, 1))
+
+
+def test_the_rank_outside_collectives_is_at_fault_not_those_that_wait_for_others_who_wait_for_it() -> None:
+    # 1 waits for 0 over tp, 0 waits for 2 over dp, 2 computes.
+    positions = {0: at(0, DP, dp=4, tp=8), 1: at(1, TP, dp=3, tp=9), 2: at(2, DP._replace(number=3), False, dp=3)}
+    assert missing_ranks(positions, {}, 3) == [2]
+
+
+def test_a_silent_rank_is_at_fault_even_if_it_was_last_seen_in_a_collective() -> None:
+    positions = {0: at(0, DP, dp=4), 2: at(2, DP._replace(number=3), dp=3)}
+    assert missing_ranks(positions, {2: 5.0}, 3) == [2]
+    assert "rank 2 (host, process 102): train, global_step 5, no sign of life for 5 s" in hang_report(
+        positions, [2], {2: 5.0}
+    )
+
+
+def test_a_rank_that_never_spoke_is_at_fault() -> None:
+    positions = {0: at(0, DP, dp=4)}
+    assert missing_ranks(positions, {}, 3) == [2]
+    assert "rank 2 has never said where it is" in hang_report(positions, [2], {})
+
+
+def test_ranks_in_collectives_that_do_not_belong_together_are_named_by_their_counts() -> None:
+    positions = {0: at(0, DP, dp=4, tp=8), 1: at(1, TP, tp=9), 2: at(2, Call("barrier", "world", 1, (0, 1, 2)), dp=3)}
+    assert missing_ranks(positions, {}, 3) == [0, 1, 2]
+
+
+def test_neighbours_in_a_pipeline_are_told_apart_by_who_waits_not_by_counts() -> None:
+    exchange = Call("exchange", "pp neighbours", 8, (1,))
+    computing = at(1, Call("exchange", "pp neighbours", 11, (0, 2)), False)
+    assert missing_ranks({0: at(0, exchange), 1: computing, 2: at(2, exchange)}, {}, 3) == [1]
+
+
+def test_collectives_that_no_mesh_started_name_the_ranks_outside_of_them() -> None:
+    positions = {0: at(0, DP, dp=4), 1: at(1, None, False), 2: at(2, DP, dp=4)}
+    assert missing_ranks(positions, {}, 3) == [1]
+
+
+def test_a_rank_is_ahead_when_a_rank_of_its_group_has_started_less() -> None:
+    own, other = at(0, DP, False, dp=4), at(2, DP._replace(number=3), False, dp=3)
+    assert is_ahead(own, {0: own, 2: other})
+    assert not is_ahead(other, {0: own, 2: other})
+    assert not is_ahead(replace(own, call=None), {0: own, 2: other})
