@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_megatron.strategy.cli import MegatronCLI as MegatronCLI
     from lightning_megatron.strategy.loss_curve import LossCurve as LossCurve
     from lightning_megatron.strategy.megatron_strategy import MegatronStrategy as MegatronStrategy
+    from lightning_megatron.strategy.memory_report import MemoryReport as MemoryReport
     from lightning_megatron.strategy.progress import TokensProgressBar as TokensProgressBar
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ _HOMES = {
     "LossCurve": "strategy.loss_curve",
     "MegatronCLI": "strategy.cli",
     "MegatronStrategy": "strategy.megatron_strategy",
+    "MemoryReport": "strategy.memory_report",
     "MissingExtraError": "errors",
     "ParallelLayout": "plan.layout",
     "ParallelMesh": "groups.mesh",

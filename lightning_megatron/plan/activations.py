@@ -130,14 +130,15 @@ def eager_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
         activation_bytes: size of an activation's element.
     """
     wide = max(4, activation_bytes)
+    narrow = activation_bytes if activation_bytes < wide else 0  # logits, or their gradient, beside the wide ones
     return KeptActivations(
         norm_bytes=8 if model.norm == "layernorm" else 4,
         rotated_copies=0 if model.num_positions else 1,
         ffn_copies=4 if model.gated else 2,
         ffn_backward=2 if model.gated else 1,
         loss_kept=wide,
-        loss_forward=wide + activation_bytes,
-        loss_backward=wide + (activation_bytes if activation_bytes != wide else 0),
+        loss_forward=wide + narrow,
+        loss_backward=wide + narrow,
     )
 
 

@@ -236,7 +236,8 @@ def _moments(
     again = costs.layer - costs.boundary if full else 0
     held, num_held, losses = 0, 0, 0
     for action in schedule.actions(stage):
-        loss = costs.loss_kept if (stage, action.chunk) == head else 0
+        at_head = (stage, action.chunk) == head
+        loss = costs.loss_kept if at_head else 0
         if action.kind == "F":
             held, num_held, losses = held + kept[action.chunk], num_held + 1, losses + loss
             yield _Moment("forward", num_held, held, losses, costs.layer_forward)
@@ -245,7 +246,9 @@ def _moments(
             continue
         if loss:
             yield _Moment("backward", num_held, held, losses + costs.loss_backward, costs.boundary)
-        yield _Moment("backward", num_held, held, losses - loss, again + costs.layer_backward)
+        # By the time that the last block runs backward, loss and head are done.
+        blocks = held - (costs.head if at_head else 0)
+        yield _Moment("backward", num_held, blocks, losses - loss, again + costs.layer_backward)
         if action.kind != "I":
             held, num_held, losses = held - kept[action.chunk], num_held - 1, losses - loss
 

@@ -1,17 +1,22 @@
-"""What the memory estimate says a GPT keeps for backward is what autograd really saves."""
+"""What the memory estimate says a GPT keeps for backward, and needs at its peak, is what it really does."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.activations import activation_costs, eager_activations
+from lightning_megatron.plan.budget import TrainingShape, estimate_memory
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.world import run_world
 
@@ -70,6 +75,52 @@ def test_a_forward_pass_saves_what_the_estimate_says(kind: str, dtype: torch.dty
     shape = CONFIGS[kind].memory_shape()
     count = sum(parameter.numel() for parameter in model.parameters())
     assert shape.stage_parameters(ParallelLayout(1), 0, 3) == count
+
+
+class LiveMemory(TorchDispatchMode):
+    """Follow the bytes of all tensors that operators make, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def leave_out(self, tensors: list[Tensor]) -> None:
+        self.sizes.update({tensor.untyped_storage()._cdata: 0 for tensor in tensors})
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor) and result.untyped_storage()._cdata not in self.sizes:
+                storage = result.untyped_storage()
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, storage._cdata)
+        return results
+
+    def _freed(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("vocab_size", [256, 8192])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_peak_of_a_step_is_what_the_estimate_says(kind: str, vocab_size: int, recompute: Any):
+    sizes = {"vocab_size": vocab_size, "hidden_size": 128, "ffn_hidden_size": 384}
+    config = GPTConfig(**{**vars(CONFIGS[kind]), **sizes})
+    model = built(config, torch.bfloat16)
+    model.recompute = recompute
+    memory, tokens = LiveMemory(), torch.randint(0, vocab_size, (4, 64))
+    for parameter in model.parameters():
+        slot = GradientSlot(torch.zeros_like(parameter), lambda: None)
+        set_slot(parameter, slot)
+        memory.leave_out([parameter, slot.gradient])
+    with memory:
+        model(tokens, labels=tokens).mean().backward()
+    training = TrainingShape(seq_length=64, microbatch_size=4, recompute=recompute)
+    (estimate,) = estimate_memory(config.memory_shape(), ParallelLayout(1), training)
+    assert estimate.peak - estimate.static == pytest.approx(memory.peak, rel=0.08)
 
 
 def cut_over_two_ranks(rank: int, size: int) -> list[tuple[int, int, int, int]]:
