@@ -97,8 +97,8 @@ class GradientReducer:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(_moving_into(slot)))
         # Within a group the order is that of the buffers; every rank launches in this order.
         self._buckets.sort(key=lambda bucket: bucket.group)
-        names = [name for name in self._slots if self._bucket_of[name].group == LATE]
-        self._partial = PartialSums({name: self._main.spec(name) for name in names}, self._main.mesh)
+        specs = {name: self._main.spec(name) for name in self._slots}
+        self._partial = PartialSums({name: spec for name, spec in specs.items() if spec.partial}, self._main.mesh)
 
     def begin_last_backward(self, chunk: int) -> None:
         """Note that the next backward pass of a chunk is the last one before the optimizer steps."""

@@ -266,10 +266,21 @@ class MainParameters:
         return buffer
 
     def _plan(self, names: list[str], unit: Unit) -> BufferPlan:
+        late = {name for name in names if self.spec(name).partial and self.mesh.tp.size > 1}
+        tied = {name for pair in self.ties or () for name in pair}
         if unit == "elements":
-            self.ties_alone.update(name for pair in self.ties or () for name in pair)
+            self.ties_alone |= tied
+        else:
+            # Cut otherwise on the two stages, whole gradients are added before anything else.
+            late |= tied
         pieces = [
-            Piece(name, self._parameters[name].numel(), self._group_of(name), name in self.ties_alone) for name in names
+            Piece(
+                name,
+                self._parameters[name].numel(),
+                LATE if name in late else self._group_of(name),
+                name in self.ties_alone,
+            )
+            for name in names
         ]
         pieces.sort(key=lambda piece: piece.group)
         num_parts = 1 if unit == "model" else self.mesh.data.size
@@ -279,8 +290,6 @@ class MainParameters:
 
     def _group_of(self, name: str) -> int:
         """Return the group of buckets that a parameter belongs to: those whose gradients are complete together."""
-        if self.spec(name).partial and self.mesh.tp.size > 1:
-            return LATE
         if self.mesh.pp.size == 1:
             return 0
         chunk = self._chunk_of(name)

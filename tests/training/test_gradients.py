@@ -57,7 +57,7 @@ def errors_of_layout(mesh: ParallelMesh, division: Division) -> dict[str, float]
     for step in range(2):
         run.zero_grad()
         run.backward(halves, is_last=False)
-        run.backward(halves, is_last=mesh.pp.size == 1)
+        run.backward(halves)
         run.finish()
         found[f"gradient {step}"] = distance(run, truth)
     twins = [nn.Parameter(torch.zeros_like(full)) for full in truth.values()]
@@ -98,11 +98,11 @@ def unused_gradients(rank: int, mesh: ParallelMesh) -> dict[str, Any]:
             gradients = {"everywhere": torch.full((200,), float(rank))}
             if rank == 0:
                 gradients["somewhere"] = torch.full((200,), 8.0)
-            run.backward(gradients, is_last=True)
+            run.backward(gradients)
             run.finish()
     grads = {name: one.main.grad for name, one in run.main.slices.items()}
     found = {name: None if grad is None else sorted(set(grad.tolist())) for name, grad in grads.items()}
-    run.backward({"nowhere": torch.full((200,), 4.0 * rank)}, is_last=True)
+    run.backward({"nowhere": torch.full((200,), 4.0 * rank)})
     run.finish()
     return {"grads": found, "records": records, "later": _value(run, "nowhere")}
 
@@ -154,7 +154,7 @@ def world(rank: int, size: int) -> dict[str, Any]:
             found["unused"] = unused_gradients(rank, mesh)
             found["late"] = late_gradient(mesh)
             half = Run({"weight": nn.Parameter(torch.zeros(512, dtype=torch.bfloat16))}, mesh)
-            half.backward({"weight": torch.full((512,), float(rank), dtype=torch.bfloat16)}, is_last=True)
+            half.backward({"weight": torch.full((512,), float(rank), dtype=torch.bfloat16)})
             half.finish()
             (gradient,) = half.main.gradients()
             found["bf16"] = (str(gradient.dtype), gradient.shape, sorted(set(gradient.tolist())))
@@ -235,14 +235,14 @@ def test_norm_is_float32_and_zero_without_gradients() -> None:
 def test_norm_of_half_precision_gradients_is_summed_in_float32() -> None:
     run = Run({"weight": nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))}, ParallelMesh.single())
     gradient = torch.full((4096,), 0.01, dtype=torch.bfloat16)
-    run.backward({"weight": gradient}, is_last=True)
+    run.backward({"weight": gradient})
     run.finish()
     assert grad_norm(run.main).item() == pytest.approx(gradient.double().norm().item(), rel=1e-5)
 
 
 def test_norm_and_clipping_can_be_limited_to_names() -> None:
     run = Run({name: nn.Parameter(torch.ones(1)) for name in "ab"}, ParallelMesh.single())
-    run.backward({name: torch.tensor([4.0]) for name in "ab"}, is_last=True)
+    run.backward({name: torch.tensor([4.0]) for name in "ab"})
     run.finish()
     assert clip_by_norm_(run.main, 1.0, names=["b"]).item() == 4.0
     assert run.main.main("a").grad.item() == 4.0
@@ -251,7 +251,7 @@ def test_norm_and_clipping_can_be_limited_to_names() -> None:
 
 def test_clip_by_value_equals_torch() -> None:
     run = Run({"weight": nn.Parameter(torch.ones(5))}, ParallelMesh.single())
-    run.backward({"weight": torch.tensor([-3.0, -0.5, 0.0, 0.5, 3.0])}, is_last=True)
+    run.backward({"weight": torch.tensor([-3.0, -0.5, 0.0, 0.5, 3.0])})
     run.finish()
     clip_by_value_(run.main, 0.75)
     assert run.main.main("weight").grad.tolist() == [-0.75, -0.5, 0.0, 0.5, 0.75]
@@ -261,7 +261,7 @@ def test_gradients_start_from_zero_after_a_step_even_without_zero_grad() -> None
     run = Run({"weight": nn.Parameter(torch.ones(1))}, ParallelMesh.single())
     with recorded() as records:
         for _ in range(3):
-            run.backward({"weight": torch.tensor([4.0])}, is_last=True)
+            run.backward({"weight": torch.tensor([4.0])})
             run.finish()
     assert run.main.main("weight").grad.item() == 4.0
     (record,) = records
