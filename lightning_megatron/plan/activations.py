@@ -171,6 +171,7 @@ class ActivationCosts:
         layer_forward: what a block's forward needs beside what it keeps.
         layer_backward: what a block's backward needs beside what it keeps.
         head: what the final norm and the head keep.
+        head_backward: what the head's backward needs beside that.
         loss_kept: what the loss keeps.
         loss_forward: what the loss needs beside that in forward.
         loss_backward: what it needs beside that in backward.
@@ -182,6 +183,7 @@ class ActivationCosts:
     layer_forward: int
     layer_backward: int
     head: int
+    head_backward: int
     loss_kept: int
     loss_forward: int
     loss_backward: int
@@ -221,6 +223,9 @@ def activation_costs(
     norms = table.hidden_copies * boundary + 2 * statistics
     layer = norms + element * features + row_sums + table.ffn_copies * ffn + masks
     gathered = whole if sequence_parallel else 0
+    # Backward of the network: its second projection (gradients gathered), its activation, its first projection (inputs
+    # gathered, gradients not yet scattered; more than one tensor of F features has been given up by then).
+    network = max(ffn + gathered, table.ffn_backward * ffn, 2 * gathered - ffn)
     # When attention runs backward, the block's network is done: what it kept pays for the gradients of Q, K and V
     # (half, joined, and float32 sums for Q).
     attention = element * (3 * query + 4 * key) + 4 * num_tokens * query - table.ffn_copies * ffn - norms // 2
@@ -231,8 +236,9 @@ def activation_costs(
         kept={"none": layer, "selective": layer - row_sums, "full": boundary}[recompute],
         # Blocks that are recomputed keep nothing inside, but their features exist while they run.
         layer_forward=gathered + whole + (table.ffn_copies * ffn if recompute == "full" else 0),
-        layer_backward=max(table.ffn_backward * ffn, attention) + 2 * boundary + gathered,
+        layer_backward=max(network, attention + 2 * gathered) + 2 * boundary,
         head=(2 if model.final_norm else 1) * boundary + statistics,
+        head_backward=whole + gathered,
         loss_kept=table.loss_kept * logits,
         loss_forward=table.loss_forward * logits,
         loss_backward=table.loss_backward * logits,

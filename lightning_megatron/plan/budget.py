@@ -245,7 +245,7 @@ def _moments(
                 yield _Moment("forward", num_held, held, losses + costs.loss_forward, 0)
             continue
         if loss:
-            yield _Moment("backward", num_held, held, losses + costs.loss_backward, costs.boundary)
+            yield _Moment("backward", num_held, held, losses + costs.loss_backward, costs.head_backward)
         # By the time that the last block runs backward, loss and head are done.
         blocks = held - (costs.head if at_head else 0)
         yield _Moment("backward", num_held, blocks, losses - loss, again + costs.layer_backward)
