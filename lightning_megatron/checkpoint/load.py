@@ -1,31 +1,32 @@
-"""Loading: each rank reads the pieces that it holds now, whatever layout wrote them."""
+"""Loading: each rank reads the pieces that it holds now, whatever layout wrote them, and runs nothing that it reads."""
 
 from __future__ import annotations
 
 import io
-import logging
 import os
 import pickle
-import warnings
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_megatron.checkpoint.directory import METADATA, Header, find_checkpoint
+from lightning_megatron.checkpoint.directory import Checkpoint, find_checkpoint
+from lightning_megatron.checkpoint.entries import Entry
+from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.matching import Match, match
 from lightning_megatron.checkpoint.planners import ShardLoadPlanner, TensorToRead
 from lightning_megatron.checkpoint.save import RANK_STATE
+from lightning_megatron.checkpoint.storage import FileRecord
+from lightning_megatron.checkpoint.tensor_files import damaged, read_tensors
+from lightning_megatron.checkpoint.tensor_index import read_index
+from lightning_megatron.checkpoint.values import from_bytes
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import ShardSpec, whole_spec
-
-logger = logging.getLogger(__name__)
+from lightning_megatron.groups.shard_spec import Placement, whole_spec
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,32 @@ class RankState:
     same_layout: bool
 
 
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """Read what is known of a checkpoint without unpickling anything: layout, step, epoch, files.
+
+    Raises:
+        CheckpointMismatchError: If there is no complete checkpoint.
+        CorruptDataError: If its header is damaged.
+    """
+    return find_checkpoint(path).header
+
+
 def load_metadata(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
     """Read the values of the whole job.
 
     Args:
         path: The checkpoint.
-        weights_only: True refuses anything but tensors and plain values; False unpickles whatever is there; None tries
-            the first and falls back to the second, and says so in the log.
+        weights_only: False unpickles whatever is there, which runs code that the file names; otherwise only tensors,
+            plain values and types that ``torch.serialization.add_safe_globals`` was told of are read.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint.
+        UnsupportedError: If there are other objects, naming their types.
+        CorruptDataError: If the file is damaged.
     """
-    file = find_checkpoint(path) / METADATA
-    return _unpickle(io.BytesIO(file.read_bytes()), weights_only, str(file))
+    checkpoint = find_checkpoint(path)
+    values: dict[str, Any] = from_bytes(_content(checkpoint, METADATA), checkpoint.file(METADATA), weights_only)
+    return values
 
 
 def saved_tensors(path: str | os.PathLike[str]) -> dict[str, SavedTensor]:
@@ -81,10 +95,11 @@ def saved_tensors(path: str | os.PathLike[str]) -> dict[str, SavedTensor]:
 
 def load_tensors(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, tuple[Tensor, ShardSpec]],
+    tensors: Mapping[str, Entry],
     mesh: ParallelMesh,
     strict: bool = True,
     prefix: str = "",
+    expected: Mapping[str, Placement] | None = None,
 ) -> Match:
     """Fill tensors in place, on whatever device and in whatever dtype they are.
 
@@ -95,42 +110,60 @@ def load_tensors(
         tensors: This rank's tensors by the names that they were saved under.
         mesh: The groups of this rank.
         strict: Refuse tensors that the checkpoint lacks and entries that no rank asks for; shapes must agree in any
-        case. prefix: Only entries that start with it can be unexpected.
+            case.
+        prefix: Only entries that start with it can be unexpected.
+        expected: All tensors of this rank's stage, where this rank holds only some of them; None means ``tensors``.
 
     Returns:
         what was found, missing and unexpected.
 
     Raises:
         CheckpointMismatchError: On all ranks, naming tensors and shapes.
+        CorruptDataError: If a file that is read is damaged, naming it.
 
     Communication: one gather of names over tp x pp; reading needs none.
     """
-    folder = find_checkpoint(path)
-    saved = {name: entry.shape for name, entry in _tensors_of(_read_index(folder)).items()}
-    found = match(saved, tensors, mesh, strict, prefix)
-    wanted = {name: TensorToRead(source, *tensors[name]) for name, source in found.sources.items()}
-    _read(ShardLoadPlanner(wanted), folder)
+    checkpoint = find_checkpoint(path)
+    index = _read_index(checkpoint)
+    shapes = {name: entry.shape for name, entry in _tensors_of(index).items()}
+    found = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
+    wanted = {
+        name: TensorToRead(found.sources[name], entry.tensor, entry.placement)
+        for name, entry in tensors.items()
+        if name in found.sources
+    }
+    read_tensors(checkpoint, index, ShardLoadPlanner(wanted))
     return found
 
 
 def copy_full_tensors(
     full: Mapping[str, Tensor],
-    tensors: Mapping[str, tuple[Tensor, ShardSpec]],
+    tensors: Mapping[str, Entry],
     mesh: ParallelMesh,
     strict: bool = True,
     prefix: str = "",
+    expected: Mapping[str, Placement] | None = None,
 ) -> Match:
     """Fill tensors in place from full ones that are in memory, such as those of a one-process checkpoint file.
+
+    Args:
+        full: The full tensors, by the names that they would be saved under.
+        tensors: As for :func:`load_tensors`.
+        mesh: As for :func:`load_tensors`.
+        strict: As for :func:`load_tensors`.
+        prefix: As for :func:`load_tensors`.
+        expected: As for :func:`load_tensors`.
 
     Raises:
         CheckpointMismatchError: On all ranks, naming tensors and shapes.
 
     Communication: one gather of names over tp x pp.
     """
-    found = match({name: tuple(tensor.shape) for name, tensor in full.items()}, tensors, mesh, strict, prefix)
-    for name, source in found.sources.items():
-        tensor, spec = tensors[name]
-        spec.copy_from_full(tensor.detach(), full[source])
+    shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
+    found = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
+    for name, entry in tensors.items():
+        if name in found.sources:
+            entry.placement.copy_from_full(entry.tensor.detach(), full[found.sources[name]])
     return found
 
 
@@ -143,9 +176,11 @@ def read_full(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
 
     Raises:
         CheckpointMismatchError: If the checkpoint lacks one.
+        CorruptDataError: If a file that is read is damaged, naming it.
     """
-    folder = find_checkpoint(path)
-    saved = _tensors_of(_read_index(folder))
+    checkpoint = find_checkpoint(path)
+    index = _read_index(checkpoint)
+    saved = _tensors_of(index)
     chosen = list(saved) if names is None else list(names)
     absent = [name for name in chosen if name not in saved]
     if absent:
@@ -154,10 +189,8 @@ def read_full(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
             f"It has {', '.join(list(saved)[:10])}{', ...' if len(saved) > 10 else ''}."
         )
     full = {name: torch.empty(saved[name].shape, dtype=saved[name].dtype) for name in chosen}
-    _read(
-        ShardLoadPlanner({name: TensorToRead(name, tensor, whole_spec(tensor)) for name, tensor in full.items()}),
-        folder,
-    )
+    wanted = {name: TensorToRead(name, tensor, whole_spec(tensor)) for name, tensor in full.items()}
+    read_tensors(checkpoint, index, ShardLoadPlanner(wanted))
     return full
 
 
@@ -172,20 +205,62 @@ def load_rank_state(path: str | os.PathLike[str], mesh: ParallelMesh, weights_on
         mesh: The groups of this rank.
         weights_only: As for :func:`load_metadata`.
     """
-    folder = find_checkpoint(path)
-    saved, now = Header.read(folder).layout, mesh.layout
+    checkpoint = find_checkpoint(path)
+    saved, now = checkpoint.header.layout, mesh.layout
     place = {axis: index if index < getattr(saved, axis) else 0 for axis, index in now.coordinates(mesh.rank).items()}
     ranks = range(saved.rank_offset, saved.rank_offset + saved.world_size)
     rank = next(rank for rank in ranks if saved.coordinates(rank) == place) - saved.rank_offset
-    entry = f"{RANK_STATE}{rank}"
-    planner = ShardLoadPlanner({}, [entry])
-    _read(planner, folder)
-    values = _unpickle(planner.bytes_of[entry], weights_only, f"{entry} of {folder}")
+    values = load_rank_states(path, [rank], weights_only)[rank]
     return RankState(values, rank, (saved.dp, saved.cp) == (now.dp, now.cp), saved == now)
 
 
-def _read_index(folder: Path) -> Metadata:
-    return dcp.FileSystemReader(folder).read_metadata()
+def load_rank_states(
+    path: str | os.PathLike[str], ranks: Iterable[int] | None = None, weights_only: bool | None = None
+) -> dict[int, dict[str, Any]]:
+    """Read the per-rank values of some ranks of the job that saved, or of all.
+
+    Args:
+        path: The checkpoint.
+        ranks: Global ranks of that job, counted from its first; None means all.
+        weights_only: As for :func:`load_metadata`.
+    """
+    checkpoint = find_checkpoint(path)
+    chosen = range(checkpoint.header.layout.world_size) if ranks is None else ranks
+    entries = {rank: f"{RANK_STATE}{rank}" for rank in chosen}
+    planner = ShardLoadPlanner({}, entries.values())
+    read_tensors(checkpoint, _read_index(checkpoint), planner)
+    return {
+        rank: from_bytes(planner.bytes_of[entry].getvalue(), f"{entry} of {checkpoint.path}", weights_only)
+        for rank, entry in entries.items()
+    }
+
+
+def _all_expected(tensors: Mapping[str, Entry], expected: Mapping[str, Placement] | None) -> Mapping[str, Placement]:
+    return {name: entry.placement for name, entry in tensors.items()} if expected is None else expected
+
+
+def _read_index(checkpoint: Checkpoint) -> Metadata:
+    content = io.BytesIO(_content(checkpoint, TENSOR_INDEX))
+    try:
+        return read_index(content)
+    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
+        raise damaged(checkpoint, TENSOR_INDEX, str(error)) from error
+
+
+def _content(checkpoint: Checkpoint, name: str) -> bytes:
+    """Read a small file whole, if it is as it was written."""
+    wanted = checkpoint.header.files.get(name)
+    if wanted is None:
+        raise damaged(checkpoint, name, "the header does not list it")
+    try:
+        with checkpoint.folder.open(name) as file:
+            content = file.read()
+    except FileNotFoundError as error:
+        raise damaged(checkpoint, name, "it is missing") from error
+    found = FileRecord(len(content), f"{zlib.crc32(content):08x}")
+    if found != wanted:
+        raise damaged(checkpoint, name, f"it has {found.size} bytes, checksum {found.checksum}; written were {wanted}")
+    return content
 
 
 def _tensors_of(index: Metadata) -> dict[str, SavedTensor]:
@@ -194,28 +269,3 @@ def _tensors_of(index: Metadata) -> dict[str, SavedTensor]:
         for name, entry in index.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-
-
-def _read(planner: ShardLoadPlanner, folder: Path) -> None:
-    with warnings.catch_warnings():
-        # Every rank reads for itself, without communication, on purpose.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load({}, storage_reader=dcp.FileSystemReader(folder), planner=planner, no_dist=True)
-
-
-def _unpickle(file: io.BytesIO, weights_only: bool | None, what: str) -> Any:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=weights_only is not False)
-    except pickle.UnpicklingError as error:
-        if weights_only:
-            raise
-        logger.warning(
-            "%s holds more than tensors and plain values, and is unpickled in full: %s", what, _first_line(error)
-        )
-    file.seek(0)
-    return torch.load(file, map_location="cpu", weights_only=False)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
-    return lines[0] if lines else str(error).splitlines()[0]

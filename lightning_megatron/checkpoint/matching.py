@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import ShardSpec
+from lightning_megatron.groups.shard_spec import Placement
 from lightning_megatron.training.shared_gradients import original_name
 
 _SHOWN = 10
@@ -21,7 +19,7 @@ class Match:
     """Pair tensors with entries.
 
     Args:
-        sources: For every tensor of this rank that the checkpoint has, the entry's name.
+        sources: For every tensor of this rank's stage that the checkpoint has, the entry's name.
         missing: Tensors of any rank that the checkpoint does not have.
         unexpected: Entries that no rank asks for.
     """
@@ -33,7 +31,7 @@ class Match:
 
 def match(
     saved: Mapping[str, Sequence[int]],
-    tensors: Mapping[str, tuple[Tensor, ShardSpec]],
+    expected: Mapping[str, Placement],
     mesh: ParallelMesh,
     strict: bool,
     prefix: str,
@@ -42,7 +40,7 @@ def match(
 
     Args:
         saved: Full shape of every entry of the checkpoint.
-        tensors: This rank's tensors.
+        expected: The tensors of this rank's stage, also those that other data ranks hold.
         mesh: The groups of this rank.
         strict: Refuse tensors that the checkpoint lacks and entries that no rank asks for.
         prefix: Only entries that start with it can be unexpected.
@@ -53,7 +51,7 @@ def match(
     Communication: one gather of names over tp x pp.
     """
     sources, missing, shapes = {}, [], []
-    for name, (_, spec) in tensors.items():
+    for name, spec in expected.items():
         if 0 in spec.full_shape:
             continue  # nothing is saved of a tensor without elements
         source = name if name in saved else None

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import SavedTensor, load_tensors, saved_tensors
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import ShardSpec, whole_spec
+from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, whole_spec
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.shared_gradients import original_name
 
@@ -22,12 +24,11 @@ _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"}
 _NOT_SAVED = frozenset({"params", "param_names"}) | _IMPLEMENTATION
 
 
-def optimizer_tensors(
-    index: int, optimizer: torch.optim.Optimizer, main: MainParameters
-) -> dict[str, tuple[Tensor, ShardSpec]]:
-    """List an optimizer's state tensors for saving, under ``optimizer.{index}.state.{parameter}.{key}``.
+def optimizer_tensors(index: int, optimizer: torch.optim.Optimizer, main: MainParameters) -> dict[str, Entry]:
+    """List what this rank holds of an optimizer's state, under ``optimizer.{index}.state.{parameter}.{key}``.
 
-    Tensors shaped like their parameter are cut like it; scalars are whole on every rank.
+    Tensors shaped like what the optimizer trains of their parameter lie in the full tensor as that does; scalars are
+    whole.
 
     Args:
         index: Number of the optimizer.
@@ -39,10 +40,11 @@ def optimizer_tensors(
     """
     entries = {}
     for name, parameter in _parameters_of(optimizer, main):
+        held = _held(main, name)
         for key, value in _state_of(optimizer, parameter).items():
-            if isinstance(value, Tensor):
-                spec = _state_spec(name, key, tuple(value.shape), tuple(parameter.shape), main.spec(name))
-                entries[f"{_prefix(index)}{name}.{key}"] = (value, spec)
+            if held is not None and isinstance(value, Tensor):
+                placement = _placement(name, key, tuple(value.shape), tuple(parameter.shape), held[0])
+                entries[f"{_prefix(index)}{name}.{key}"] = Entry(value, placement, held[1])
     return entries
 
 
@@ -61,7 +63,7 @@ def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, m
     Raises:
         CheckpointMismatchError: If the stages' optimizers have different numbers of groups.
 
-    Communication: one gather over pp.
+    Communication: one gather over the data axis and one over pp.
     """
     groups, values = [], {}
     for group, names in zip(optimizer.param_groups, main.names_of(optimizer), strict=True):
@@ -73,6 +75,8 @@ def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, m
             plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
             if plain and main.spec(name).tied_to is None:
                 values[name] = plain
+    # Each data rank's optimizer keeps the values of the parameters that it holds a part of.
+    values = {name: plain for part in all_gather_objects(values, mesh.data_cpu) for name, plain in part.items()}
     stages = all_gather_objects((groups, values), mesh.pp_cpu)
     _check_same_groups([len(stage_groups) for stage_groups, _ in stages])
     merged = [
@@ -105,20 +109,27 @@ def load_optimizer(
 
     Raises:
         CheckpointMismatchError: On all ranks, if groups, their parameters or the shapes of the state differ.
+        UnsupportedError: On all ranks, if the state of a parameter cannot be cut as the optimizer is.
 
-    Communication: gathers of names over tp x pp.
+    Communication: gathers of names over tp x pp and over the world.
     """
     names_of_groups = main.names_of(optimizer)
     original = _originals(names_of_groups, metadata["groups"], main)
     _check_groups(names_of_groups, metadata["groups"], original, mesh)
-    entries = _create_state(path, index, optimizer, main, original)
-    load_tensors(path, entries, mesh, prefix=_prefix(index))
+    saved = _saved_state(path, index)
+    expected = {
+        f"{_prefix(index)}{name}.{key}": _whole(one.shape, main.spec(name), key)
+        for name in original
+        for key, one in saved.get(original[name], {}).items()
+    }
+    entries = _create_state(index, optimizer, main, {name: saved.get(original[name], {}) for name in original}, mesh)
+    load_tensors(path, entries, mesh, prefix=_prefix(index), expected=expected)
     for name, parameter in _parameters_of(optimizer, main):
         plain = metadata["values"].get(original[name], {})
-        if plain:
+        if plain and _held(main, name) is not None:
             optimizer.state[parameter].update(plain)
-    for group, saved in zip(optimizer.param_groups, metadata["groups"], strict=True):
-        group.update(saved["hyperparameters"])
+    for group, saved_group in zip(optimizer.param_groups, metadata["groups"], strict=True):
+        group.update(saved_group["hyperparameters"])
 
 
 def _prefix(index: int) -> str:
@@ -135,22 +146,51 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapp
     return optimizer.state.get(parameter, {})
 
 
-def _state_spec(
-    name: str, key: str, shape: tuple[int, ...], local_shape: tuple[int, ...], spec: ShardSpec
-) -> ShardSpec:
-    """Describe how a state tensor lies in its full tensor, which is tied as the parameter is."""
-    tied_to = None if spec.tied_to is None else f"{spec.tied_to}.{key}"
-    if shape == local_shape:
-        return ShardSpec(spec.full_shape, spec.ranges, spec.dim, spec.partial, tied_to)
-    is_scalar = shape in ((), (1,))
-    if not is_scalar and local_shape != spec.full_shape:
+def _held(main: MainParameters, name: str) -> tuple[Placement, bool] | None:
+    """Return where this rank's part of a parameter lies and whether it is the only one; None if others hold it all."""
+    one = main.slices.get(name)
+    if one is not None:
+        return one.placement, one.is_exclusive
+    return None if name in main.trained else (main.spec(name), False)
+
+
+def _placement(
+    name: str, key: str, shape: tuple[int, ...], part_shape: tuple[int, ...], placement: Placement
+) -> Placement:
+    """Say where a state tensor lies in its full tensor, which is tied as the parameter is.
+
+    Args:
+        name: The parameter, for errors.
+        key: Name of the state.
+        shape: Shape of the state tensor.
+        part_shape: Shape of what the optimizer trains of the parameter.
+        placement: Where that lies.
+
+    Raises:
+        UnsupportedError: If it is neither shaped like the parameter nor a scalar, and the parameter is cut.
+    """
+    spec = placement.spec if isinstance(placement, FlatSlice) else placement
+    if shape == part_shape:
+        tied = replace(spec, tied_to=_tied_state(spec, key))
+        return tied if spec is placement else replace(placement, spec=tied)  # type: ignore[arg-type]
+    if shape not in ((), (1,)) and (isinstance(placement, FlatSlice) or part_shape != spec.full_shape):
         raise UnsupportedError(
             f"optimizer state must be shaped like its parameter or be a scalar to be saved: {key!r} of {name!r} has "
-            f"shape {shape}, the parameter {local_shape}, cut out of {spec.full_shape}. How such state is cut is "
-            "not known. Use an element-wise optimizer such as AdamW, or tp of 1."
+            f"shape {shape}, this rank's part of the parameter {part_shape}, cut out of {spec.full_shape}. How such "
+            "state is cut is not known. Use an element-wise optimizer such as AdamW, or tp of 1 with "
+            "optimizer_slices='parameters'."
         )
-    whole = whole_spec(torch.empty(shape, device="meta"))
-    return whole if tied_to is None else whole.tied(tied_to)
+    # Of the data ranks that hold slices of one parameter, that of the first element saves what they have in common.
+    is_copy = isinstance(placement, FlatSlice) and placement.start > 0
+    return _whole(shape, spec, key, copy=1 if is_copy else 0)
+
+
+def _whole(shape: tuple[int, ...], spec: ShardSpec, key: str, copy: int = 0) -> ShardSpec:
+    return replace(whole_spec(torch.empty(shape, device="meta"), copy), tied_to=_tied_state(spec, key))
+
+
+def _tied_state(spec: ShardSpec, key: str) -> str | None:
+    return None if spec.tied_to is None else f"{spec.tied_to}.{key}"
 
 
 def _originals(
@@ -203,33 +243,51 @@ def _check_groups(
         )
 
 
-def _create_state(
-    path: str | os.PathLike[str],
-    index: int,
-    optimizer: torch.optim.Optimizer,
-    main: MainParameters,
-    original: Mapping[str, str],
-) -> dict[str, tuple[Tensor, ShardSpec]]:
-    """Give every parameter the state tensors that were saved for it, and list them for loading."""
-    keys: dict[str, dict[str, SavedTensor]] = {}
+def _saved_state(path: str | os.PathLike[str], index: int) -> dict[str, dict[str, SavedTensor]]:
+    """List the state that was saved of each parameter."""
+    found: dict[str, dict[str, SavedTensor]] = {}
     for entry, saved in saved_tensors(path).items():
         if entry.startswith(_prefix(index)):
             name, key = entry.removeprefix(_prefix(index)).rsplit(".", 1)
-            keys.setdefault(name, {})[key] = saved
+            found.setdefault(name, {})[key] = saved
+    return found
+
+
+def _create_state(
+    index: int,
+    optimizer: torch.optim.Optimizer,
+    main: MainParameters,
+    saved: Mapping[str, Mapping[str, SavedTensor]],
+    mesh: ParallelMesh,
+) -> dict[str, Entry]:
+    """Give every parameter, or part of one, the state tensors that were saved for it, and list them for loading."""
     capturable = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
-    entries = {}
+    entries, complaints = {}, []
     for name, parameter in _parameters_of(optimizer, main):
-        spec, state = main.spec(name), dict(_state_of(optimizer, parameter))
-        for key, saved in keys.get(original[name], {}).items():
-            shape = tuple(parameter.shape) if saved.shape == spec.full_shape else saved.shape
+        held = _held(main, name)
+        if held is None:
+            continue
+        state, part_shape = dict(_state_of(optimizer, parameter)), tuple(parameter.shape)
+        for key, one in saved[name].items():
+            # The step of a parameter without dimensions has the parameter's shape, and is none of its elements.
+            is_like = one.shape == held[0].full_shape and not (key == "step" and one.shape == ())
+            shape = part_shape if is_like else one.shape
+            try:
+                placement = _placement(name, key, shape, part_shape, held[0])
+            except UnsupportedError as error:
+                complaints.append(str(error))
+                continue
             if not isinstance(state.get(key), Tensor) or tuple(state[key].shape) != shape:
                 # torch keeps the step of most optimizers on the CPU, so that reading it does not wait for the device.
                 on_cpu = key == "step" and not capturable[id(parameter)]
-                state[key] = torch.zeros(shape, dtype=saved.dtype, device="cpu" if on_cpu else parameter.device)
-            state_spec = _state_spec(name, key, shape, tuple(parameter.shape), spec)
-            entries[f"{_prefix(index)}{name}.{key}"] = (state[key], state_spec)
+                state[key] = torch.zeros(shape, dtype=one.dtype, device="cpu" if on_cpu else parameter.device)
+            entries[f"{_prefix(index)}{name}.{key}"] = Entry(state[key], placement, held[1])
         if state:
             optimizer.state[parameter] = state
+    # Data ranks hold different parameters: one that cannot go on must not leave the others waiting.
+    everywhere = [complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part]
+    if everywhere:
+        raise UnsupportedError(everywhere[0])
     return entries
 
 

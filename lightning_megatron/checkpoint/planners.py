@@ -1,9 +1,9 @@
-"""Planners of torch.distributed.checkpoint that write and read the boxes of a ShardSpec."""
+"""Planners of torch.distributed.checkpoint that write and read the boxes of a placement."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_megatron.groups.shard_spec import Box, ShardSpec
+from lightning_megatron.groups.shard_spec import Box, Placement
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,27 @@ class BoxToWrite:
         full_shape: Shape of the full tensor (elements).
         box: Where the piece lies in it.
         view: The piece.
+        changes_in_forward: Whether a forward pass may change it.
     """
 
     name: str
     full_shape: tuple[int, ...]
     box: Box
     view: Tensor
+    changes_in_forward: bool = False
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Write boxes of full tensors, and objects that are pickled when they are written.
+    """Write boxes of full tensors, and objects as bytes.
 
     Boxes that several ranks list are written by the lowest.
 
     Args:
         boxes: The pieces that this rank writes.
-        objects: By entry, functions that return the bytes of an object.
+        objects: The bytes of objects, by entry.
     """
 
-    def __init__(self, boxes: Iterable[BoxToWrite], objects: Mapping[str, Callable[[], io.BytesIO]]) -> None:
+    def __init__(self, boxes: Iterable[BoxToWrite], objects: Mapping[str, bytes]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True)
         self._boxes = {(box.name, torch.Size(box.box.offsets)): box for box in boxes}
         self._objects = dict(objects)
@@ -66,7 +68,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         """Return the data of one item."""
         index = write_item.index
         if write_item.type == WriteItemType.BYTE_IO:
-            return self._objects[index.fqn]()
+            return io.BytesIO(self._objects[index.fqn])
         assert index.offset is not None, f"the piece of {index.fqn} has no offset"
         return self._boxes[index.fqn, index.offset].view.detach()
 
@@ -78,12 +80,12 @@ class TensorToRead:
     Args:
         source: Entry of the checkpoint.
         tensor: The local tensor, written in place.
-        spec: How it lies in the full tensor.
+        placement: How it lies in the full tensor.
     """
 
     source: str
     tensor: Tensor
-    spec: ShardSpec
+    placement: Placement
 
 
 class ShardLoadPlanner(LoadPlanner):
@@ -100,7 +102,7 @@ class ShardLoadPlanner(LoadPlanner):
         self._views = {
             (name, torch.Size(box.offsets)): view
             for name, wanted in self._tensors.items()
-            for box, view in wanted.spec.local_views(wanted.tensor.detach())
+            for box, view in wanted.placement.local_views(wanted.tensor.detach())
         }
         self._metadata: Metadata | None = None
         self.bytes_of: dict[str, io.BytesIO] = {}
@@ -118,7 +120,8 @@ class ShardLoadPlanner(LoadPlanner):
         for name, wanted in self._tensors.items():
             saved = self._metadata.state_dict_metadata[wanted.source]
             assert isinstance(saved, TensorStorageMetadata), f"{wanted.source} is no tensor"
-            chunks = [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in wanted.spec.boxes()]
+            boxes = wanted.placement.boxes()
+            chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
             items += [
                 # The reader finds the data by the source's name, this planner the destination by the local one.
                 replace(item, dest_index=replace(item.dest_index, fqn=name))

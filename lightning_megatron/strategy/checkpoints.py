@@ -19,6 +19,7 @@ from lightning_megatron.checkpoint import (
     load_model,
     load_optimizer,
     load_rank_state,
+    model_placements,
     model_tensors,
     optimizer_metadata,
     optimizer_tensors,
@@ -26,7 +27,7 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import ShardSpec
+from lightning_megatron.groups.shard_spec import Placement, ShardSpec
 from lightning_megatron.training.main_parameters import MainParameters
 
 _PREFIX = "state_dict."
@@ -36,7 +37,7 @@ _OPTIMIZERS = "megatron_optimizers"
 def local_state_dict(module: LightningModule, main: MainParameters) -> dict[str, Tensor]:
     """Return this rank's shards by name, in full precision where there are main parameters."""
     kept = module.state_dict().keys()
-    names = {name.removeprefix(_PREFIX): tensor for name, (tensor, _) in model_tensors(module, main).items()}
+    names = {name.removeprefix(_PREFIX): entry.tensor for name, entry in model_tensors(module, main).items()}
     return {name: tensor for name, tensor in names.items() if name in kept}
 
 
@@ -123,23 +124,22 @@ def load_full_state_dict(
     checkpoint: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh, strict: bool
 ) -> None:
     """Fill this rank's shards from the full tensors of a one-process or ``ddp`` checkpoint."""
-    wanted = model_tensors(module, main)
+    wanted, specs = model_tensors(module, main), model_placements(module, main)
     own = {f"{_PREFIX}{name}" for name in module.state_dict()}
     full = {
         f"{_PREFIX}{name}": tensor
         for name, tensor in checkpoint["state_dict"].items()
         # A shared parameter has an entry here for every name, and one main.
-        if isinstance(tensor, Tensor) and not (f"{_PREFIX}{name}" in own and f"{_PREFIX}{name}" not in wanted)
+        if isinstance(tensor, Tensor) and not (f"{_PREFIX}{name}" in own and f"{_PREFIX}{name}" not in specs)
     }
-    specs = {name: spec for name, (_, spec) in wanted.items()}
     full = {name: _without_padding(tensor, specs.get(name)) for name, tensor in full.items()}
-    copy_full_tensors(full, wanted, mesh, strict, prefix=_PREFIX)
-    main.copy_to_model()
+    copy_full_tensors(full, wanted, mesh, strict, _PREFIX, specs)
+    main.publish()
 
 
-def _without_padding(full: Tensor, spec: ShardSpec | None) -> Tensor:
+def _without_padding(full: Tensor, spec: Placement | None) -> Tensor:
     """Cut the rows of a padded vocabulary off."""
-    if spec is None or not spec.full_shape or full.dim() != len(spec.full_shape):
+    if not isinstance(spec, ShardSpec) or not spec.full_shape or full.dim() != len(spec.full_shape):
         return full
     size = spec.full_shape[spec.dim]
     return full.narrow(spec.dim, 0, size) if full.shape[spec.dim] > size else full

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint import (
+    Entry,
     load_metadata,
     load_model,
     load_optimizer,
@@ -22,27 +23,48 @@ from lightning_megatron.checkpoint import (
     read_full,
     save_checkpoint,
 )
-from lightning_megatron.checkpoint.save import assign_writers, boxes_to_write
+from lightning_megatron.checkpoint.entries import assign_writers, boxes_to_write
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import barrier
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.training import GradientSync, MainParameters
+from lightning_megatron.training import Division, MainParameters
+from tests.training.runs import Run
 from tests.training.synthetic import HEAD, WORD, full_gradients, full_parameters, parameters, pieces, set_gradients
 from tests.world import run_world
 
-LAYOUTS: dict[str, dict[str, int]] = {"tp2 pp2": {"tp": 2, "pp": 2}, "tp4": {"tp": 4}, "pp4": {"pp": 4}, "dp4": {}}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp2 pp2": {"tp": 2, "pp": 2},
+    "tp4": {"tp": 4},
+    "pp4": {"pp": 4},
+    "dp4": {},
+    "dp4 whole parameters": {},
+    "dp4 zero0": {},
+    "dp2 tp2": {"tp": 2},
+    "dp2 pp2 zero0": {"pp": 2},
+}
+# Buckets are small, so that slices end anywhere inside parameters.
+WAYS = {
+    "whole parameters": Division(slices="parameters"),
+    "zero0": Division(zero=0, bucket_size=40),
+    "elements": Division(slices="elements", bucket_size=40),
+}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),
     "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
 }
-# Every pair of layouts with AdamW, and every optimizer out of one layout into all.
-CASES = [(source, layout, "AdamW") for source in LAYOUTS for layout in LAYOUTS]
-CASES += [("tp2 pp2", layout, optimizer) for layout in LAYOUTS for optimizer in OPTIMIZERS if optimizer != "AdamW"]
+# With AdamW every layout into two others and itself, so that each is read from three; every other optimizer out of
+# slices into whole parameters, and back.
+NAMES = list(LAYOUTS)
+CASES = [(one, NAMES[(i + step) % len(NAMES)], "AdamW") for i, one in enumerate(NAMES) for step in (0, 1, 3)]
+OTHERS = [optimizer for optimizer in OPTIMIZERS if optimizer != "AdamW"]
+CASES += [(*pair, optimizer) for pair in (("dp4", "tp2 pp2"), ("tp4", "dp4")) for optimizer in OTHERS]
+STATES = [("tp2 pp2", "tp2 pp2"), ("tp4", "tp2 pp2"), ("dp4", "tp4")]
 SAVED = list(dict.fromkeys((source, optimizer) for source, _, optimizer in CASES))
 GPTS = {
     "gpt2 tied": GPTConfig.gpt2(
@@ -62,27 +84,28 @@ GPTS = {
 STEPS = 2
 
 
-class Run:
+class Trained:
     """A model, its optimizer and its mesh, without anything that this rank does not hold."""
 
-    def __init__(self, mesh: ParallelMesh, optimizer: str) -> None:
-        self.mesh = mesh
-        self.named = parameters(mesh)
-        self.main = MainParameters(self.named)
-        self.optimizer = OPTIMIZERS[optimizer](groups_of(self.named))
-        self.main.attach(self.optimizer)
+    def __init__(self, mesh: ParallelMesh, optimizer: str, layout: str = "") -> None:
+        self.mesh, self.named = mesh, parameters(mesh)
+        division = division_of(layout)
+        self.run = Run(self.named, mesh, division, lambda _: OPTIMIZERS[optimizer](groups_of(self.named)))
+        self.main, self.optimizer = self.run.main, self.run.optimizer
 
     def train(self) -> None:
-        sync = GradientSync(self.main, self.mesh)
         for _ in range(STEPS):
-            set_gradients(self.named, self.mesh)
-            sync.finish()
-            self.optimizer.step()
+            other = parameters(self.mesh)
+            set_gradients(other, self.mesh)
+            self.run.zero_grad()
+            gradients = {name: p.grad for name, p in other.items() if p.grad is not None}
+            self.run.backward(gradients, is_last=self.mesh.pp.size == 1)
+            self.run.finish()
+            self.run.step()
         self.optimizer.param_groups[1]["lr"] = 0.125
 
-    def tensors(self) -> dict[str, Any]:
-        model = {name: (self.main.main(name), self.main.spec(name)) for name in self.main.names}
-        return {**model, **optimizer_tensors(0, self.optimizer, self.main)}
+    def tensors(self) -> dict[str, Entry]:
+        return {**model_tensors(nn.Module(), self.main), **optimizer_tensors(0, self.optimizer, self.main)}
 
     def save(self, path: Path) -> None:
         metadata = {"optimizer": optimizer_metadata(self.optimizer, self.main, self.mesh)}
@@ -90,9 +113,8 @@ class Run:
         save_checkpoint(path, self.tensors(), metadata, {"place": place}, self.mesh)
 
     def load(self, path: Path) -> None:
-        model = {name: (self.main.main(name), self.main.spec(name)) for name in self.main.names}
-        load_tensors(path, model, self.mesh, prefix="model.")
-        metadata = load_metadata(path, weights_only=True)["optimizer"]
+        load_model(path, nn.Module(), self.main, self.mesh)
+        metadata = load_metadata(path)["optimizer"]
         load_optimizer(path, 0, self.optimizer, self.main, self.mesh, metadata)
 
 
@@ -104,16 +126,24 @@ def groups_of(named: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
     ]
 
 
-def difference(full: Mapping[str, Tensor], run: Run) -> list[str]:
-    """List the local tensors that are not bitwise the shard of the full one, padding and tied copies included."""
+def difference(full: Mapping[str, Tensor], trained: Trained) -> list[str]:
+    """List the local tensors that are not bitwise their part of the full one, padding and tied copies included."""
     wrong = []
-    for name, (tensor, spec) in run.tensors().items():
-        source = name.replace(HEAD, WORD)
-        local = tensor.narrow(spec.dim, 0, spec.local_extent) if spec.full_shape else tensor
-        if not torch.equal(local, spec.shard(full[source])):
-            wrong.append(name)
-        padding = tensor[spec.local_extent :] if name in (WORD, HEAD) else torch.empty(0)
-        if not (padding == 1000).all():
+    for name, entry in trained.tensors().items():
+        source = full[name.replace(HEAD, WORD)]
+        for box, view in entry.placement.local_views(entry.tensor):
+            part = source
+            for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                part = part.narrow(dim, start, size)
+            if not torch.equal(view, part):
+                wrong.append(name)
+    for name, parameter in trained.named.items():
+        # The model's own parameters, which every data rank has whole.
+        spec = shard_spec_of(parameter)
+        local = parameter.narrow(spec.dim, 0, spec.local_extent) if spec.full_shape else parameter
+        if not torch.equal(local, spec.shard(full[f"state_dict.{name.replace(HEAD, WORD)}"])):
+            wrong.append(f"the model's {name}")
+        if name in (WORD, HEAD) and not (parameter[spec.local_extent :] == 1000).all():
             wrong.append(f"padding of {name}")
     return wrong
 
@@ -122,27 +152,30 @@ def mesh_of(layout: str, size: int) -> ParallelMesh:
     return ParallelMesh.create(ParallelLayout(size, **LAYOUTS[layout]))
 
 
+def division_of(layout: str) -> Division:
+    return next((division for way, division in WAYS.items() if way in layout), WAYS["elements"])
+
+
 def reshard(rank: int, size: int, folder: Path) -> dict[str, Any]:
     """Save under every layout, load under every other, save again, and compare the files' contents."""
     found: dict[str, Any] = {}
     meshes = {layout: mesh_of(layout, size) for layout in LAYOUTS}
     for layout, optimizer in SAVED:
-        run = Run(meshes[layout], optimizer)
+        run = Trained(meshes[layout], optimizer, layout)
         run.train()
         run.save(folder / layout / optimizer)
         found[f"names {layout}"] = {box.name for box in boxes_to_write(run.tensors(), meshes[layout])}
     fulls = {saved: read_full(folder / saved[0] / saved[1]) for saved in SAVED}
     for source, layout, optimizer in CASES:
-        run = Run(meshes[layout], optimizer)
+        run = Trained(meshes[layout], optimizer, layout)
         run.load(folder / source / optimizer)
         found[f"{source} -> {layout}, {optimizer}"] = difference(fulls[source, optimizer], run)
         found[f"lr {source} -> {layout}, {optimizer}"] = [group["lr"] for group in run.optimizer.param_groups]
-        if optimizer == "AdamW":
-            path = folder / source / optimizer
-            found[f"state {source} -> {layout}"] = load_rank_state(path, meshes[layout], weights_only=True)
+    for source, layout in STATES:
+        found[f"state {source} -> {layout}"] = load_rank_state(folder / source / "AdamW", meshes[layout])
     for layout, mesh in meshes.items():
         again = folder / "again" / layout
-        run = Run(mesh, "AdamW")
+        run = Trained(mesh, "AdamW", layout)
         run.load(folder / "tp2 pp2" / "AdamW")
         run.save(again)
         first, second = fulls["tp2 pp2", "AdamW"], read_full(again)
@@ -151,7 +184,7 @@ def reshard(rank: int, size: int, folder: Path) -> dict[str, Any]:
         )
         mesh.destroy()
     # A process on its own, although process groups exist.
-    single = Run(ParallelMesh.single(), "AdamW")
+    single = Trained(ParallelMesh.single(), "AdamW")
     single.load(folder / "tp2 pp2" / "AdamW")
     found["single"] = difference(fulls["tp2 pp2", "AdamW"], single)
     return found
@@ -163,14 +196,14 @@ def gpt_world(rank: int, size: int, folder: Path) -> dict[str, Any]:
         for layout in LAYOUTS:
             mesh = mesh_of(layout, size)
             model = GPT(config, mesh, seed=3)
-            main = MainParameters(dict(model.named_parameters()))
+            main = MainParameters(dict(model.named_parameters()), mesh)
             if layout == "tp2 pp2":
                 save_checkpoint(folder / name, model_tensors(model, main), {}, {}, mesh)
             before = {key: value.detach().clone() for key, value in model.named_parameters()}
             with torch.no_grad():
-                for key, (tensor, spec) in model_tensors(model, main).items():
-                    if spec.full_shape:
-                        tensor.narrow(spec.dim, 0, spec.local_extent).fill_(7)
+                for key, entry in model_tensors(model, main).items():
+                    for _, view in entry.placement.local_views(entry.tensor):
+                        view.fill_(7)
                     assert key.startswith("state_dict."), key
             load_model(folder / name, model, main, mesh)
             wrong = [key for key, value in model.named_parameters() if not torch.equal(value, before[key])]
@@ -181,7 +214,7 @@ def gpt_world(rank: int, size: int, folder: Path) -> dict[str, Any]:
 
 def errors_world(rank: int, size: int, folder: Path) -> dict[str, str]:
     mesh = mesh_of("tp2 pp2", size)
-    run = Run(mesh, "SGD")
+    run = Trained(mesh, "SGD")
     run.train()
     run.save(folder / "good")
     found: dict[str, str] = {}
@@ -193,15 +226,15 @@ def errors_world(rank: int, size: int, folder: Path) -> dict[str, str]:
             found[what] = f"{type(error).__name__}: {error}"
         barrier(mesh.world_cpu)
 
-    tensors = {name: (run.main.main(name), run.main.spec(name)) for name in run.main.names}
+    tensors = model_tensors(nn.Module(), run.main)
     fewer = {name: entry for name, entry in tensors.items() if "scale" not in name}
-    attempt("unexpected", lambda: load_tensors(folder / "good", fewer, mesh, prefix="model."))
+    attempt("unexpected", lambda: load_tensors(folder / "good", fewer, mesh, prefix="state_dict."))
     renamed = {name.replace("qkv", "query"): entry for name, entry in tensors.items()}
-    attempt("missing", lambda: load_tensors(folder / "good", renamed, mesh, prefix="model."))
+    attempt("missing", lambda: load_tensors(folder / "good", renamed, mesh, prefix="state_dict."))
     word = pieces(ParallelMesh.single())[WORD].spec
-    longer = {"model.final_norm.weight": (torch.ones(word.full_shape), word)}
+    longer = {"state_dict.model.final_norm.weight": Entry(torch.ones(word.full_shape), word)}
     attempt("shape", lambda: load_tensors(folder / "good", longer if mesh.pp.is_last else {}, mesh, strict=False))
-    loose = load_tensors(folder / "good", renamed, mesh, strict=False, prefix="model.")
+    loose = load_tensors(folder / "good", renamed, mesh, strict=False, prefix="state_dict.")
     found["loose"] = f"{len(loose.missing)} missing, {len(loose.unexpected)} unexpected"
 
     metadata = load_metadata(folder / "good")["optimizer"]
@@ -259,32 +292,34 @@ def test_one_process_continues_what_any_layout_saved(
     results: list[dict[str, Any]], folder: Path, layout: str, optimizer: str
 ) -> None:
     path = folder / "reshard" / layout / optimizer
-    run = Run(ParallelMesh.single(), optimizer)
+    run = Trained(ParallelMesh.single(), optimizer)
     run.load(path)
     assert difference(read_full(path), run) == []
     # The truth: one process that took the same steps.
     twins = {name: nn.Parameter(full) for name, full in full_parameters().items()}
     twin_optimizer = OPTIMIZERS[optimizer](groups_of(twins))
     for _ in range(STEPS):
-        for name, gradient in full_gradients(4 if layout == "dp4" else 1).items():
+        for name, gradient in full_gradients(ParallelLayout(4, **LAYOUTS[layout]).dp).items():
             twins[name].grad = gradient
         twin_optimizer.step()
     for name, twin in twins.items():
         rows = slice(len(twin)) if twin.ndim else ...  # without the padded vocabulary
         torch.testing.assert_close(run.named[name].data[rows], twin.data, rtol=0, atol=1e-12)
         for key, want in twin_optimizer.state[twin].items():
-            found = run.optimizer.state[run.named[name]][key]
+            found = run.optimizer.state[run.main.main(name)][key]
             torch.testing.assert_close(found[rows] if found.ndim else found, want, rtol=0, atol=1e-12)
     run.optimizer.step()
 
 
 def test_entries_are_the_full_tensors_without_padding_or_copies(results: list[dict[str, Any]], folder: Path) -> None:
-    names = set(read_full(folder / "reshard" / "tp2 pp2" / "SGD"))
-    assert names == set(full_parameters()) | {f"optimizer.0.state.{name}.momentum_buffer" for name in full_parameters()}
+    names = set(read_full(folder / "reshard" / "dp4" / "SGD"))
+    assert names == {f"state_dict.{name}" for name in full_parameters()} | {
+        f"optimizer.0.state.{name}.momentum_buffer" for name in full_parameters()
+    }
     for layout in LAYOUTS:
         written = set().union(*(result["reshard"][f"names {layout}"] for result in results))
         assert not any(HEAD in name for name in written)
-        assert set(full_parameters()) < written
+        assert {f"state_dict.{name}" for name in full_parameters()} < written
 
 
 def test_a_single_process_inside_a_job_loads_too(results: list[dict[str, Any]]) -> None:
@@ -321,7 +356,8 @@ def test_gpt_saved_under_tp2_pp2_loads_under_every_layout(
 @pytest.mark.parametrize("name", GPTS)
 def test_gpt_of_one_process_loads_what_tp2_pp2_saved(results: list[dict[str, Any]], folder: Path, name: str) -> None:
     want, model = GPT(GPTS[name], seed=3), GPT(GPTS[name], seed=4)
-    load_model(folder / "gpt" / name, model, MainParameters(dict(model.named_parameters())), ParallelMesh.single())
+    mesh = ParallelMesh.single()
+    load_model(folder / "gpt" / name, model, MainParameters(dict(model.named_parameters()), mesh), mesh)
     vocab = GPTS[name].vocab_size
     for (key, found), expected in zip(model.named_parameters(), want.parameters(), strict=True):
         rows = slice(vocab) if "word" in key or "head" in key else slice(None)
@@ -331,12 +367,21 @@ def test_gpt_of_one_process_loads_what_tp2_pp2_saved(results: list[dict[str, Any
 @pytest.mark.parametrize(
     ("what", "parts"),
     [
-        ("unexpected", ["unexpected in the checkpoint: model.layers.0.scale, model.layers.1.scale", "strict=False"]),
-        ("missing", ["missing in the checkpoint: model.layers.0.query.weight", "unexpected in the checkpoint"]),
-        ("shape", ["model.final_norm.weight is (4,) in the checkpoint and (10, 4) in the model"]),
+        (
+            "unexpected",
+            [
+                "unexpected in the checkpoint: state_dict.model.layers.0.scale, state_dict.model.layers.1.scale",
+                "strict=False",
+            ],
+        ),
+        (
+            "missing",
+            ["missing in the checkpoint: state_dict.model.layers.0.query.weight", "unexpected in the checkpoint"],
+        ),
+        ("shape", ["state_dict.model.final_norm.weight is (4,) in the checkpoint and (10, 4) in the model"]),
         ("groups", ["2 groups were saved, the optimizer has 1", "is in group 0, saved in 1"]),
-        ("save", ["failed on 1 rank(s): rank 1:"]),
-        ("metadata", ["writing the metadata", "failed on rank 0"]),
+        ("save", ["failed on 1 of 4 rank(s): rank 1:", "errors/good", "lambda"]),
+        ("metadata", ["saving", "errors/bad", "failed on 1 of 4 rank(s): rank 0:"]),
     ],
 )
 def test_every_rank_raises_and_says_what_is_wrong(results: list[dict[str, Any]], what: str, parts: list[str]) -> None:

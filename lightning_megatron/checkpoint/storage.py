@@ -1,0 +1,283 @@
+"""Folders on mounted file systems and behind fsspec URLs, and files whose checksum is taken while they are written."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import fsspec
+
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Describe the content of a file.
+
+    The checksum is CRC-32: it finds what goes wrong by itself in files (every burst of up to 32 wrong bits, other
+    damage but for one case in 2^32), at 4.3 GB/s where SHA-256 with processor support does 1.8 and BLAKE2b 0.9, and
+    without holding the interpreter. It is no protection against somebody who wants to deceive, which loading does
+    not rely on.
+
+    Args:
+        size: Of the file (bytes).
+        checksum: Eight hexadecimal digits.
+    """
+
+    size: int
+    checksum: str
+
+
+class HashingStream(io.RawIOBase):
+    """Pass what is written on to a file, counting it, summing it up and remembering the error that ended it.
+
+    The serialiser of torch replaces errors of its stream by its own, which do not say why.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self._file, self._size, self._sum = file, 0, 0
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        """Tell that this is for writing."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``."""
+        view = memoryview(data).cast("B")
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.error = error
+            raise
+        self._sum = zlib.crc32(view, self._sum)
+        self._size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        """Return how much was written (bytes)."""
+        return self._size
+
+    @property
+    def record(self) -> FileRecord:
+        """Describe what was written so far."""
+        return FileRecord(self._size, f"{self._sum:08x}")
+
+
+class Folder(Protocol):
+    """Name the operations that checkpoints need of a folder, wherever it is."""
+
+    @property
+    def name(self) -> str:
+        """Return the path or URL."""
+
+    def child(self, name: str) -> Folder:
+        """Return a folder inside this one."""
+
+    def make(self) -> None:
+        """Create the folder and its parents where they do not exist."""
+
+    def names(self) -> list[str]:
+        """List what is inside, in order; nothing if the folder does not exist."""
+
+    def exists(self, name: str) -> bool:
+        """Tell whether there is a file or folder of that name inside."""
+
+    def size(self, name: str) -> int:
+        """Return the size of a file inside (bytes)."""
+
+    def open(self, name: str) -> IO[bytes]:
+        """Open a file inside for reading."""
+
+    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """Open a file inside for writing; when the block ends it is on the disk."""
+
+    def move(self, old: str, new: str) -> None:
+        """Give a file inside another name, replacing what has that name."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file or folder inside, if it is there."""
+
+
+@dataclass(frozen=True)
+class LocalFolder:
+    """A folder on a mounted file system."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Return the path."""
+        return str(self.path)
+
+    def child(self, name: str) -> Folder:
+        """Return a folder inside this one."""
+        return LocalFolder(self.path / name)
+
+    def make(self) -> None:
+        """Create the folder and its parents where they do not exist."""
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def names(self) -> list[str]:
+        """List what is inside, in order; nothing if the folder does not exist."""
+        return sorted(os.listdir(self.path)) if self.path.is_dir() else []
+
+    def exists(self, name: str) -> bool:
+        """Tell whether there is a file or folder of that name inside."""
+        return (self.path / name).exists()
+
+    def size(self, name: str) -> int:
+        """Return the size of a file inside (bytes)."""
+        return (self.path / name).stat().st_size
+
+    def open(self, name: str) -> IO[bytes]:
+        """Open a file inside for reading."""
+        return open(self.path / name, "rb")
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        """Open a file inside for writing; when the block ends it is on the disk."""
+        with open(self.path / name, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if hasattr(os, "posix_fadvise"):
+                # Whoever reads the file again to verify it reads the disk, not what is left in memory.
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def move(self, old: str, new: str) -> None:
+        """Give a file inside another name, replacing what has that name."""
+        os.replace(self.path / old, self.path / new)
+
+    def remove(self, name: str) -> None:
+        """Remove a file or folder inside, if it is there."""
+        remove_path(self.path / name)
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """A folder behind an fsspec URL, such as ``s3://bucket/run``."""
+
+    url: str
+
+    @property
+    def name(self) -> str:
+        """Return the URL."""
+        return self.url
+
+    @property
+    def _fs(self) -> Any:
+        return fsspec.core.url_to_fs(self.url)[0]
+
+    def _path(self, name: str = "") -> str:
+        root: str = fsspec.core.url_to_fs(self.url)[1]
+        return f"{root.rstrip('/')}/{name}" if name else root
+
+    def child(self, name: str) -> Folder:
+        """Return a folder inside this one."""
+        return RemoteFolder(f"{self.url.rstrip('/')}/{name}")
+
+    def make(self) -> None:
+        """Create the folder and its parents where the file system has folders."""
+        self._fs.makedirs(self._path(), exist_ok=True)
+
+    def names(self) -> list[str]:
+        """List what is inside, in order; nothing if the folder does not exist."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._path(), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(name for path in found if (name := path.rstrip("/").rsplit("/", 1)[-1]))
+
+    def exists(self, name: str) -> bool:
+        """Tell whether there is a file or folder of that name inside."""
+        self._fs.invalidate_cache()
+        return bool(self._fs.exists(self._path(name)))
+
+    def size(self, name: str) -> int:
+        """Return the size of a file inside (bytes)."""
+        return int(self._fs.size(self._path(name)))
+
+    def open(self, name: str) -> IO[bytes]:
+        """Open a file inside for reading."""
+        file: IO[bytes] = self._fs.open(self._path(name), "rb")
+        return file
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        """Open a file inside for writing; when the block ends it is stored."""
+        with self._fs.open(self._path(name), "wb") as file:
+            yield file
+
+    def move(self, old: str, new: str) -> None:
+        """Give a file inside another name, replacing what has that name."""
+        self._fs.mv(self._path(old), self._path(new))
+
+    def remove(self, name: str) -> None:
+        """Remove a file or folder inside, if it is there."""
+        if self.exists(name):
+            self._fs.rm(self._path(name), recursive=True)
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path is one for fsspec."""
+    return "://" in os.fspath(path)
+
+
+def folder_at(path: str | os.PathLike[str]) -> Folder:
+    """Return the folder of a path or URL, whether it exists or not."""
+    return RemoteFolder(os.fspath(path).rstrip("/")) if is_url(path) else LocalFolder(Path(path))
+
+
+@contextmanager
+def writing(folder: Folder, name: str) -> Iterator[HashingStream]:
+    """Write a file of a folder; its record is complete when the block ends.
+
+    Raises:
+        OSError: With the file's path, if the file cannot be written.
+    """
+    stream: HashingStream | None = None
+    try:
+        with folder.create(name) as file:
+            stream = HashingStream(file)
+            yield stream
+    except BaseException as caught:
+        error = stream.error if stream is not None and stream.error is not None else caught
+        if not isinstance(error, OSError) or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, error.filename or f"{folder.name}/{name}") from caught
+
+
+def read_record(folder: Folder, name: str) -> FileRecord:
+    """Describe what is in a file now, by reading all of it."""
+    total, size, block = 0, 0, memoryview(bytearray(_BLOCK))
+    with folder.open(name) as file:
+        while count := file.readinto(block):  # type: ignore[attr-defined]
+            total, size = zlib.crc32(block[:count], total), size + count
+    return FileRecord(size, f"{total:08x}")
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, a link or a directory, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names inside a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

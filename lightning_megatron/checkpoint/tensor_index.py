@@ -1,0 +1,62 @@
+"""The list of tensors that torch.distributed.checkpoint keeps as a pickle, read without running what is in it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint.filesystem as dcp_filesystem
+import torch.distributed.checkpoint.metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lightning_megatron.checkpoint.storage import HashingStream
+
+_METADATA_CLASSES = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+    *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Build nothing but the records of an index, sizes and dtypes.
+
+    A pickle runs code by calling what it names; here it can name classes that only hold values.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of the list, or refuse."""
+        if module == dcp_metadata.__name__ and name in _METADATA_CLASSES:
+            return getattr(dcp_metadata, name)
+        if (module, name) == (dcp_filesystem.__name__, "_StorageInfo"):
+            return dcp_filesystem._StorageInfo
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout_named
+        if module == "torch" and "." not in name and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a list of tensors")
+
+
+def read_index(file: IO[bytes]) -> Metadata:
+    """Read the list of tensors.
+
+    Raises:
+        pickle.UnpicklingError: If it names anything but the records of such a list, or is none.
+    """
+    found = _IndexUnpickler(file).load()
+    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+        raise pickle.UnpicklingError("it is no list of tensors")
+    return found
+
+
+def write_index(index: Metadata, file: HashingStream) -> None:
+    """Write the list of tensors as torch.distributed.checkpoint does."""
+    pickle.dump(index, file)
+
+
+def _layout_named(name: str) -> torch.layout:
+    if name != "torch.strided":
+        raise pickle.UnpicklingError(f"it has a tensor of layout {name}, which is never saved")
+    return torch.strided

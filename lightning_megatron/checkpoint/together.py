@@ -1,0 +1,77 @@
+"""Steps that several ranks take together: all succeed, or all learn of every rank's failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+from lightning_megatron.errors import CheckpointSaveError
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_objects
+
+T = TypeVar("T")
+_SHOWN = 4
+
+
+class Caught:
+    """Keep the error that ends a block, for others to be told of.
+
+    Args:
+        kind: Errors of other kinds pass.
+    """
+
+    def __init__(self, kind: type[BaseException] = Exception) -> None:
+        self._kind = kind
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Caught:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        if error is not None and not isinstance(error, self._kind):
+            return False
+        self.error = error
+        return True
+
+
+def together(action: Callable[[], T], axis: MeshAxis, what: str) -> list[T]:
+    """Run ``action`` on every rank and list the results; if any rank fails, in whatever way, all ranks raise.
+
+    Args:
+        action: What this rank does, without communication.
+        axis: The ranks.
+        what: What is done, for the error: "saving ...".
+
+    Raises:
+        CheckpointSaveError: On every rank, with the reasons of those that failed.
+        BaseException: What interrupted this process (KeyboardInterrupt and the like), once the others know.
+
+    Communication: one gather of results.
+    """
+    result: T | None = None
+    with Caught(BaseException) as caught:
+        result = action()
+    outcomes = all_gather_objects((result, None if caught.error is None else describe(caught.error)), axis)
+    if caught.error is not None and not isinstance(caught.error, Exception):
+        raise caught.error
+    reasons = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}
+    if reasons:
+        raise failure(what, reasons, axis.size) from caught.error
+    return [one for one, _ in outcomes]
+
+
+def failure(what: str, reasons: dict[int, str], num_ranks: int) -> CheckpointSaveError:
+    """Say which ranks failed and why."""
+    shown = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items())[:_SHOWN])
+    more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    return CheckpointSaveError(
+        f"every rank must write its part of a checkpoint: {what} failed on {len(reasons)} of {num_ranks} rank(s): "
+        f"{shown}{more}. Without it the checkpoint could not be loaded, so what was written of it was removed; earlier "
+        "checkpoints are as they were. Make room there, or save to another folder."
+    )
+
+
+def describe(error: BaseException) -> str:
+    """Return the kind and the text of an error."""
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,97 @@
+"""Values beside the tensors: pickled when they are saved, and read back without running what is in them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
+
+_SHOWN = 5
+
+
+def to_bytes(value: Any) -> bytes:
+    """Pickle a value as ``torch.save`` does."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes, what: str, weights_only: bool | None = None) -> Any:
+    """Read a value that :func:`to_bytes` wrote.
+
+    Args:
+        data: The bytes.
+        what: Where they are from, for errors.
+        weights_only: False unpickles whatever is there, which runs code that it names; True and None take nothing but
+            tensors, plain values and the types that ``torch.serialization.add_safe_globals`` was told of.
+
+    Raises:
+        UnsupportedError: If there is more, naming the types.
+        CorruptDataError: If the bytes are damaged.
+    """
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only is not False)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        types = [] if weights_only is False else _unsafe_types(data)
+        if types or (isinstance(error, pickle.UnpicklingError) and weights_only is not False):
+            raise UnsupportedError(
+                f"a checkpoint must hold nothing but tensors and plain values to be read safely: {what} holds "
+                f"{', '.join(types[:_SHOWN]) or _first_line(error)}. Reading other objects can run any code that the "
+                "file names. If you trust the types, tell torch.serialization.add_safe_globals([...]) of them before "
+                "loading; if you trust the file, load it with weights_only=False."
+            ) from error
+        raise CorruptDataError(
+            f"a file of a checkpoint must be as it was written: {what} cannot be read ({_first_line(error)}). It is "
+            "damaged. Use another checkpoint."
+        ) from error
+
+
+def unsafe_keys(values: Mapping[str, Any], data: bytes) -> list[str]:
+    """List the keys whose values cannot be read back safely, each with the types that hinder it.
+
+    Args:
+        values: What is going to be saved; nested dictionaries are searched.
+        data: Its bytes, of :func:`to_bytes`.
+    """
+    if _is_safe(data):
+        return []
+    return [f"{key} ({', '.join(types[:_SHOWN]) or 'an object'})" for key, types in _search(values, "")]
+
+
+def _search(value: Any, path: str) -> Iterator[tuple[str, list[str]]]:
+    """Walk down to the smallest parts that are not safe."""
+    if isinstance(value, Mapping):
+        inner = [(f"{path}[{key!r}]" if path else str(key), part) for key, part in value.items()]
+        unsafe = [(name, part) for name, part in inner if not _is_safe(to_bytes(part))]
+        if unsafe:
+            for name, part in unsafe:
+                yield from _search(part, name)
+            return
+    yield path, _unsafe_types(to_bytes(value))
+
+
+def _is_safe(data: bytes) -> bool:
+    try:
+        # On "meta" no tensor is read.
+        torch.load(io.BytesIO(data), map_location="meta", weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
+def _unsafe_types(data: bytes) -> list[str]:
+    try:
+        return sorted(get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError):
+        return []
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line.strip() for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])

@@ -1,0 +1,115 @@
+"""Telling whole checkpoints from damaged ones, and finding the newest."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from lightning_megatron.checkpoint.directory import Checkpoint, find_checkpoint, list_checkpoints
+from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX
+from lightning_megatron.checkpoint.storage import read_record
+from lightning_megatron.checkpoint.tensor_files import check_size, damaged
+from lightning_megatron.checkpoint.together import Caught
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+
+logger = logging.getLogger(__name__)
+_ALONE = MeshAxis("alone")
+
+
+def verify_checkpoint(path: str | os.PathLike[str], deep: bool = True, mesh: ParallelMesh | None = None) -> None:
+    """Check that every file of a checkpoint is as it was written.
+
+    Args:
+        path: The checkpoint.
+        deep: Read all files and compare checksums; otherwise their sizes alone.
+        mesh: Share the reading among all ranks, which then call this together; None reads everything here.
+
+    Raises:
+        CorruptDataError: Naming the damaged file; with a mesh on all ranks.
+        CheckpointMismatchError: If there is no complete checkpoint.
+        UnsupportedError: If it has another format.
+
+    Communication: with a mesh, one gather over the world.
+    """
+    axis = _ALONE if mesh is None else mesh.world_cpu
+    error = _agree(lambda: _verify(path, deep, axis), axis)
+    if error is not None:
+        raise error
+
+
+def find_newest(folder: str | os.PathLike[str], whole: bool = True, mesh: ParallelMesh | None = None) -> str | None:
+    """Return the path of the newest complete checkpoint directly in a folder, by global step, then epoch, then time.
+
+    Args:
+        folder: A directory, or a URL for fsspec.
+        whole: Verify it to the last byte, and go back to the one before it if it is damaged, which is said in the log.
+        mesh: Share the reading among all ranks, which then call this together.
+
+    Returns:
+        None if there is none.
+
+    Communication: with a mesh, gathers over the world.
+    """
+    axis = _ALONE if mesh is None else mesh.world_cpu
+    found: list[str] = []
+    with Caught() as caught:
+        found = _newest_first(folder) if axis.rank == 0 else []
+    # One rank's view counts: file systems may show others a little later.
+    paths, error = all_gather_objects((found, caught.error), axis)[0]
+    if error is not None:
+        raise error
+    for path in paths:
+        damage = _agree(lambda path=path: _verify(path, whole, axis), axis)  # type: ignore[misc]
+        if damage is None:
+            return str(path)
+        if axis.rank == 0:
+            logger.warning("%s is passed over: %s", path, damage)
+    return None
+
+
+def _newest_first(folder: str | os.PathLike[str]) -> list[str]:
+    ages = {}
+    for path in list_checkpoints(folder):
+        try:
+            ages[path] = find_checkpoint(path).header.age
+        except (CorruptDataError, UnsupportedError, CheckpointMismatchError) as error:
+            logger.warning("%s is passed over: %s", path, error)
+    return sorted(ages, key=ages.__getitem__, reverse=True)
+
+
+def _verify(path: str | os.PathLike[str], deep: bool, axis: MeshAxis) -> None:
+    checkpoint = find_checkpoint(path)
+    for name in (METADATA, TENSOR_INDEX):
+        if name not in checkpoint.header.files:
+            raise damaged(checkpoint, name, "the header does not list it")
+    # By size, so that each rank has about as much to read.
+    files = sorted(checkpoint.header.files, key=lambda name: (-checkpoint.header.files[name].size, name))
+    for name in files[axis.rank :: axis.size]:
+        check_size(checkpoint, name)
+        if deep:
+            _check_content(checkpoint, name)
+
+
+def _check_content(checkpoint: Checkpoint, name: str) -> None:
+    wanted, found = checkpoint.header.files[name], read_record(checkpoint.folder, name)
+    if found != wanted:
+        raise damaged(checkpoint, name, f"its checksum is {found.checksum}, {wanted.checksum} was written")
+
+
+def _agree(check: Callable[[], None], axis: MeshAxis) -> Exception | None:
+    """Run a check on every rank and return the first failure of any."""
+    failure: Exception | None = None
+    try:
+        check()
+    except (CorruptDataError, CheckpointMismatchError, UnsupportedError) as error:
+        failure = error
+    except OSError as error:
+        failure = CorruptDataError(
+            f"every file of a checkpoint must be readable: {type(error).__name__}: {error}. What is in it is not "
+            "known. Use another checkpoint, or repair the file system."
+        )
+    return next((one for one in all_gather_objects(failure, axis) if one is not None), None)
