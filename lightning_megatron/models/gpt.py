@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -23,7 +24,7 @@ from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.recompute import Recompute, check_recompute
-from lightning_megatron.layers.rotary import rotary_tables
+from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.stage import PipelinedModule
 
@@ -54,6 +55,7 @@ class GPT(PipelinedModule):
         self.config = config
         self.recompute: Recompute = "none"
         self._owns_mesh, self._num_calls = mesh is None, 0
+        self._rotary = RotaryTables(config.head_size, config.rotary_base)
         self._dtype = torch.get_default_dtype()
         self._layers_of_chunk = config.stage_layers(self.mesh.layout)[self.mesh.pp.rank]
         with torch.device("meta"):
@@ -132,20 +134,20 @@ class GPT(PipelinedModule):
         dtype = self._dtype if first is None else first.dtype
         return torch.Size((seq_length // shards, num_sequences, self.config.hidden_size)), dtype
 
+    @override
+    def chunk_of(self, name: str) -> int | None:
+        kind, _, rest = name.partition(".")
+        if kind == "layers":
+            index = int(rest.partition(".")[0])
+            return next(chunk for chunk, layers in enumerate(self._layers_of_chunk) if index in layers)
+        return 0 if kind == "embedding" else self.num_chunks - 1
+
     def _embed(self, tokens: Tensor) -> Tensor:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         return self.embedding(tokens)
 
     def _run_layers(self, hidden: Tensor, chunk: int, seq_length: int) -> Tensor:
-        rotary = None
-        if self.config.position == "rotary":
-            rotary = rotary_tables(
-                seq_length,
-                self.config.head_size,
-                base=self.config.rotary_base,
-                dtype=hidden.dtype,
-                device=hidden.device,
-            )
+        rotary = self._rotary(seq_length, hidden) if self.config.position == "rotary" else None
         for index in self._layers_of_chunk[chunk]:
             hidden = self.layers[str(index)](hidden, rotary, self.recompute)
         return hidden
@@ -162,7 +164,9 @@ class GPT(PipelinedModule):
         vocab_size = self.config.vocab_size
         if labels is None:
             return gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocab_size].transpose(0, 1)
-        losses = vocab_parallel_cross_entropy(logits, labels.t(), self.mesh, vocab_size, label_smoothing, ignore_index)
+        losses = vocab_parallel_cross_entropy(
+            logits, labels.t(), self.mesh, vocab_size, label_smoothing, ignore_index, overwrite_logits=True
+        )
         return losses.t().contiguous()
 
     def _advance_own_streams(self, device: torch.device) -> None:

@@ -1,0 +1,250 @@
+"""Time every fused kernel beside the operators of torch and beside torch.compile, on one GPU, and print one table.
+
+    python benchmarks/block_kernels.py --out kernels.md
+
+A figure is the median of single calls with the chip idle before each; the variants take turns, so that none has the
+cooler chip. Bytes are what the step must read and write at least, and are the same for all variants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron import kernels
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers import kernel_choice
+from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
+from lightning_megatron.layers.rotary import apply_rotary, rotary_tables
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+
+DTYPE, SIZE = torch.bfloat16, 2
+# Llama 3 8B with one sequence of 4096 tokens; GPT-2 1.2B with eight of 1024.
+LLAMA = GPTConfig.llama(
+    vocab_size=131072, max_seq_length=4096, num_layers=2, hidden_size=4096, num_heads=32, num_kv_heads=8,
+    ffn_hidden_size=14336,
+)  # fmt: skip
+GPT2 = GPTConfig.gpt2(vocab_size=51200, max_seq_length=1024, num_layers=4, hidden_size=1536, num_heads=16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step of a block, on the fused kernel and on torch's operators.
+
+    Args:
+        name: Row of the table.
+        inputs: Tensors that both take; those of a float dtype get gradients.
+        fused: The step on our kernel; returns one tensor or several.
+        eager: The step on torch's operators.
+        forward_bytes: What forward must move (bytes).
+        backward_bytes: What backward must move (bytes).
+    """
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    fused: Callable[..., Any]
+    eager: Callable[..., Any]
+    forward_bytes: int
+    backward_bytes: int
+
+
+def drawn(*shape: int) -> Tensor:
+    """Draw a tensor with gradients."""
+    return torch.randn(*shape, device="cuda").to(DTYPE).requires_grad_()
+
+
+def rotary_case() -> Case:
+    """Rotate queries and keys of the fused projection."""
+    heads, kv_heads, width = LLAMA.num_heads, LLAMA.kv_heads, LLAMA.head_size
+    tables = rotary_tables(4096, width, dtype=DTYPE, device="cuda")
+    widths = [heads * width, kv_heads * width, kv_heads * width]
+
+    def eager(qkv: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = (part.unflatten(-1, (-1, width)) for part in qkv.split(widths, -1))
+        return apply_rotary(query, (cosines, sines)), apply_rotary(key, (cosines, sines)), value
+
+    def fused(qkv: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
+        return kernels.rotate_qkv(qkv, (cosines, sines), heads, kv_heads)
+
+    moved = 2 * 4096 * SIZE
+    inputs = (drawn(4096, 1, sum(widths)), *tables)
+    return Case("rotary, 32 + 8 heads of 128", inputs, fused, eager, moved * sum(widths[:2]), moved * sum(widths))
+
+
+def swiglu_case() -> Case:
+    """Gate the projection."""
+
+    def eager(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    elements = 4096 * LLAMA.ffn_size * SIZE
+    inputs = (drawn(4096, 1, 2 * LLAMA.ffn_size),)
+    return Case("SwiGLU, F 14336", inputs, kernels.apply_swiglu, eager, 3 * elements, 5 * elements)
+
+
+def gelu_case() -> Case:
+    """Apply GELU by tanh."""
+    elements = 8192 * GPT2.ffn_size * SIZE
+    return Case(
+        "GELU by tanh, F 6144",
+        (drawn(1024, 8, GPT2.ffn_size),),
+        lambda x: kernels.apply_gelu(x, True),
+        lambda x: F.gelu(x, approximate="tanh"),
+        2 * elements,
+        3 * elements,
+    )
+
+
+def norm_case(config: GPTConfig, has_update: bool) -> Case:
+    """Add to the residual stream, normalise, and go on with both; or fork the stream and normalise."""
+    is_rms, width = config.norm == "rmsnorm", config.hidden_size
+    rows = (4096, 1) if is_rms else (1024, 8)
+    inputs = [drawn(*rows, width), drawn(*rows, width), drawn(width), drawn(width)]
+    if not has_update:
+        inputs[1] = torch.zeros((), device="cuda", dtype=torch.int64)
+
+    def fused(hidden: Tensor, update: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.add_norm(hidden, update if has_update else None, weight, None if is_rms else bias, 1e-5, is_rms)
+
+    def eager(hidden: Tensor, update: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        stream = hidden + update if has_update else hidden.view_as(hidden)
+        if is_rms:
+            return stream, F.rms_norm(stream, (width,), weight, 1e-5)
+        return stream, F.layer_norm(stream, (width,), weight, bias, 1e-5)
+
+    name = f"{'residual sum + ' if has_update else ''}{'RMSNorm' if is_rms else 'LayerNorm'}, D {width}"
+    elements = rows[0] * rows[1] * width * SIZE
+    used = tuple(inputs[:3]) + ((torch.zeros((), device="cuda", dtype=torch.int64),) if is_rms else (inputs[3],))
+    return Case(name, used, fused, eager, (4 if has_update else 2) * elements, 4 * elements)
+
+
+def cross_entropy_case(tokens: int, vocab_size: int) -> Case:
+    """Compute the losses of all tokens."""
+    mesh = ParallelMesh.single("cuda")
+    labels = torch.randint(0, vocab_size, (tokens, 1), device="cuda")
+
+    def fused(logits: Tensor, labels: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, labels, mesh, vocab_size)
+
+    def eager(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, 0].float(), labels[:, 0], reduction="none")
+
+    elements = tokens * vocab_size * SIZE
+    name = f"cross entropy, {tokens} x {vocab_size}"
+    return Case(name, (drawn(tokens, 1, vocab_size), labels), fused, eager, elements, 2 * elements)
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Return the milliseconds of one call on the device alone, with nothing of use in its cache."""
+    torch.empty(2**28, dtype=torch.int8, device="cuda").zero_()
+    torch.cuda.synchronize()
+    # While the device sleeps, the host queues the whole call.
+    torch.cuda._sleep(4_000_000)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def passes(step: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return the forward and the backward pass of a step as calls."""
+    outputs = step(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = [torch.randn_like(output) for output in outputs]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    return lambda: step(*inputs), lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
+
+
+def measure(case: Case, rounds: int) -> str:
+    """Time all variants of a case in turns and return two rows of the table."""
+    torch._dynamo.reset()
+    steps = {"fused": case.fused, "eager": case.eager, "compiled": torch.compile(case.eager, dynamic=False)}
+    calls = {name: passes(step, case.inputs) for name, step in steps.items()}
+    rows = []
+    for index, (kind, moved) in enumerate((("forward", case.forward_bytes), ("backward", case.backward_bytes))):
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(rounds + 3):
+            for name, both in calls.items():
+                milliseconds = timed(both[index])
+                if turn >= 3:
+                    found[name].append(milliseconds)
+        medians = {name: statistics.median(times) for name, times in found.items()}
+        cells = [f"{1e3 * ms:.0f} ({moved / ms / 1e9:.2f})" for ms in medians.values()]
+        rows.append(f"| {case.name} | {kind} | {moved / 1e6:.0f} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def measure_model(config: GPTConfig, shape: tuple[int, int], rounds: int) -> str:
+    """Time forward and backward of a whole small model, fused and not, and return a row."""
+    model = GPT(config, ParallelMesh.single("cuda", seed=0), seed=0).to(DTYPE)
+    tokens = torch.randint(0, config.vocab_size, (shape[0], shape[1] + 1), device="cuda")
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+
+    served = kernel_choice.is_served
+    found: dict[str, list[float]] = {"fused": [], "eager": []}
+    for turn in range(rounds + 3):
+        for name, times in found.items():
+            kernel_choice.is_served = served if name == "fused" else lambda tensor: False
+            milliseconds = timed(step)
+            if turn >= 3:
+                times.append(milliseconds)
+    kernel_choice.is_served = served
+    cells = [f"{1e3 * statistics.median(times):.0f}" for times in found.values()]
+    name = f"{config.num_layers} layers, embedding and loss, D {config.hidden_size}"
+    return f"| {name} | both | | " + " | ".join(cells) + " | |"
+
+
+def main() -> None:
+    """Measure all cases and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="timed calls of each variant")
+    parser.add_argument("--out", type=Path, help="file that the table is written to as well")
+    options = parser.parse_args()
+    torch._functorch.config.donated_buffer = False
+    cases: list[Callable[[], Case]] = [
+        rotary_case,
+        swiglu_case,
+        gelu_case,
+        lambda: norm_case(LLAMA, True),
+        lambda: norm_case(LLAMA, False),
+        lambda: norm_case(GPT2, True),
+        lambda: norm_case(GPT2, False),
+        lambda: cross_entropy_case(4096, 131072),
+        lambda: cross_entropy_case(8192, 51200),
+    ]
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}: microseconds (TB/s)\n",
+        "| step | pass | MB | fused | torch | torch.compile |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    print("\n".join(lines), flush=True)
+    for build in cases:
+        lines.append(measure(build(), options.rounds))
+        print(lines[-1], flush=True)
+        torch.cuda.empty_cache()
+    for config, shape in ((LLAMA, (1, 4096)), (GPT2, (8, 1024))):
+        lines.append(measure_model(config, shape, options.rounds))
+        print(lines[-1], flush=True)
+        torch.cuda.empty_cache()
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

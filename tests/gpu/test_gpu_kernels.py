@@ -1,0 +1,77 @@
+"""On a GPU the fused kernels give float64's results, rounded once, and models on them those of torch's operators."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.kernel_choice import choose_kernels
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton, which comes with the CUDA builds of torch", allow_module_level=True)
+
+from tests.kernels.checks import CHECKS, REAL, SMALL, Draw
+from tests.kernels.models import KINDS, compare_model
+
+if TYPE_CHECKING:
+    from tests.kernels.checks import Sizes
+
+pytestmark = pytest.mark.gpu
+
+LLAMA = GPTConfig.llama(
+    vocab_size=131072, max_seq_length=4096, num_layers=2, hidden_size=4096, num_heads=32, num_kv_heads=8,
+    ffn_hidden_size=14336,
+)  # fmt: skip
+GPT2 = GPTConfig.gpt2(vocab_size=50257, max_seq_length=1024, num_layers=2, hidden_size=1536, num_heads=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("sizes", [SMALL, REAL], ids=["small", "real"])
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_kernels_equal_float64_rounded_once(name: str, sizes: Sizes, dtype: torch.dtype):
+    CHECKS[name](Draw(torch.device("cuda", torch.cuda.current_device()), dtype), sizes)
+    torch.cuda.empty_cache()
+
+
+def test_half_types_run_on_the_kernels_here():
+    choice = choose_kernels(torch.device("cuda", torch.cuda.current_device()))
+    assert choice.kernels is not None, choice.reason
+
+
+def close(actual: Tensor, expected: Tensor, what: str) -> None:
+    # Both round to half at every step, in other places: gradients agree as vectors, losses to a few roundings.
+    actual, expected = actual.double(), expected.double()
+    assert torch.isfinite(actual).all(), f"{what}: not finite"
+    distance = float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
+    assert distance < 3e-2, f"{what}: {distance} from torch's operators"
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_tiny_models_agree_with_those_on_the_operators_of_torch(dtype: torch.dtype, kind: str, recompute: str):
+    mesh = ParallelMesh.single(torch.device("cuda", torch.cuda.current_device()), seed=0)
+    compare_model(KINDS[kind], mesh, dtype, recompute, close, shape=(3, 16), smoothing=0.1)
+
+
+@pytest.mark.parametrize(("config", "shape"), [(LLAMA, (1, 4096)), (GPT2, (8, 1024))], ids=["llama", "gpt2"])
+def test_layers_of_real_size_agree_with_those_on_the_operators_of_torch(config: GPTConfig, shape: tuple[int, int]):
+    mesh = ParallelMesh.single(torch.device("cuda", torch.cuda.current_device()), seed=0)
+    compare_model(config, mesh, torch.bfloat16, "none", close, shape=shape)
+    torch.cuda.empty_cache()
+
+
+def test_a_second_backward_pass_over_the_same_loss_is_refused():
+    model = GPT(KINDS["llama"], ParallelMesh.single("cuda", seed=0), seed=0).bfloat16()
+    tokens = torch.randint(0, 100, (1, 17), device="cuda")
+    loss = model(tokens[:, :-1], tokens[:, 1:].contiguous()).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="ran twice"):
+        loss.backward()

@@ -1,0 +1,219 @@
+"""Every fused kernel against float64, for tensors of any device: results must be those of float64, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron import kernels
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers import kernel_choice
+from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
+from lightning_megatron.layers.rotary import apply_rotary, rotary_tables
+
+# What one rounding to nearest may change, relative to the result.
+ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the tensors of all checks."""
+
+    heads: tuple[tuple[int, int, int, int, int], ...]
+    gated: tuple[tuple[int, int, int], ...]
+    elements: tuple[tuple[int, ...], ...]
+    vocabularies: tuple[tuple[int, int, int], ...]
+    norms: tuple[tuple[int, int, int], ...]
+
+
+SMALL = Sizes(
+    heads=((5, 3, 6, 2, 12), (4, 1, 2, 2, 8), (1, 2, 3, 1, 96)),
+    gated=((3, 2, 37), (1, 1, 1), (2, 3, 64)),
+    elements=((3, 5, 41), (1,), (2, 1024)),
+    vocabularies=((7, 100, 128), (3, 9000, 9088), (5, 64, 64), (4, 1, 16)),
+    norms=((3, 2, 40), (11, 1, 33), (2, 1, 64)),
+)
+# (S, B, H, G, K), (S, B, F), ..., (tokens, vocabulary, padded), (S, B, D): Llama 3 8B, GPT-2 1.2B, and odd ones.
+REAL = Sizes(
+    heads=((4096, 1, 32, 8, 128), (1024, 8, 16, 16, 96), (4096, 1, 8, 2, 128), (333, 3, 7, 1, 20), (64, 2, 5, 5, 64)),
+    gated=((4096, 1, 14336), (4096, 1, 3584), (1024, 8, 2816), (33, 3, 1001)),
+    elements=((1024, 8, 6144), (13, 7, 1001), (1,)),
+    vocabularies=((4096, 131072, 131072), (8192, 50257, 50304), (4096, 32768, 32768), (77, 1000, 1024)),
+    norms=((4096, 1, 4096), (1024, 8, 1536), (1024, 1, 4096), (77, 3, 1001), (3, 1, 16384), (1, 1, 64)),
+)
+
+
+class Draw:
+    """Draw tensors of one dtype on one device, always the same."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*shape, generator=self.generator, device=self.device)).to(self.dtype)
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=self.generator, device=self.device)
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().requires_grad_()
+
+
+def check_rounded(actual: Tensor | None, expected: Tensor | None, what: str, noise: float = 4e-6) -> None:
+    """Demand the float64 result rounded once to the dtype of ``actual``, but for the noise of float32 arithmetic."""
+    assert actual is not None, f"{what}: nothing"
+    assert expected is not None, f"{what}: nothing to compare with"
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    actual, expected = actual.detach(), expected.detach()
+    assert torch.isfinite(actual).all(), f"{what}: not finite"
+    allowed = 1.01 * ROUNDOFF[actual.dtype] * expected.abs() + noise * expected.abs().max() + 2.0**-25
+    excess = ((actual.double() - expected).abs() - allowed).max()
+    assert excess <= 0, f"{what}: {float(excess)} beyond one rounding, largest {float(expected.abs().max())}"
+
+
+def check_rotary(draw: Draw, sizes: Sizes) -> None:
+    """Queries, keys and values, and the gradient of the projection for gradients of several layouts."""
+    for seq_length, batch, heads, kv_heads, head_dim in sizes.heads:
+        what = f"rotary {seq_length, batch, heads, kv_heads, head_dim}"
+        widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+        qkv = draw(seq_length, batch, sum(widths))
+        tables = rotary_tables(seq_length, head_dim, dtype=draw.dtype, device=draw.device)
+        fast, slow = leaf(qkv), wide(qkv)
+        results = kernels.rotate_qkv(fast * 1, tables, heads, kv_heads)
+        query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in slow.split(widths, -1))
+        wide_tables = (tables[0].double(), tables[1].double())
+        expected = (apply_rotary(query, wide_tables), apply_rotary(key, wide_tables), value)
+        grads = [draw(*result.shape) for result in results]
+        # Attention kernels return gradients of the layout that they like.
+        grads[1] = grads[1].permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+        grads[2] = torch.cat((grads[2], grads[2]), -1)[..., :head_dim]
+        torch.autograd.backward(results, grads)
+        torch.autograd.backward(expected, [grad.double() for grad in grads])
+        for name, result, twin in zip("qkv", results, expected, strict=True):
+            check_rounded(result, twin, f"{what}: {name}")
+        check_rounded(fast.grad, slow.grad, f"{what}: gradient")
+
+
+def check_swiglu(draw: Draw, sizes: Sizes) -> None:
+    """Contiguous projections and slices of wider ones."""
+    for seq_length, batch, features in sizes.gated:
+        for is_slice in (False, True):
+            what = f"swiglu {seq_length, batch, features}, slice={is_slice}"
+            whole = draw(seq_length, batch, 2 * features + (16 if is_slice else 0), scale=4.0)
+            fast, slow = leaf(whole), wide(whole)
+            result = kernels.apply_swiglu(fast[..., : 2 * features])
+            gate, up = slow[..., : 2 * features].chunk(2, -1)
+            expected = F.silu(gate) * up
+            grad = draw(*result.shape)
+            result.backward(grad)
+            expected.backward(grad.double())
+            check_rounded(result, expected, what)
+            check_rounded(fast.grad, slow.grad, f"{what}: gradient")
+
+
+def check_gelu(draw: Draw, sizes: Sizes) -> None:
+    """Both kinds, with elements so large that the mass rounds to 0 or 1."""
+    for shape in sizes.elements:
+        for kind in ("tanh", "none"):
+            hidden = draw(*shape, scale=4.0)
+            large = torch.tensor([0.0, 6e4, -6e4, 90.0, -90.0, 1e-3], device=draw.device)[: hidden.numel()]
+            hidden.view(-1)[: large.numel()] = large.to(hidden.dtype)
+            fast, slow = leaf(hidden), wide(hidden)
+            result, expected = kernels.apply_gelu(fast, kind == "tanh"), F.gelu(slow, approximate=kind)
+            grad = draw(*shape)
+            result.backward(grad)
+            expected.backward(grad.double())
+            inside = slow.detach().abs() < 1e3
+            check_rounded(result[inside], expected[inside], f"gelu {shape} {kind}")
+            assert torch.equal(result[~inside].double(), expected[~inside]), f"gelu {shape} {kind}: large elements"
+            check_rounded(fast.grad, slow.grad, f"gelu {shape} {kind}: gradient")
+
+
+def check_cross_entropy(draw: Draw, sizes: Sizes) -> None:
+    """Smoothing, ignored labels, padded columns of any content, impossible tokens, with and without overwriting."""
+    mesh = ParallelMesh.single()
+    for tokens, vocab_size, padded in sizes.vocabularies:
+        for smoothing, overwrite in ((0.0, True), (0.1, False), (0.1, True)):
+            what = f"cross entropy {tokens, vocab_size, padded}, smoothing {smoothing}, overwrite {overwrite}"
+            logits = draw(tokens, 1, padded, scale=5.0)
+            logits[..., vocab_size:] = float("nan") if overwrite else 1e4
+            labels = draw.integers(vocab_size, tokens, 1)
+            labels[0], labels[-1] = vocab_size - 1, 0
+            if tokens > 3:
+                labels[1] = -7
+            if not smoothing and vocab_size > 2:
+                logits[0, 0, 1] = -torch.inf
+            fast, slow = leaf(logits), wide(logits[..., :vocab_size])
+            weight = torch.rand(tokens, 1, generator=draw.generator, device=draw.device)
+            losses = vocab_parallel_cross_entropy(fast * 1, labels, mesh, vocab_size, smoothing, -7, overwrite)
+            expected = F.cross_entropy(
+                slow[:, 0], labels[:, 0], reduction="none", label_smoothing=smoothing, ignore_index=-7
+            ).unsqueeze(1)
+            (losses * weight).sum().backward()
+            (expected * weight.double()).sum().backward()
+            assert slow.grad is not None
+            check_rounded(losses, expected, what)
+            check_rounded(fast.grad, F.pad(slow.grad, (0, padded - vocab_size)), f"{what}: gradient")
+
+
+def check_norms(draw: Draw, sizes: Sizes) -> None:
+    """Both norms, with and without an update, with and without a gradient of the stream."""
+    for seq_length, batch, width in sizes.norms:
+        for is_rms, has_update, uses_stream in (
+            (True, True, True), (True, False, True), (True, False, False),
+            (False, True, True), (False, True, False), (False, False, True),
+        ):  # fmt: skip
+            what = f"norm {seq_length, batch, width}, rms {is_rms}, update {has_update}, stream {uses_stream}"
+            hidden, update = leaf(draw(seq_length, batch, width) + 1), leaf(draw(seq_length, batch, width))
+            weight, bias = leaf(draw(width)), None if is_rms else leaf(draw(width))
+            stream, result = kernels.add_norm(hidden, update if has_update else None, weight, bias, 1e-5, is_rms)
+            total = hidden.detach().double() + (update.detach().double() if has_update else 0.0)
+            check_rounded(stream, total, f"{what}: stream")
+            slow, slow_weight = wide(stream), wide(weight)
+            slow_bias = None if bias is None else wide(bias)
+            expected = (
+                F.rms_norm(slow, (width,), slow_weight, 1e-5)
+                if is_rms
+                else F.layer_norm(slow, (width,), slow_weight, slow_bias, 1e-5)
+            )
+            check_rounded(result, expected, what, noise=2e-5)
+            grads = [draw(seq_length, batch, width) for _ in range(2)]
+            pairs = [(result, grads[0]), (stream, grads[1])][: 2 if uses_stream else 1]
+            torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
+            outputs = [expected, slow][: len(pairs)]
+            torch.autograd.backward(outputs, [grad.double() for _, grad in pairs])
+            check_rounded(hidden.grad, slow.grad, f"{what}: input gradient", noise=2e-5)
+            if has_update:
+                assert torch.equal(update.grad, hidden.grad), f"{what}: update gradient"
+            check_rounded(weight.grad, slow_weight.grad, f"{what}: weight gradient", noise=2e-5)
+            if bias is not None and slow_bias is not None:
+                check_rounded(bias.grad, slow_bias.grad, f"{what}: bias gradient", noise=2e-5)
+
+
+def serve(tensor: Tensor) -> bool:
+    return True
+
+
+def use_kernels_everywhere() -> None:
+    """Let layers use the kernels for all tensors of this process."""
+    kernel_choice.is_served = serve
+    kernel_choice.choose_kernels = lambda device: kernel_choice.KernelChoice(kernels, "a test")
+
+
+CHECKS: dict[str, Callable[[Draw, Sizes], None]] = {
+    "rotary": check_rotary,
+    "swiglu": check_swiglu,
+    "gelu": check_gelu,
+    "cross entropy": check_cross_entropy,
+    "norms": check_norms,
+}

@@ -1,0 +1,95 @@
+"""Run the checks of the kernels in Triton's interpreter, on the CPU; printed is what failed, as JSON.
+
+A program of its own, because Triton decides between interpreter and compiler when a kernel is defined.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.kernels import norm
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.kernels.checks import CHECKS, ROUNDOFF, SMALL, Draw, use_kernels_everywhere
+from tests.kernels.models import KINDS, compare_model
+from tests.oracles import assert_equal
+from tests.world import run_world
+
+_patch = interpreter._patch_lang_tensor
+
+
+def _patch_for_new_numpy(tensor: object, scope: interpreter._LangPatchScope) -> None:
+    # The interpreter keeps scalars as arrays of one element, which numpy no longer turns into integers.
+    _patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
+
+
+interpreter._patch_lang_tensor = _patch_for_new_numpy
+# The interpreter cuts bfloat16 off instead of rounding it.
+ROUNDOFF[torch.bfloat16] = 2.0**-7
+# Few programs, so that each has several rows.
+norm._PROGRAMS = 4
+
+
+# Kind of model, what is recomputed, label smoothing.
+WHOLE = (
+    ("llama", "none", 0.0), ("llama", "full", 0.1), ("gpt2", "selective", 0.0), ("post-norm", "full", 0.0),
+    ("dropout", "full", 0.0), ("llama", "selective", 0.0),
+)  # fmt: skip
+CUT = (("llama", "full", 0.1), ("gpt2", "none", 0.0))
+
+
+def check_models(mesh: ParallelMesh, cases: tuple[tuple[str, str, float], ...]) -> None:
+    """Compare models in float32 with themselves on the operators of torch."""
+    for kind, recompute, smoothing in cases:
+        compare_model(
+            KINDS[kind],
+            mesh,
+            torch.float32,
+            recompute,
+            lambda a, b, name, where=f"{kind}, {recompute}": assert_equal(a, b, f"{where}: {name}", tolerance=1e-5),
+            smoothing=smoothing,
+        )
+
+
+def check_shards(rank: int, size: int) -> None:
+    """Cut models over the tensor axis."""
+    use_kernels_everywhere()
+    for sequence_parallel in (False, True):
+        mesh = ParallelMesh.create(ParallelLayout(world_size=2, tp=2), seed=0, sequence_parallel=sequence_parallel)
+        check_models(mesh, CUT[int(sequence_parallel) :])
+        mesh.destroy()
+
+
+def main(selected: list[str]) -> None:
+    """Run the checks whose name has one of the words, or all."""
+    use_kernels_everywhere()
+    checks: dict[str, Callable[[], object]] = {
+        f"{name}, {dtype}": lambda check=check, dtype=dtype: check(Draw(torch.device("cpu"), dtype), SMALL)
+        for name, check in CHECKS.items()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    }
+    checks["models"] = lambda: check_models(ParallelMesh.single(seed=0), WHOLE)
+    checks["shards"] = lambda: run_world(check_shards, 2)
+    failed = {}
+    for name, check in checks.items():
+        if selected and not any(word in name for word in selected):
+            continue
+        try:
+            check()
+            failed[name] = ""
+        except BaseException:
+            # Whatever went wrong belongs into the report of the test that started this program.
+            failed[name] = traceback.format_exc()
+    print(json.dumps(failed))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

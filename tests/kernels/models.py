@@ -1,0 +1,78 @@
+"""Whole models on the fused kernels against the same models on the operators of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers import kernel_choice
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+
+TINY: dict[str, Any] = {"vocab_size": 100, "max_seq_length": 16, "num_layers": 2, "hidden_size": 32, "num_heads": 4}
+KINDS: dict[str, GPTConfig] = {
+    "llama": GPTConfig.llama(**TINY, num_kv_heads=2, ffn_hidden_size=48, vocab_multiple=8),
+    "gpt2": GPTConfig.gpt2(**TINY, vocab_multiple=8),
+    "post-norm": GPTConfig.gpt2(**TINY, vocab_multiple=8, norm_position="post", activation="gelu", position="rotary"),
+    "dropout": GPTConfig.llama(**TINY, vocab_multiple=8, hidden_dropout=0.1),
+}
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run layers on the operators of torch, also in the backward pass of this block."""
+    kept = kernel_choice.is_served
+    kernel_choice.is_served = lambda tensor: False
+    try:
+        yield
+    finally:
+        kernel_choice.is_served = kept
+
+
+def run(model: GPT, tokens: Tensor, labels: Tensor, smoothing: float) -> dict[str, Tensor]:
+    """Return losses and all gradients."""
+    model.mesh.random.begin_microbatch(0, 0)
+    model.zero_grad(set_to_none=True)
+    losses = model(tokens, labels, label_smoothing=smoothing)
+    (losses.sum() / losses.numel()).backward()
+    return {"losses": losses.detach()} | {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+def compare_model(
+    config: GPTConfig,
+    mesh: ParallelMesh,
+    dtype: torch.dtype,
+    recompute: Any,
+    check: Callable[[Tensor, Tensor, str], None],
+    shape: tuple[int, int] = (2, 4),
+    smoothing: float = 0.0,
+) -> None:
+    """Run one model on both and compare losses, gradients, and losses without gradients."""
+    model = GPT(config, mesh, seed=1).to(dtype)
+    model.recompute = recompute
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.vocab_size, (shape[0], shape[1] + 1), generator=generator).to(mesh.device)
+    labels = tokens[:, 1:].clone()
+    labels[0, :3] = -100
+    fused = run(model, tokens[:, :-1], labels, smoothing)
+    again = run(model, tokens[:, :-1], labels, smoothing)
+    with eager():
+        expected = run(model, tokens[:, :-1], labels, smoothing)
+    assert fused.keys() == expected.keys()
+    for name, value in fused.items():
+        assert torch.equal(value, again[name]), f"{name}: two runs differ"
+        check(value, expected[name], name)
+    model.eval()
+    with torch.inference_mode():
+        losses = model(tokens[:, :-1], labels)
+        with eager():
+            check(losses, model(tokens[:, :-1], labels), "losses without gradients")
+    model.train()
+    run(model, tokens[:, :-1], labels, smoothing)
