@@ -7,158 +7,235 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint import (
-    copy_full_tensors,
+    CheckpointWriter,
     is_sharded_checkpoint,
     load_metadata,
     load_model,
     load_optimizer,
     load_rank_state,
-    model_placements,
     model_tensors,
     optimizer_metadata,
     optimizer_tensors,
-    save_checkpoint,
+    verify_checkpoint,
 )
+from lightning_megatron.checkpoint.consolidate import ONE_PROCESS, OPTIMIZERS
+from lightning_megatron.checkpoint.directory import place_of
+from lightning_megatron.checkpoint.plain_file import read_file
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import Placement, ShardSpec
+from lightning_megatron.strategy import plain_checkpoint
+from lightning_megatron.strategy.last_checkpoint import find_last
+from lightning_megatron.strategy.one_process import describe_for_one_process
+from lightning_megatron.strategy.random_states import random_states, restore_random_states
 from lightning_megatron.training.main_parameters import MainParameters
 
-_PREFIX = "state_dict."
-_OPTIMIZERS = "megatron_optimizers"
 
+class RunCheckpoints:
+    """Save, load and remove the checkpoints of one strategy.
 
-def local_state_dict(module: LightningModule, main: MainParameters) -> dict[str, Tensor]:
-    """Return this rank's shards by name, in full precision where there are main parameters."""
-    kept = module.state_dict().keys()
-    names = {name.removeprefix(_PREFIX): entry.tensor for name, entry in model_tensors(module, main).items()}
-    return {name: tensor for name, tensor in names.items() if name in kept}
-
-
-def save(
-    path: str | os.PathLike[str],
-    checkpoint: dict[str, Any],
-    module: LightningModule,
-    optimizers: Sequence[Optimizer],
-    main: MainParameters,
-    mesh: ParallelMesh,
-    dataloaders: list[Any],
-) -> None:
-    """Write Lightning's checkpoint as a directory that any layout can load.
-
-    Args:
-        path: The directory.
-        checkpoint: What Lightning collected; tensors are taken from the module and the optimizers, as far as the
-            checkpoint still names them after the user's ``on_save_checkpoint``.
-        module: The module that is saved.
-        optimizers: Its optimizers, over the mains.
-        main: Its parameters.
-        mesh: The groups of this rank.
-        dataloaders: States of the dataloaders that can be resumed, of this rank.
-
-    Communication: collective over all ranks.
+    Saves that are written beside the training are at most one at a time. Whoever owns this polls at a border of
+    batches that all ranks reach together, waits before loading, and closes it before the groups of the run are given
+    back.
     """
-    kept = checkpoint.pop("state_dict", {})
-    tensors = {name: entry for name, entry in model_tensors(module, main).items() if name.removeprefix(_PREFIX) in kept}
-    if checkpoint.pop("optimizer_states", None) is not None:
-        for index, optimizer in enumerate(optimizers):
-            tensors |= optimizer_tensors(index, optimizer, main)
-        checkpoint[_OPTIMIZERS] = [optimizer_metadata(optimizer, main, mesh) for optimizer in optimizers]
-    rank_state = {"random": mesh.random.state_dict(), "dataloaders": dataloaders}
-    save_checkpoint(path, tensors, checkpoint, rank_state, mesh)
 
+    def __init__(self) -> None:
+        self._writer: CheckpointWriter | None = None
+        self._random_states: Mapping[str, Any] | None = None
+        self._verified: str | None = None
+        #: What ``fit``, ``validate``, ``test`` or ``predict`` was given.
+        self.weights_only: bool | None = None
+        #: Whether the checkpoint that was loaded last is a file of another strategy.
+        self.is_plain = False
 
-def load(
-    path: str | os.PathLike[str],
-    module: LightningModule,
-    optimizers: Sequence[Optimizer],
-    main: MainParameters,
-    mesh: ParallelMesh,
-    weights_only: bool | None,
-) -> dict[str, Any]:
-    """Fill module and optimizers from a checkpoint; return what is left for Lightning.
+    # ---- saving
 
-    Args:
-        path: A directory of :func:`save`, or a file that another strategy saved, whose model weights are taken.
-        module: The module to fill.
-        optimizers: Its optimizers, over the mains; empty when not fitting.
-        main: Its parameters.
-        mesh: The groups of this rank.
-        weights_only: As for ``torch.load``; None tries the safe way first.
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        checkpoint: dict[str, Any],
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        main: MainParameters,
+        mesh: ParallelMesh,
+        dataloaders: list[Any],
+        background: bool,
+    ) -> None:
+        """Write Lightning's checkpoint as a directory that any layout can load.
 
-    Communication: collective over all ranks.
-    """
-    if not is_sharded_checkpoint(path):
-        return _load_file(path, optimizers, weights_only)
-    metadata = load_metadata(path, weights_only)
-    load_model(path, module, main, mesh, strict=module.strict_loading)
-    saved = metadata.pop(_OPTIMIZERS, None)
-    if optimizers:
-        if saved is None:
-            raise CheckpointMismatchError(
-                f"a checkpoint to continue training from must hold optimizer states: {os.fspath(path)!r} was saved "
-                "with "
-                "save_weights_only=True. Load it with validate, test or predict, or continue from a full one."
-            )
+        Args:
+            path: The directory or URL.
+            checkpoint: What Lightning collected; tensors are taken from the module and the optimizers, as far as the
+                checkpoint still names them after the user's ``on_save_checkpoint``.
+            module: The module that is saved.
+            optimizers: Its optimizers, over the mains.
+            main: Its parameters.
+            mesh: The groups of this rank.
+            dataloaders: States of the dataloaders that can be resumed, of this rank.
+            background: Return when the tensors are copied, and write beside what comes next.
+
+        Raises:
+            CheckpointSaveError: On all ranks, if one cannot write; with ``background`` :meth:`poll` raises it.
+
+        Communication: collective over all ranks.
+        """
+        kept = {f"{plain_checkpoint.PREFIX}{name}" for name in checkpoint.pop("state_dict", {})}
+        tensors = {name: entry for name, entry in model_tensors(module, main).items() if name in kept}
+        trains = checkpoint.pop("optimizer_states", None) is not None
+        if trains:
+            for index, optimizer in enumerate(optimizers):
+                tensors |= optimizer_tensors(index, optimizer, main)
+            checkpoint[OPTIMIZERS] = [optimizer_metadata(optimizer, main, mesh) for optimizer in optimizers]
+        checkpoint[ONE_PROCESS] = describe_for_one_process(module, optimizers if trains else (), main, mesh)
+        rank_state = {
+            "random": mesh.random.state_dict(),
+            "generators": random_states(mesh.device),
+            "dataloaders": dataloaders,
+        }
+        if self._writer is None:
+            self._writer = CheckpointWriter(mesh)
+        self._writer.save(path, tensors, checkpoint, rank_state, background=background)
+
+    def poll(self) -> None:
+        """Finish a save in the background if all ranks have written; at a border that all ranks reach together.
+
+        Raises:
+            CheckpointSaveError: If it failed on any rank.
+        """
+        if self._writer is not None:
+            self._writer.poll()
+
+    def wait(self) -> None:
+        """Wait until no save is under way; on all ranks.
+
+        Raises:
+            CheckpointSaveError: If it failed on any rank.
+        """
+        if self._writer is not None:
+            self._writer.wait()
+
+    def close(self, abandon: bool = False) -> None:
+        """End what is under way, on all ranks, before the groups of the run are given back.
+
+        Args:
+            abandon: Do not wait for other ranks, which have failed.
+        """
+        writer, self._writer = self._writer, None
+        self._random_states = None
+        if writer is not None and not abandon:
+            writer.close()
+
+    def remove(self, path: str | os.PathLike[str], mesh: ParallelMesh | None) -> None:
+        """Remove a checkpoint, as soon as no newer one is on its way that may still fail; on all ranks."""
+        if self._writer is not None:
+            self._writer.remove(path)
+        elif mesh is None or mesh.rank == 0:
+            place_of(path).remove()
+
+    # ---- loading
+
+    def find_last(self, trainer: Trainer, mesh: ParallelMesh) -> str | None:
+        """Return what ``ckpt_path="last"`` is, verified; on all ranks."""
+        self._verified = find_last(trainer, mesh, self.weights_only)
+        return self._verified
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        main: MainParameters,
+        mesh: ParallelMesh,
+    ) -> dict[str, Any]:
+        """Fill module and optimizers from a checkpoint; return what is left for Lightning.
+
+        Args:
+            path: A directory of :meth:`save`, or a file that another strategy saved, which is returned with its
+                tensors for :func:`plain_checkpoint.load_state_dict` and :func:`plain_checkpoint.load_optimizer`.
+            module: The module to fill.
+            optimizers: Its optimizers, over the mains; empty when not fitting.
+            main: Its parameters.
+            mesh: The groups of this rank.
+
+        Raises:
+            CheckpointMismatchError: If the checkpoint is not one, or one of another model.
+            CorruptDataError: If it is damaged, naming the file.
+            UnsupportedError: If it holds more than tensors and plain values, unless ``weights_only`` is False.
+
+        Communication: collective over all ranks.
+        """
+        self._random_states = None
+        self.is_plain = not is_sharded_checkpoint(path)
+        if self.is_plain:
+            return _read_plain(path, optimizers, self.weights_only)
+        if os.fspath(path) != self._verified:
+            verify_checkpoint(path, mesh=mesh)
+        metadata = load_metadata(path, self.weights_only)
+        load_model(path, module, main, mesh, strict=module.strict_loading)
+        saved, one_process = metadata.pop(OPTIMIZERS, None), metadata.pop(ONE_PROCESS, None)
+        if not optimizers:
+            return metadata
+        if saved is None or one_process is None:
+            raise _no_optimizers(path)
         for index, optimizer in enumerate(optimizers):
             load_optimizer(path, index, optimizer, main, mesh, saved[index])
-        state = load_rank_state(path, mesh, weights_only)
+        self._restore_rank(path, mesh, metadata)
+        return metadata
+
+    def _restore_rank(self, path: str | os.PathLike[str], mesh: ParallelMesh, metadata: dict[str, Any]) -> None:
+        state = load_rank_state(path, mesh, self.weights_only)
         mesh.random.load_state_dict(state.values["random"])
+        if state.same_data:
+            self._random_states = state.values["generators"]
+        else:
+            rank_zero_info(
+                "The checkpoint was saved with another number of data-parallel ranks: what the training draws from "
+                "torch's, numpy's and Python's default generators goes on from the seed of this run."
+            )
         fit_loop = metadata.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        if "combined_loader" in fit_loop:
-            if state.same_data:
-                fit_loop["combined_loader"] = state.values["dataloaders"]
-            else:
-                # Another division of the data: no rank knows which samples it would have read.
-                del fit_loop["combined_loader"]
-    return metadata
+        if "combined_loader" not in fit_loop:
+            return
+        if state.same_data:
+            fit_loop["combined_loader"] = state.values["dataloaders"]
+            return
+        # Another division of the data: no rank knows which samples it would have read.
+        del fit_loop["combined_loader"]
+        if any(state.values["dataloaders"]):
+            rank_zero_warn(
+                "The checkpoint was saved with another number of data-parallel ranks, among which its dataloaders had "
+                "divided the samples: their states are left out, and they start at the beginning of the epoch. "
+                "TokenDataModule counts samples and goes on exactly."
+            )
+
+    def restore_random_states(self, device: torch.device) -> None:
+        """Continue the default generators where the loaded checkpoint left them; right before the first batch."""
+        if self._random_states is not None:
+            restore_random_states(self._random_states, device)
+        self._random_states = None
 
 
-def load_full_state_dict(
-    checkpoint: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh, strict: bool
-) -> None:
-    """Fill this rank's shards from the full tensors of a one-process or ``ddp`` checkpoint."""
-    wanted, specs = model_tensors(module, main), model_placements(module, main)
-    own = {f"{_PREFIX}{name}" for name in module.state_dict()}
-    full = {
-        f"{_PREFIX}{name}": tensor
-        for name, tensor in checkpoint["state_dict"].items()
-        # A shared parameter has an entry here for every name, and one main.
-        if isinstance(tensor, Tensor) and not (f"{_PREFIX}{name}" in own and f"{_PREFIX}{name}" not in specs)
-    }
-    full = {name: _without_padding(tensor, specs.get(name)) for name, tensor in full.items()}
-    copy_full_tensors(full, wanted, mesh, strict, _PREFIX, specs)
-    main.publish()
-
-
-def _without_padding(full: Tensor, spec: Placement | None) -> Tensor:
-    """Cut the rows of a padded vocabulary off."""
-    if not isinstance(spec, ShardSpec) or not spec.full_shape or full.dim() != len(spec.full_shape):
-        return full
-    size = spec.full_shape[spec.dim]
-    return full.narrow(spec.dim, 0, size) if full.shape[spec.dim] > size else full
-
-
-def _load_file(
+def _read_plain(
     path: str | os.PathLike[str], optimizers: Sequence[Optimizer], weights_only: bool | None
 ) -> dict[str, Any]:
     if os.path.isdir(path) or not ("://" in os.fspath(path) or os.path.exists(path)):
         raise CheckpointMismatchError(
             "a checkpoint must be a directory that this strategy saved, or a file of another strategy: "
-            f"{os.fspath(path)!r} is "
-            "neither. A save that was interrupted leaves nothing. Check the path."
+            f"{os.fspath(path)!r} is neither. A save that was interrupted leaves nothing. Check the path, or pass "
+            "ckpt_path='last'."
         )
-    if optimizers:
-        rank_zero_warn(
-            f"{os.fspath(path)} was saved by another strategy: model weights, loops and schedulers are restored, but "
-            "not the "
-            "optimizer's states, which start empty."
-        )
-    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only is True)
+    checkpoint = read_file(path, weights_only)
+    if optimizers and "optimizer_states" not in checkpoint:
+        raise _no_optimizers(path)
+    plain_checkpoint.translate_precision(checkpoint)
     return checkpoint
+
+
+def _no_optimizers(path: str | os.PathLike[str]) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"a checkpoint to continue training from must hold optimizer states: {os.fspath(path)!r} was saved with "
+        "save_weights_only=True. Load it with validate, test or predict, or continue from a full one."
+    )

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.strategy import checkpoints
+from lightning_megatron.strategy import plain_checkpoint
+from lightning_megatron.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.options import StrategyOptions
-from lightning_megatron.strategy.private import publish_device_mesh, training_loader_states
+from lightning_megatron.strategy.private import find_last_checkpoint_by, publish_device_mesh, training_loader_states
 
 
 class MegatronStrategy(ModelStrategy):
@@ -125,6 +126,7 @@ class MegatronStrategy(ModelStrategy):
             async_save=async_save,
         )
         super().__init__(options)
+        self._checkpoints = RunCheckpoints()
 
     # ---- checkpoints
 
@@ -136,14 +138,37 @@ class MegatronStrategy(ModelStrategy):
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
-        # load_checkpoint fills the optimizers: their states are as large as the model and cut like it.
-        return False
+        # load_checkpoint fills the optimizers, unless the checkpoint is a file of another strategy.
+        return self._checkpoints.is_plain
+
+    @override
+    def check_run(self, arguments: Mapping[str, Any]) -> None:
+        super().check_run(arguments)
+        # Lightning does not pass it on to a strategy that loads after its setup.
+        self._checkpoints.weights_only = arguments.get("weights_only")
+        find_last_checkpoint_by(arguments["trainer"], self._find_last_checkpoint)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._checkpoints.restore_random_states(self.root_device)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._checkpoints.poll()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._checkpoints.wait()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's shards by name; in full precision under mixed precision."""
+        """Return this rank's shards of the model's own parameters by name."""
         assert self._state is not None, "setup has run"
-        return checkpoints.local_state_dict(self.user_module, self._state.main)
+        self._state.main.wait()
+        return self.user_module.state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -162,10 +187,26 @@ class MegatronStrategy(ModelStrategy):
                 "it out."
             )
         assert self._state is not None, "setup has run"
+        in_run, trainer = self._mesh is not None, self.user_module.trainer
+        background = in_run and self.options.async_save and trainer.state.fn == TrainerFn.FITTING
         with self.temporary_mesh() as mesh:
-            path = self.broadcast(os.fspath(filepath))
-            loaders = training_loader_states(self.user_module.trainer)
-            checkpoints.save(path, checkpoint, self.user_module, self.optimizers, self._state.main, mesh, loaders)
+            self._checkpoints.save(
+                self.broadcast(os.fspath(filepath)),
+                checkpoint,
+                self.user_module,
+                self.optimizers,
+                self._state.main,
+                mesh,
+                training_loader_states(trainer),
+                background,
+            )
+            if not in_run:
+                self._checkpoints.close()
+
+    @override
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint; while a newer one is being written, only after that is complete."""
+        self._checkpoints.remove(filepath, self._mesh)
 
     @override
     def load_checkpoint(
@@ -173,21 +214,32 @@ class MegatronStrategy(ModelStrategy):
     ) -> dict[str, Any]:
         """Fill the module, and while fitting the optimizers, and return what is left for Lightning."""
         assert self._state is not None, "setup has run"
+        self._checkpoints.wait()
         # An earlier fit of this trainer has left optimizers, which evaluation has nothing to do with.
         optimizers = self.optimizers if self.user_module.trainer.state.fn == TrainerFn.FITTING else ()
         path = self.broadcast(os.fspath(checkpoint_path))
-        return checkpoints.load(path, self.user_module, optimizers, self._state.main, self.mesh, weights_only)
+        return self._checkpoints.load(path, self.user_module, optimizers, self._state.main, self.mesh)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # Sharded checkpoints are in the module already; files of other strategies come with full tensors.
         if "state_dict" in checkpoint:
             assert self._state is not None, "setup has run"
-            checkpoints.load_full_state_dict(checkpoint, self.user_module, self._state.main, self.mesh, strict)
+            full = checkpoint["state_dict"]
+            plain_checkpoint.load_state_dict(full, self.user_module, self._state.main, self.mesh, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: load_checkpoint has filled the optimizers."""
+        """Fill the optimizers from the file of another strategy; load_checkpoint has filled them from a directory."""
+        if "optimizer_states" in checkpoint:
+            assert self._state is not None, "setup has run"
+            main, full = self._state.main, checkpoint["state_dict"]
+            for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                plain_checkpoint.load_optimizer(optimizer, saved, full, main, self.mesh)
+
+    def _find_last_checkpoint(self) -> str | None:
+        self._checkpoints.wait()
+        return self._checkpoints.find_last(self.user_module.trainer, self.mesh)
 
     # ---- end
 
@@ -202,6 +254,7 @@ class MegatronStrategy(ModelStrategy):
         if self._state is not None:
             self._state.release()
         self._steps = None
+        self._checkpoints.close(abandon=self._watch.has_failed)
         self.leave_mesh()
         if self.lightning_module is not None:
             publish_device_mesh(self.lightning_module, None)

@@ -70,10 +70,10 @@ def order_groups(stages: Sequence[Sequence[Sequence[str]]], order: Iterable[str]
                     "stages' parameters is not known. Build the group from self.named_parameters() without sorting "
                     "it, or use pp=1."
                 )
-    groups = max(len(one) for one in stages)
+    num_groups = max(len(one) for one in stages)
     return [
         sorted((name for one in stages for name in (one[number] if number < len(one) else ())), key=place.__getitem__)
-        for number in range(groups)
+        for number in range(num_groups)
     ]
 
 

@@ -1,0 +1,220 @@
+"""Write a sharded checkpoint as the one file that Lightning's own strategies load, optimizer states by number."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.directory import find_checkpoint
+from lightning_megatron.checkpoint.load import SavedTensor, load_metadata, read_full, saved_tensors
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+
+#: Keys of the metadata beside Lightning's own: hyperparameters of the optimizers, and the model in one process.
+OPTIMIZERS, ONE_PROCESS = "megatron_optimizers", "megatron_one_process"
+MODEL = "state_dict."
+_STATE = re.compile(r"optimizer\.\d+\.state\.")
+#: Tensors are read in turns of this size (bytes).
+_BATCH = 1 << 30
+#: What Lightning leaves out of a checkpoint with ``save_weights_only=True``.
+_TRAINING_KEYS = (OPTIMIZERS, "callbacks", "lr_schedulers", "MegatronPrecision")
+
+
+@dataclass(frozen=True)
+class Written:
+    """Say what was written.
+
+    Args:
+        num_tensors: Tensors in it.
+        num_bytes: Their size (bytes).
+    """
+
+    num_tensors: int
+    num_bytes: int
+
+
+def consolidate(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    weights_only: bool = False,
+    dtype: torch.dtype | None = None,
+    unsafe: bool = False,
+) -> Written:
+    """Write one file that ``Trainer(strategy="auto").fit(ckpt_path=...)`` continues from.
+
+    Tensors are read one after the other into temporary files beside the result, so that memory holds few of them.
+
+    Args:
+        path: A checkpoint of this library, saved by any layout.
+        out: The file to write, on a mounted file system.
+        weights_only: Leave out what a training needs to continue.
+        dtype: Of the floating-point weights; None keeps what was saved, full precision under mixed precision.
+        unsafe: Unpickle whatever the checkpoint holds beside tensors.
+
+    Raises:
+        CheckpointMismatchError: If there is no complete checkpoint, or it does not say what one process would have.
+        CorruptDataError: If it is damaged, naming the file.
+        UnsupportedError: If it holds more than tensors and plain values, and ``unsafe`` is not set.
+    """
+    metadata = load_metadata(path, weights_only=not unsafe)
+    one_process, saved = metadata.pop(ONE_PROCESS, None), saved_tensors(path)
+    if one_process is None:
+        raise CheckpointMismatchError(
+            f"a checkpoint must say how one process holds its model to be written as one file: {os.fspath(path)} "
+            "does not. An earlier version saved it. Load it with MegatronStrategy and save it again."
+        )
+    metadata = without_training(metadata) if weights_only else metadata
+    target = Path(out)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        tensors = _TensorsOnDisk(Path(folder), one_process["padded_rows"], saved)
+        names = [name for name in saved if name.startswith(MODEL) or (not weights_only and _STATE.match(name))]
+        for entry, full in read_one_by_one(path, names, saved):
+            is_weight = entry.startswith(MODEL)
+            name = entry.removeprefix(MODEL) if is_weight else _STATE.sub("", entry).rpartition(".")[0]
+            converted = is_weight and dtype is not None and full.is_floating_point()
+            tensors.add(entry, name, full.to(dtype) if converted else full)
+        plain = _without_division(metadata, find_checkpoint(path).header.layout.dp)
+        aliases = one_process["aliases"]
+        plain["state_dict"] = {name: tensors.get(f"{MODEL}{aliases.get(name, name)}") for name in one_process["order"]}
+        if not weights_only:
+            plain["optimizer_states"] = [
+                _numbered(index, optimizer, one_process["numbering"][index], tensors)
+                for index, optimizer in enumerate(plain.pop(OPTIMIZERS, ()))
+            ]
+            _translate_precision(plain)
+        unfinished = Path(folder) / target.name
+        torch.save(plain, unfinished)
+        os.replace(unfinished, target)
+        return Written(tensors.num_tensors, tensors.num_bytes)
+
+
+def without_training(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Lightning keeps with ``save_weights_only=True``."""
+    return {key: value for key, value in metadata.items() if key not in _TRAINING_KEYS}
+
+
+def read_one_by_one(
+    path: str | os.PathLike[str], names: Iterable[str], saved: Mapping[str, SavedTensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Read full tensors, so that memory holds a gigabyte of them, or one that is larger.
+
+    Args:
+        path: The checkpoint.
+        names: The entries to read.
+        saved: All entries of the checkpoint.
+    """
+    batch: list[str] = []
+    size = 0
+    for name in names:
+        num_bytes = prod(saved[name].shape) * saved[name].dtype.itemsize
+        if batch and size + num_bytes > _BATCH:
+            yield from read_full(path, batch).items()
+            batch, size = [], 0
+        batch.append(name)
+        size += num_bytes
+    if batch:
+        yield from read_full(path, batch).items()
+
+
+class _TensorsOnDisk:
+    """Keep full tensors in files that memory is mapped to.
+
+    Args:
+        folder: Where the files are.
+        padded_rows: Rows of the tensors that have more in one process.
+        saved: All entries of the checkpoint.
+    """
+
+    def __init__(self, folder: Path, padded_rows: Mapping[str, int], saved: Mapping[str, SavedTensor]) -> None:
+        self._folder, self._padded_rows, self._saved = folder, padded_rows, saved
+        self._tensors: dict[str, Tensor] = {}
+        self.num_bytes = 0
+
+    @property
+    def num_tensors(self) -> int:
+        """Count the tensors."""
+        return len(self._tensors)
+
+    def add(self, entry: str, name: str, full: Tensor) -> None:
+        """Keep a full tensor, with the padding that it has in one process.
+
+        Args:
+            entry: Its name in the checkpoint.
+            name: The parameter that it is, or is a state of.
+            full: The tensor.
+        """
+        shape, weights = list(full.shape), self._saved.get(f"{MODEL}{name}")
+        if name in self._padded_rows and weights is not None and tuple(shape) == weights.shape:
+            shape[0] = self._padded_rows[name]
+        kept = full
+        if full.dim():
+            file = str(self._folder / f"{len(self._tensors)}.tensor")
+            kept = torch.from_file(file, shared=True, size=prod(shape), dtype=full.dtype).view(shape)
+            kept[: full.shape[0]].copy_(full)
+        self._tensors[entry] = kept
+        self.num_bytes += kept.nbytes
+
+    def get(self, entry: str) -> Tensor:
+        """Return a tensor; nothing is stored of one without elements."""
+        return self._tensors[entry] if entry in self._tensors else torch.empty(0)
+
+    def states_of(self, prefix: str) -> Iterator[tuple[str, str, Tensor]]:
+        """List (parameter, key, tensor) of an optimizer's states."""
+        for entry, tensor in self._tensors.items():
+            if entry.startswith(prefix):
+                name, _, key = entry.removeprefix(prefix).rpartition(".")
+                yield name, key, tensor
+
+
+def _numbered(
+    index: int, optimizer: Mapping[str, Any], numbering: list[list[str]] | str, tensors: _TensorsOnDisk
+) -> dict[str, Any]:
+    """Return an optimizer's state dict as torch has it, where parameters are numbers."""
+    if isinstance(numbering, str):
+        raise UnsupportedError(
+            f"{numbering} Until then, write the weights alone (--weights-only): they do not depend on the order."
+        )
+    number_of = {name: number for number, name in enumerate(name for names in numbering for name in names)}
+    state: dict[int, dict[str, Any]] = {}
+    for name, key, tensor in tensors.states_of(f"optimizer.{index}.state."):
+        state.setdefault(number_of[name], {})[key] = tensor
+    for name, plain in optimizer["values"].items():
+        state.setdefault(number_of[name], {}).update(plain)
+    groups = [
+        {**group["hyperparameters"], "params": [number_of[name] for name in names]}
+        for group, names in zip(optimizer["groups"], numbering, strict=True)
+    ]
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def _without_division(metadata: Mapping[str, Any], dp: int) -> dict[str, Any]:
+    """Leave out the dataloader states of one of several data-parallel ranks: they are not those of one process."""
+    plain = dict(metadata)
+    loops = {key: dict(value) for key, value in metadata.get("loops", {}).items()}
+    fit = dict(loops.get("fit_loop", {}).get("state_dict", {}))
+    if dp > 1 and any(fit.get("combined_loader", ())):
+        del fit["combined_loader"]
+        loops["fit_loop"]["state_dict"] = fit
+        plain["loops"] = loops
+    return plain
+
+
+def _translate_precision(plain: dict[str, Any]) -> None:
+    """Let Lightning's own mixed precision go on with the loss scale."""
+    scale = plain.pop("MegatronPrecision", {}).get("loss_scale")
+    if scale is not None:
+        plain["MixedPrecision"] = {
+            "scale": scale["scale"],
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "_growth_tracker": scale["clean_steps"],
+        }

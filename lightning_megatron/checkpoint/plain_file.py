@@ -1,0 +1,80 @@
+"""Checkpoint files that Lightning's own strategies write: one file, full tensors, states by number."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from typing import Any
+
+import fsspec
+import torch
+
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
+
+
+def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+    """Read a checkpoint file of another strategy; full tensors stay on the disk until they are used.
+
+    Args:
+        path: The file, or its URL.
+        weights_only: False unpickles whatever is there, which runs code that it names; otherwise nothing but tensors
+            and plain values is read.
+
+    Raises:
+        CorruptDataError: If it is no checkpoint file, or damaged.
+        UnsupportedError: If it holds more than tensors and plain values.
+    """
+    safe, text = weights_only is not False, os.fspath(path)
+    try:
+        if "://" not in text:
+            found = torch.load(text, map_location="cpu", weights_only=safe, mmap=zipfile.is_zipfile(text))
+        else:
+            with fsspec.open(text, "rb") as file:
+                found = torch.load(file, map_location="cpu", weights_only=safe)
+    except pickle.UnpicklingError as error:
+        lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
+        if not safe or not lines:
+            raise _damaged(text, error) from error
+        raise UnsupportedError(
+            f"a checkpoint must hold nothing but tensors and plain values to be read safely: {text} holds more "
+            f"({lines[0]}). Reading other objects can run any code that the file names. If you trust the types, tell "
+            "torch.serialization.add_safe_globals([...]) of them before loading; if you trust the file, load it with "
+            "weights_only=False."
+        ) from error
+    except (RuntimeError, EOFError, KeyError) as error:
+        raise _damaged(text, error) from error
+    if not isinstance(found, dict) or "state_dict" not in found:
+        raise CorruptDataError(
+            f"a checkpoint file must be one of Lightning: {text} has no 'state_dict'. It holds something else. Load "
+            "it in your module instead."
+        )
+    return found
+
+
+def verify_file(path: str | os.PathLike[str]) -> int:
+    """Read all of a checkpoint file on a mounted file system and compare it with the checksums inside.
+
+    Returns:
+        the size of the file (bytes).
+
+    Raises:
+        CorruptDataError: If it is no such file, or damaged.
+    """
+    text = os.fspath(path)
+    try:
+        with zipfile.ZipFile(text) as file:
+            wrong = file.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+        raise _damaged(text, error) from error
+    if wrong is not None:
+        raise _damaged(text, ValueError(f"the checksum of {wrong} inside is not that of its content"))
+    return os.path.getsize(text)
+
+
+def _damaged(path: str, error: Exception) -> CorruptDataError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return CorruptDataError(
+        f"a checkpoint file must be as torch.save wrote it: {path} is not ({reason}). It is damaged, cut off, or no "
+        "checkpoint. Use another one."
+    )

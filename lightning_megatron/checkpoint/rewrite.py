@@ -1,0 +1,139 @@
+"""Write a checkpoint again: in another number of files, without what only training needs, in another dtype."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import ExitStack
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lightning_megatron.checkpoint.consolidate import MODEL, Written, read_one_by_one, without_training
+from lightning_megatron.checkpoint.directory import find_checkpoint, place_of
+from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX
+from lightning_megatron.checkpoint.load import load_metadata, load_rank_states, saved_tensors
+from lightning_megatron.checkpoint.save import RANK_STATE
+from lightning_megatron.checkpoint.storage import FileRecord, Folder, HashingStream, writing
+from lightning_megatron.checkpoint.tensor_index import write_index
+from lightning_megatron.checkpoint.values import to_bytes
+
+#: Pieces of a tensor are at most about this large, so that ranks need not read all of it (bytes).
+_PIECE = 1 << 26
+
+
+def rewrite(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    num_files: int = 1,
+    weights_only: bool = False,
+    dtype: torch.dtype | None = None,
+    unsafe: bool = False,
+) -> Written:
+    """Write a checkpoint that any layout loads like the one that it was made of.
+
+    Tensors are read and written one after the other, so that memory holds few of them.
+
+    Args:
+        path: A checkpoint of this library, saved by any layout.
+        out: The directory or URL of the new one; what is there is replaced when the new one is complete.
+        num_files: Files of tensors, of about the same size (files).
+        weights_only: Leave out what a training needs to continue.
+        dtype: Of the floating-point weights; None keeps what was saved.
+        unsafe: Unpickle whatever the checkpoint holds beside tensors.
+
+    Raises:
+        CheckpointMismatchError: If there is no complete checkpoint.
+        CorruptDataError: If it is damaged, naming the file.
+        UnsupportedError: If it holds more than tensors and plain values, and ``unsafe`` is not set.
+    """
+    source, saved = find_checkpoint(path), saved_tensors(path)
+    metadata = load_metadata(path, weights_only=not unsafe)
+    names = [name for name in saved if not weights_only or name.startswith(MODEL)]
+    ranks = {} if weights_only else load_rank_states(path, weights_only=not unsafe)
+    place = place_of(out)
+    token = place.begin()
+    try:
+        folder = place.folder(token)
+        files = _TensorFiles(folder, num_files)
+        with files.opened():
+            for name, full in read_one_by_one(path, names, saved):
+                is_weight = name.startswith(MODEL) and full.is_floating_point()
+                files.add_tensor(name, full if dtype is None or not is_weight else full.to(dtype))
+            for rank, values in ranks.items():
+                files.add_object(f"{RANK_STATE}{rank}", to_bytes(values))
+        records = files.finish()
+        kept = metadata if not weights_only else without_training(metadata)
+        with writing(folder, METADATA) as stream:
+            stream.write(to_bytes(kept))
+        records[METADATA] = stream.record
+        header = replace(source.header, files=records, folder=".", torch=torch.__version__)
+        place.publish(token, header)
+    except BaseException:
+        place.discard(token)
+        raise
+    return Written(len(names), files.num_bytes)
+
+
+class _TensorFiles:
+    """Write tensors to files in turn, each piece to the file that is shortest."""
+
+    def __init__(self, folder: Folder, num_files: int) -> None:
+        self._folder, self._num_files = folder, num_files
+        self._streams: dict[str, HashingStream] = {}
+        self._index = Metadata(state_dict_metadata={}, storage_data={})
+        self.num_bytes = 0
+
+    def opened(self) -> ExitStack:
+        """Open the files; they are on the disk when the block ends."""
+        stack = ExitStack()
+        for number in range(self._num_files):
+            name = f"__{number}_0.distcp"
+            self._streams[name] = stack.enter_context(writing(self._folder, name))
+        return stack
+
+    def add_tensor(self, name: str, full: Tensor) -> None:
+        """Write a full tensor in pieces of whole rows."""
+        rows = full.shape[0] if full.dim() else 1
+        step = max(1, _PIECE // max(1, full.nbytes // max(rows, 1)))
+        chunks = []
+        for start in range(0, rows, step):
+            piece = full[start : start + step].clone() if full.dim() else full
+            offsets = torch.Size([start, *([0] * (full.dim() - 1))]) if full.dim() else torch.Size()
+            chunks.append(ChunkStorageMetadata(offsets, piece.shape))
+            buffer = io.BytesIO()
+            torch.save(piece, buffer)
+            self._append(MetadataIndex(name, offsets), buffer)
+        properties = TensorProperties.create_from_tensor(full)
+        self._index.state_dict_metadata[name] = TensorStorageMetadata(properties, full.shape, chunks)
+        self.num_bytes += full.element_size() * prod(full.shape)
+
+    def add_object(self, name: str, data: bytes) -> None:
+        """Write the bytes of an object."""
+        self._append(MetadataIndex(name), io.BytesIO(data))
+        self._index.state_dict_metadata[name] = BytesStorageMetadata()
+
+    def _append(self, index: MetadataIndex, data: io.BytesIO) -> None:
+        name = min(self._streams, key=lambda one: self._streams[one].tell())
+        stream = self._streams[name]
+        start = stream.tell()
+        stream.write(data.getbuffer())
+        assert self._index.storage_data is not None, "it was made as a dictionary"
+        self._index.storage_data[index] = _StorageInfo(name, start, stream.tell() - start)
+
+    def finish(self) -> dict[str, FileRecord]:
+        """Write the list of tensors and describe all files."""
+        with writing(self._folder, TENSOR_INDEX) as stream:
+            write_index(self._index, stream)
+        return {**{name: one.record for name, one in self._streams.items()}, TENSOR_INDEX: stream.record}

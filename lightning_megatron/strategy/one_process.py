@@ -1,0 +1,84 @@
+"""What a checkpoint says of the model in one process, so that its plain file can be written without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.shards import padded_vocab_size
+from lightning_megatron.strategy.name_order import merge_orders, order_groups
+from lightning_megatron.training.main_parameters import MainParameters
+
+#: Tensors of a GPT whose rows are the vocabulary.
+_VOCABULARY = ("embedding.word.weight", "head.weight")
+
+
+def describe_for_one_process(
+    module: nn.Module, optimizers: Sequence[Optimizer], main: MainParameters, mesh: ParallelMesh
+) -> dict[str, Any]:
+    """Collect names and order of the tensors that one process would have.
+
+    Args:
+        module: The module.
+        optimizers: Its optimizers.
+        main: Its parameters.
+        mesh: The groups of this rank.
+
+    Returns:
+        ``order``: names of the state dict; ``aliases``: names that share the tensor of another; ``padded_rows``: rows
+        of the tensors that have more in one process; ``numbering``: for each optimizer the names in each group, or the
+        reason why they are not known.
+
+    Communication: one gather over pp.
+    """
+    first_name: dict[int, str] = {}
+    names, aliases = [], {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if name in main.names and main.spec(name).tied_to is not None:
+            continue
+        names.append(name)
+        original = first_name.setdefault(id(tensor), name)
+        if original != name:
+            aliases[name] = original
+    groups = [
+        [[name for name in group if main.spec(name).tied_to is None] for group in main.names_of(optimizer)]
+        for optimizer in optimizers
+    ]
+    stages = all_gather_objects((names, aliases, padded_rows(module), groups), mesh.pp_cpu)
+    order = merge_orders([stage[0] for stage in stages])
+    return {
+        "order": order,
+        "aliases": _merged([stage[1] for stage in stages]),
+        "padded_rows": _merged([stage[2] for stage in stages]),
+        "numbering": [_numbering([stage[3][index] for stage in stages], order) for index in range(len(optimizers))],
+    }
+
+
+def padded_rows(module: nn.Module) -> dict[str, int]:
+    """Count the rows that vocabulary tables have in one process, where these are more than the vocabulary (rows)."""
+    rows: dict[str, int] = {}
+    for prefix, part in module.named_modules():
+        if isinstance(part, GPT):
+            size = padded_vocab_size(part.config.vocab_size, 1, part.config.vocab_multiple)
+            if size > part.config.vocab_size:
+                held = dict(part.named_parameters())
+                rows |= {f"{prefix}.{name}" if prefix else name: size for name in _VOCABULARY if name in held}
+    return rows
+
+
+def _numbering(stages: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> list[list[str]] | str:
+    try:
+        return order_groups(stages, order)
+    except CheckpointMismatchError as error:
+        return str(error)
+
+
+def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}

@@ -1,0 +1,163 @@
+"""Fill shards and optimizers from the checkpoint files of one process or ``ddp``: full tensors, states by number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megatron.checkpoint import copy_full_tensors, model_placements, model_tensors
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.name_order import named_numbers, order_groups
+from lightning_megatron.training.main_parameters import MainParameters, MainSlice
+from lightning_megatron.training.shared_gradients import original_name
+
+PREFIX = "state_dict."
+
+#: How the optimizer computes its step stays its own choice: it depends on the device, and changes no result.
+_NOT_TAKEN = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+
+
+def load_state_dict(
+    full: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh, strict: bool
+) -> None:
+    """Fill this rank's parameters and buffers from full tensors.
+
+    Raises:
+        CheckpointMismatchError: On all ranks, naming tensors and shapes.
+
+    Communication: gathers of names over pp and over tp x pp, then that of ``main.publish``.
+    """
+    wanted, expected = model_tensors(module, main), model_placements(module, main)
+    own = {f"{PREFIX}{name}" for name in module.state_dict()}
+    given = {f"{PREFIX}{name}": tensor for name, tensor in full.items() if isinstance(tensor, Tensor)}
+    # A shared parameter has an entry in the file for every name, and one main.
+    given = {name: tensor for name, tensor in given.items() if name in expected or name not in own}
+    here = {name: placement.full_shape for name, placement in expected.items()}
+    # A tied copy is filled from its original, which another stage has.
+    shapes = {name: shape for stage in all_gather_objects(here, mesh.pp_cpu) for name, shape in stage.items()}
+    given = {name: without_padding(tensor, shapes.get(name, ())) for name, tensor in given.items()}
+    copy_full_tensors(given, wanted, mesh, strict, PREFIX, expected)
+    main.publish()
+
+
+def load_optimizer(
+    optimizer: Optimizer, saved: Mapping[str, Any], full: Mapping[str, Any], main: MainParameters, mesh: ParallelMesh
+) -> None:
+    """Continue an optimizer from torch's state dict of it, whose parameters are numbers.
+
+    Args:
+        optimizer: One over the mains.
+        saved: ``state`` and ``param_groups`` as torch writes them.
+        full: The full tensors of the model by name, in the order of its modules.
+        main: This rank's parameters.
+        mesh: The groups of this rank.
+
+    Raises:
+        CheckpointMismatchError: If groups, numbers or shapes do not agree.
+        UnsupportedError: If a state tensor cannot be cut like its parameter.
+
+    Communication: one gather of names over pp, one of failures over the world.
+    """
+    names_here = [[name for name in names if main.spec(name).tied_to is None] for names in main.names_of(optimizer)]
+    names = order_groups(all_gather_objects(names_here, mesh.pp_cpu), full)
+    groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
+    if len(groups) != len(names):
+        raise CheckpointMismatchError(
+            f"an optimizer must have the parameter groups that were saved: {len(groups)} were saved, it has "
+            f"{len(names)}. Restore configure_optimizers as it was, or load the weights alone."
+        )
+    state_of: dict[str, Mapping[str, Any]] = {}
+    for group, group_names in zip(groups, names, strict=True):
+        for number, name in zip(group["params"], named_numbers(group, group_names), strict=True):
+            state_of[name] = saved["state"].get(number, {})
+            _check_shapes(name, state_of[name], full)
+    complaints = []
+    for piece, on_device in _pieces_of(optimizer, main):
+        tied_to = main.spec(piece.name).tied_to
+        name = piece.name if tied_to is None else original_name(piece.name, tied_to, state_of.keys()) or piece.name
+        before = optimizer.state.get(piece.main, {})
+        try:
+            state = {
+                key: _cut(piece, name, key, value, before.get(key), on_device) for key, value in state_of[name].items()
+            }
+        except UnsupportedError as error:
+            complaints.append(str(error))
+            continue
+        if state:
+            optimizer.state[piece.main] = state
+    # Data ranks hold different parameters: one that cannot go on must not leave the others waiting.
+    everywhere = [complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part]
+    if everywhere:
+        raise UnsupportedError(everywhere[0])
+    for group, taken in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in taken.items() if key not in _NOT_TAKEN})
+
+
+def without_padding(full: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
+    """Cut the rows of a padded vocabulary off, where ``shape`` has fewer."""
+    if not shape or full.dim() != len(shape) or full.shape[dim] <= shape[dim]:
+        return full
+    return full.narrow(dim, 0, shape[dim])
+
+
+def translate_precision(checkpoint: dict[str, Any]) -> None:
+    """Continue with the loss scale of Lightning's own mixed precision, in place."""
+    scaler = checkpoint.get("MixedPrecision")
+    if isinstance(scaler, Mapping) and "scale" in scaler:
+        counts = {"clean_steps": int(scaler.get("_growth_tracker", 0)), "hysteresis_left": 1}
+        checkpoint.setdefault(
+            "MegatronPrecision", {"loss_scale": {"scale": float(scaler["scale"]), **counts}, "skipped_steps": 0}
+        )
+
+
+def _pieces_of(optimizer: Optimizer, main: MainParameters) -> Iterator[tuple[MainSlice, bool]]:
+    """Pair every piece that an optimizer trains here with whether it wants its step count on the device."""
+    piece_of = {id(piece.main): piece for piece in main.slices.values()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # Frozen parameters, and those that other data-parallel ranks train, are in the groups as well.
+            if id(parameter) in piece_of:
+                yield piece_of[id(parameter)], bool(group.get("fused") or group.get("capturable"))
+
+
+def _check_shapes(name: str, state: Mapping[str, Any], full: Mapping[str, Any]) -> None:
+    """Refuse states that are those of another parameter, as far as their shapes tell."""
+    shape = tuple(full[name].shape)
+    large = [value for value in state.values() if isinstance(value, Tensor) and value.dim() == len(shape)]
+    wrong = [tuple(value.shape) for value in large if value.numel() > 1 and tuple(value.shape) != shape]
+    if wrong:
+        raise CheckpointMismatchError(
+            f"an optimizer's state must be shaped like its parameter: what was saved with the number of {name!r} has "
+            f"shape {wrong[0]}, the parameter {shape}. The parameters were numbered in another order. Restore "
+            "configure_optimizers as it was, or load the weights alone."
+        )
+
+
+def _cut(piece: MainSlice, name: str, key: str, value: Any, before: Any, on_device: bool) -> Any:
+    """Return this rank's part of a saved state value, in the dtype and on the device that torch would give it."""
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":
+        return value.to(piece.main.device, torch.float32) if on_device else value.clone()
+    dtype = before.dtype if isinstance(before, Tensor) else piece.main.dtype
+    dtype = dtype if value.is_floating_point() else value.dtype
+    shape = piece.placement.full_shape
+    full = without_padding(value, shape)
+    if tuple(full.shape) == shape:
+        local = torch.zeros(piece.main.shape, dtype=dtype, device=piece.main.device)
+        piece.placement.copy_from_full(local, full)
+        return local
+    if value.numel() > 1 and tuple(piece.main.shape) != shape:
+        raise UnsupportedError(
+            f"optimizer state must be shaped like its parameter or be a scalar to be cut: {key!r} of {name!r} has "
+            f"shape {tuple(value.shape)}, the parameter {shape}. How such state is cut is not known. Use an "
+            "element-wise optimizer such as AdamW, or load the weights alone."
+        )
+    return value.to(piece.main.device, dtype)
