@@ -42,6 +42,9 @@ class CausalLM(LightningModule):
         min_lr_ratio: Lowest learning rate, as a part of the highest.
         label_smoothing: Probability spread evenly over the vocabulary in training; validation and test use none.
         bytes_per_token: Mean length of a token, for bits per byte; None asks the data module (bytes).
+        token_weighted: Whether the gradients of a step under MegatronStrategy are those of the mean over all its
+            tokens, whichever rank and microbatch they are on; else microbatches and ranks weigh by their samples, as
+            ranks do under every other strategy. The two differ where samples have ignored labels.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class CausalLM(LightningModule):
         min_lr_ratio: float = 0.1,
         label_smoothing: float = 0.0,
         bytes_per_token: float | None = None,
+        token_weighted: bool = True,
     ) -> None:
         super().__init__()
         # A checkpoint stores plain values, so the configuration comes back as a mapping.
@@ -64,6 +68,7 @@ class CausalLM(LightningModule):
         self.warmup_steps, self.max_steps = warmup_steps, max_steps
         self.schedule, self.min_lr_ratio = schedule, min_lr_ratio
         self.label_smoothing, self.bytes_per_token = label_smoothing, bytes_per_token
+        self.token_weighted = token_weighted
         self.save_hyperparameters(
             {
                 "config": asdict(self.config),
@@ -76,6 +81,7 @@ class CausalLM(LightningModule):
                 "min_lr_ratio": min_lr_ratio,
                 "label_smoothing": label_smoothing,
                 "bytes_per_token": bytes_per_token,
+                "token_weighted": token_weighted,
             }
         )
         self.model: GPT | None = None
@@ -107,18 +113,18 @@ class CausalLM(LightningModule):
         assert self.model is not None, "configure_model builds the model before its first use"
         return self.model(tokens, labels, label_smoothing=label_smoothing, ignore_index=_IGNORED)
 
-    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the mean loss of the batch's tokens."""
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor | dict[str, Tensor]:
+        """Return the mean loss of the batch's tokens, and how many they are."""
         if self.device_mesh is None:
             # Only MegatronStrategy moves the random streams on by itself.
             assert self.model is not None, "configure_model builds the model before its first use"
             self.model.mesh.random.device = self.device
             self.model.mesh.random.begin_microbatch(self.global_step, batch_idx)
-        loss = self._mean_loss(batch, self.label_smoothing)
+        loss, num_tokens = self._mean_loss(batch, self.label_smoothing)
         self.log(
             "train_loss", loss.detach(), on_step=True, prog_bar=True, sync_dist=True, batch_size=len(batch["tokens"])
         )
-        return loss
+        return {"loss": loss, "num_tokens": num_tokens} if self.token_weighted else loss
 
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
         """Log the mean loss of the batch's tokens."""
@@ -138,11 +144,18 @@ class CausalLM(LightningModule):
         others = [p for p in self.parameters() if p.requires_grad and p.dim() <= 1]
         # Both groups exist on every rank, also on one that holds no parameter of a kind, so that checkpoints line up.
         groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(self.betas[0], self.betas[1]))
+        optimizer = torch.optim.AdamW(
+            groups, lr=self.learning_rate, betas=(self.betas[0], self.betas[1]), fused=self._is_fused() or None
+        )
         schedule = WarmupSchedule(self.schedule, self.warmup_steps, self._num_steps(), self.min_lr_ratio)
         # A lambda is not saved with the scheduler, so a resumed training follows the settings it is given.
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.factor(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _is_fused(self) -> bool:
+        """Tell whether one kernel updates all parameters: on GPUs, except where Lightning cannot clip for it."""
+        on_gpu = all(parameter.is_cuda for parameter in self.parameters())
+        return on_gpu and isinstance(self.device_mesh, ParallelMesh)
 
     def _mesh(self) -> ParallelMesh:
         found: Any = self.device_mesh
@@ -156,17 +169,20 @@ class CausalLM(LightningModule):
         # Every data-parallel process drops other elements, while all start from the same weights.
         return single_mesh(derive_seed(torch.initial_seed(), self.global_rank))
 
-    def _mean_loss(self, batch: Mapping[str, Tensor], label_smoothing: float = 0.0) -> Tensor:
+    def _mean_loss(self, batch: Mapping[str, Tensor], label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Return the mean loss over the tokens that are not ignored, 0 if all are, and their number."""
         losses = self(batch["tokens"], batch["labels"], label_smoothing)
-        return losses.sum() / (batch["labels"] != _IGNORED).sum().clamp(min=1)
+        num_tokens = (batch["labels"] != _IGNORED).sum()
+        return losses.sum() / num_tokens.clamp(min=1), num_tokens
 
     def _evaluate(self, batch: Mapping[str, Tensor], name: str) -> None:
-        loss = self._mean_loss(batch)
-        self.log(f"{name}_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch["tokens"]))
+        loss, num_tokens = self._mean_loss(batch)
+        # A mean over batches and ranks weighs by this; a number would have to be read from the device.
+        weight: Any = num_tokens.to(loss.dtype)
+        self.log(f"{name}_loss", loss, prog_bar=True, sync_dist=True, batch_size=weight)
         length = self._bytes_per_token()
         if length:
-            bits = loss / (math.log(2.0) * length)
-            self.log(f"{name}_bits_per_byte", bits, sync_dist=True, batch_size=len(batch["tokens"]))
+            self.log(f"{name}_bits_per_byte", loss / (math.log(2.0) * length), sync_dist=True, batch_size=weight)
 
     def _bytes_per_token(self) -> float | None:
         if self.bytes_per_token is not None:

@@ -12,13 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_megatron.groups.collectives import all_reduce_, broadcast_, broadcast_object
-from lightning_megatron.groups.mesh import MeshAxis, ParallelMesh
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.log_record import LogCall, Recorder
 from lightning_megatron.strategy.outputs import Weight, scalar_on
-
-# Where the Trainer still has to reduce what has been reduced before: over this rank alone. Without ``sync_dist`` it
-# would warn of values that differ between ranks.
-_REDUCED = MeshAxis("reduced")
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,8 @@ class LogReplay:
     ) -> None:
         options = self._for_this_rank(dict(call.options))
         if is_reduced:
-            options["sync_dist_group"] = _REDUCED
+            # The Trainer has nothing left to reduce. Without ``sync_dist`` it would warn of values that differ by rank.
+            options["rank_zero_only"] = True
         value = value if call.is_double else value.to(torch.float32)
         # Not an integer: the Trainer would round the mean of the ranks' numbers down.
         batch_size: Any = float(call.batch_size) if weight is None else weight

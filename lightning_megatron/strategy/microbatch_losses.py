@@ -98,8 +98,8 @@ class MicrobatchLosses:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type in which the loss is reported: that of the step, float32 at least."""
-        found = torch.float32
+        """Type in which the loss is reported: that of the step, float32 at least; the default type's elsewhere."""
+        found = torch.float32 if self._losses else torch.promote_types(torch.get_default_dtype(), torch.float32)
         for loss in self._losses:
             found = torch.promote_types(found, loss.dtype)
         return found
