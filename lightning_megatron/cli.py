@@ -44,6 +44,7 @@ COMMANDS = {
     "test": Command(TRAINER, "run the test set"),
     "predict": Command(TRAINER, "run the model on data without labels"),
     "layout": Command("lightning_megatron.cli_layout", "print and draw which ranks form which group"),
+    "checkpoint": Command("lightning_megatron.cli_checkpoint", "show, verify, consolidate or reshard a checkpoint"),
     "preprocess": Command("lightning_megatron.cli_preprocess", "turn text or JSON lines into token files"),
 }
 

@@ -38,7 +38,12 @@ def main(args: Sequence[str]) -> None:
         UnsupportedError: If a checkpoint holds objects that are not read safely.
     """
     options = checkpoint_parser().parse_args(args)
-    options.run(options)
+    try:
+        options.run(options)
+    except UnsupportedError as error:
+        if "weights_only=False" not in str(error):
+            raise
+        raise UnsupportedError(f"{error} Instead of weights_only=False this command takes --unsafe.") from error
 
 
 def checkpoint_parser() -> argparse.ArgumentParser:
