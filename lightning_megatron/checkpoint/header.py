@@ -78,6 +78,8 @@ class Header:
             if checksum != _sum_of(fields):
                 raise ValueError("its checksum is not that of its content")
             files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
+            if any(name in ("", ".", "..") or "/" in name or "\\" in name for name in files):
+                raise ValueError("it lists what are not names of files")
             return cls(ParallelLayout(**fields.pop("layout")), files=files, **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _damaged(folder, f"{type(error).__name__}: {error}") from error

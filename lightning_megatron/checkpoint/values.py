@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from lightning_megatron.checkpoint.together import Caught
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 _SHOWN = 5
@@ -77,12 +78,13 @@ def _search(value: Any, path: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _is_safe(data: bytes) -> bool:
-    try:
-        # On "meta" no tensor is read.
-        torch.load(io.BytesIO(data), map_location="meta", weights_only=True)
-    except pickle.UnpicklingError:
-        return False
-    return True
+    # On "meta" no tensor is read, but not every kind of tensor can be there.
+    for device in ("meta", "cpu"):
+        with Caught() as caught:
+            torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+        if caught.error is None or isinstance(caught.error, pickle.UnpicklingError):
+            return caught.error is None
+    return False
 
 
 def _unsafe_types(data: bytes) -> list[str]:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_megatron.checkpoint import (
-    Entry,
     copy_full_tensors,
     is_sharded_checkpoint,
     load_metadata,
@@ -30,20 +29,13 @@ from lightning_megatron.checkpoint.directory import unfinished_path
 from lightning_megatron.checkpoint.header import HEADER
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, whole_spec
+from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec
 from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.training import MainParameters
+from tests.checkpoint.pieces import entries, entry_of
 from tests.training.runs import Run, plain_sgd, single
 
 MESH = ParallelMesh.single()
-
-
-def entry_of(tensor: Tensor) -> Entry:
-    return Entry(tensor, whole_spec(tensor))
-
-
-def entries(value: float = 1.0, size: int = 3) -> dict[str, Entry]:
-    return {"state_dict.weight": entry_of(torch.full((size,), value))}
 
 
 class WithBuffers(nn.Module):

@@ -1,0 +1,197 @@
+"""Saves that fail or die half-way: a clear error, nothing left, and the last good checkpoint as it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from lightning_megatron.checkpoint import (
+    clean_unfinished,
+    find_newest,
+    is_sharded_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from lightning_megatron.checkpoint.directory import unfinished_path
+from lightning_megatron.checkpoint.storage import LocalFolder
+from lightning_megatron.errors import CheckpointSaveError
+from lightning_megatron.groups.mesh import ParallelMesh
+from tests.checkpoint.pieces import entries, fill_disk, names_in, value_in
+
+MESH = ParallelMesh.single()
+ROOT = Path(__file__).parents[2]
+
+# Saves over a good checkpoint and dies, or runs into a limit, where a test says so.
+SCRIPT = """
+import os, resource, sys
+from pathlib import Path
+from lightning_megatron.checkpoint import save_checkpoint
+from lightning_megatron.checkpoint import directory
+from lightning_megatron.groups.mesh import ParallelMesh
+from tests.checkpoint.pieces import entries
+folder, moment = Path(sys.argv[1]), sys.argv[2]
+mesh = ParallelMesh.single()
+save_checkpoint(folder / "a", entries(1.0), {"global_step": 1}, {}, mesh)
+if moment == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+elif moment == "before the header":
+    directory.Header.write = lambda *arguments: os._exit(9)
+elif moment == "before the renames":
+    os.path.lexists = lambda path: os._exit(9)
+elif moment == "between the renames":
+    rename = Path.rename
+    def die_at_the_second(path, target):
+        rename(path, target) if "unfinished" not in path.name else os._exit(9)
+    Path.rename = die_at_the_second
+elif moment == "after the renames":
+    directory.sync_folder = lambda path: None if "unfinished" in path.name else os._exit(9)
+save_checkpoint(folder / "a", entries(2.0, size=100_000), {"global_step": 2}, {}, mesh)
+"""
+
+
+def run_script(folder: Path, moment: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, str(folder), moment]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("name", [".distcp", ".metadata", "meta.pt", "checkpoint.json"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_named_and_leaves_the_last_good_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    save_checkpoint(tmp_path / "a", entries(1.0), {}, {}, MESH)
+    fill_disk(monkeypatch, name, 100, number)
+    with pytest.raises(CheckpointSaveError) as caught:
+        save_checkpoint(tmp_path / "a", entries(2.0, size=10_000), {}, {}, MESH)
+    assert f"[Errno {number}] No space left on device" in str(caught.value)
+    assert str(unfinished_path(tmp_path / "a")) in str(caught.value)
+    assert f"saving {tmp_path / 'a'} failed on 1 of 1 rank(s)" in str(caught.value)
+    assert names_in(tmp_path) == ["a"]
+    assert value_in(tmp_path / "a") == 1.0
+    monkeypatch.undo()
+    verify_checkpoint(tmp_path / "a")
+    save_checkpoint(tmp_path / "a", entries(3.0), {}, {}, MESH)
+    assert value_in(tmp_path / "a") == 3.0
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    save_checkpoint(tmp_path / "a", entries(1.0), {}, {}, MESH)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(CheckpointSaveError, match=r"OSError: \[Errno 30\] Read-only file system: '.*\.b\.unfinished'"):
+        save_checkpoint(tmp_path / "b", entries(), {}, {}, MESH)
+    assert names_in(tmp_path) == ["a"]
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CheckpointSaveError, match=r"NotADirectoryError.*file/\.a\.unfinished"):
+        save_checkpoint(tmp_path / "file" / "a", entries(), {}, {}, MESH)
+
+
+def test_a_disk_that_keeps_something_else_than_was_written_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = LocalFolder.create
+
+    @contextmanager
+    def lossy(self: LocalFolder, name: str) -> Iterator[IO[bytes]]:
+        with create(self, name) as file:
+            yield file
+        if name.endswith(".distcp"):
+            with open(self.path / name, "r+b") as file:
+                file.seek(700)
+                file.write(b"x")
+
+    monkeypatch.setattr(LocalFolder, "create", lossy)
+    with pytest.raises(CheckpointSaveError, match=r"__0_0\.distcp holds \d+ bytes with checksum"):
+        save_checkpoint(tmp_path / "a", entries(size=1000), {}, {}, MESH)
+    assert names_in(tmp_path) == []
+
+
+def test_an_error_of_any_kind_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("lightning_megatron.checkpoint.directory.clean_unfinished", fail)
+    with pytest.raises(CheckpointSaveError, match="rank 0: ZeroDivisionError: a bug"):
+        save_checkpoint(tmp_path / "a", entries(), {}, {}, MESH)
+
+
+def test_an_interrupt_is_not_turned_into_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(path: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_megatron.checkpoint.directory.clean_unfinished", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path / "a", entries(), {}, {}, MESH)
+
+
+@pytest.mark.parametrize(
+    ("moment", "value"),
+    [("before the header", 1.0), ("before the renames", 1.0), ("between the renames", 1.0), ("after the renames", 2.0)],
+)
+def test_a_process_that_dies_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, moment: str, value: float) -> None:
+    result = run_script(tmp_path, moment)
+    assert result.returncode == 9, result.stderr
+    assert is_sharded_checkpoint(tmp_path / "a")
+    verify_checkpoint(tmp_path / "a")
+    assert value_in(tmp_path / "a") == value
+    assert find_newest(tmp_path) == str(tmp_path / "a")
+    clean_unfinished(tmp_path)
+    assert names_in(tmp_path) == ["a"]
+    assert value_in(tmp_path / "a") == value
+    save_checkpoint(tmp_path / "b", entries(5.0), {"global_step": 3}, {}, MESH)
+    assert find_newest(tmp_path) == str(tmp_path / "b")
+
+
+def test_a_limit_on_the_size_of_files_is_an_error_like_any_other(tmp_path: Path) -> None:
+    result = run_script(tmp_path, "limit")
+    assert "CheckpointSaveError" in result.stderr
+    assert "File too large" in result.stderr
+    assert names_in(tmp_path) == ["a"]
+    assert value_in(tmp_path / "a") == 1.0
+
+
+def test_a_real_disk_without_room_is_named(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a small disk is not permitted here")
+    try:
+        save_checkpoint(disk / "a", entries(1.0), {}, {}, MESH)
+        with pytest.raises(CheckpointSaveError, match=r"No space left on device: '.*\.b\.unfinished/__0_0\.distcp'"):
+            save_checkpoint(disk / "b", entries(2.0, size=100_000), {}, {}, MESH)
+        assert names_in(disk) == ["a"]
+        verify_checkpoint(disk / "a")
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(CheckpointSaveError, match="Read-only file system"):
+            save_checkpoint(disk / "a", entries(2.0), {}, {}, MESH)
+        assert value_in(disk / "a") == 1.0
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_cleaning_removes_what_saves_left_and_nothing_else(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", entries(1.0), {}, {}, MESH)
+    save_checkpoint(tmp_path / "b", entries(2.0), {}, {}, MESH)
+    for name in (".a.unfinished", ".a.replaced", ".c.removed", ".unfinished", "d.unfinished", ".d"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"x")
+    (tmp_path / ".file.unfinished").write_bytes(b"")
+    (tmp_path / "b").rename(tmp_path / ".b.replaced")
+    clean_unfinished(tmp_path)
+    assert names_in(tmp_path) == [".d", ".file.unfinished", ".unfinished", "a", "b", "d.unfinished"]
+    assert value_in(tmp_path / "b") == 2.0
+    clean_unfinished(tmp_path / "absent")

@@ -1,0 +1,179 @@
+"""Nothing in a checkpoint runs when it is loaded, even if somebody made the checkpoint to deceive."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_megatron.checkpoint import (
+    load_metadata,
+    load_rank_state,
+    read_full,
+    read_header,
+    save_checkpoint,
+    saved_tensors,
+    verify_checkpoint,
+)
+from lightning_megatron.checkpoint.storage import FileRecord, LocalFolder
+from lightning_megatron.checkpoint.tensor_index import read_index
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from tests.checkpoint.pieces import entries
+
+MESH = ParallelMesh.single()
+
+
+class Trap:
+    """Create a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+class Setting:
+    """A harmless class that nobody vouched for."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+@pytest.fixture
+def sprung(tmp_path: Path) -> Path:
+    return tmp_path / "sprung"
+
+
+def put(path: Path, name: str, content: bytes) -> None:
+    """Replace a file of a checkpoint, and the checksums that are in the way."""
+    (path / name).write_bytes(content)
+    header = read_header(path)
+    record = FileRecord(len(content), f"{zlib.crc32(content):08x}")
+    replace(header, files={**header.files, name: record}).write(LocalFolder(path))
+    verify_checkpoint(path)
+
+
+def saved(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path / "c", entries(size=8), {"step": 1}, {"seen": 2}, MESH)
+    return tmp_path / "c"
+
+
+def zipped(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def test_values_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None:
+    path = saved(tmp_path)
+    put(path, "meta.pt", zipped({"step": Trap(sprung)}))
+    with pytest.raises(UnsupportedError, match=r"c/meta\.pt holds .*mkdir") as caught:
+        load_metadata(path)
+    assert not sprung.exists()
+    assert "torch.serialization.add_safe_globals" in str(caught.value)
+    assert "weights_only=False" in str(caught.value)
+    load_metadata(path, weights_only=False)  # the trap works where the user asks for it
+    assert sprung.exists()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_bare_pickle_in_the_place_of_values_is_refused(tmp_path: Path, sprung: Path) -> None:
+    path = saved(tmp_path)
+    for protocol in (0, 2, 4):
+        put(path, "meta.pt", pickle.dumps({"step": Trap(sprung)}, protocol))
+        with pytest.raises(UnsupportedError, match=r"c/meta\.pt holds"):
+            load_metadata(path)
+    assert not sprung.exists()
+
+
+def test_values_of_a_rank_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None:
+    save_checkpoint(tmp_path / "c", entries(), {}, {"seen": Trap(sprung)}, MESH)
+    assert not sprung.exists()
+    with pytest.raises(UnsupportedError, match=r"rank_state\.0 of .*mkdir"):
+        load_rank_state(tmp_path / "c", MESH)
+    assert not sprung.exists()
+
+
+def test_a_list_of_tensors_that_runs_code_is_refused(tmp_path: Path, sprung: Path) -> None:
+    path = saved(tmp_path)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    index.planner_data = Trap(sprung)
+    for content in (pickle.dumps(Trap(sprung)), pickle.dumps(index)):
+        put(path, ".metadata", content)
+        for load in (saved_tensors, read_full, lambda path: load_rank_state(path, MESH)):
+            with pytest.raises(CorruptDataError, match=r"c/\.metadata is not: it names posix\.mkdir"):
+                load(path)
+    assert not sprung.exists()
+    pickle.loads((path / ".metadata").read_bytes())
+    assert sprung.exists()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"ctorch\nload\n(S'x'\ntR.",
+        b"ctorch.serialization\nload\n(S'x'\ntR.",
+        b"ctorch\nhub.load\n(S'x'\ntR.",
+        b"ctorch.distributed.checkpoint.metadata\nos.system\n(S'true'\ntR.",
+        b"ctorch.distributed.checkpoint.metadata\ndataclass\n.",
+        b"ctorch.distributed.checkpoint.filesystem\npickle.loads\n.",
+        b"\x80\x04\x8c\x05torch\x8c\x0bhub.os.mkdir\x93.",
+        b"(lp0\n.",
+        b"",
+    ],
+)
+def test_a_list_of_tensors_names_its_own_records_and_nothing_else(call: bytes) -> None:
+    with pytest.raises((pickle.UnpicklingError, EOFError)):
+        read_index(io.BytesIO(call))
+
+
+def test_tensors_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None:
+    path = saved(tmp_path)
+    index = read_index(io.BytesIO((path / ".metadata").read_bytes()))
+    where = next(one for key, one in index.storage_data.items() if key.fqn == "state_dict.weight")
+    content = (path / where.relative_path).read_bytes()
+    trap = zipped(Trap(sprung))
+    where.offset, where.length = len(content), len(trap)
+    put(path, where.relative_path, content + trap)
+    put(path, ".metadata", pickle.dumps(index))
+    with pytest.raises(CorruptDataError, match=r"__0_0\.distcp is not: no tensor can be read"):
+        read_full(path)
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("elsewhere", ["../secret", "/etc/hostname", "c/../../secret"])
+def test_a_checkpoint_does_not_reach_outside_of_its_folder(tmp_path: Path, elsewhere: str) -> None:
+    path = saved(tmp_path)
+    (tmp_path / "secret").write_bytes(zipped(torch.ones(8)))
+    index = read_index(io.BytesIO((path / ".metadata").read_bytes()))
+    for where in index.storage_data.values():
+        where.relative_path = elsewhere
+    put(path, ".metadata", pickle.dumps(index))
+    with pytest.raises(CorruptDataError, match="must be in a file that"):
+        read_full(path)
+    header = read_header(path)
+    replace(header, folder=elsewhere).write(LocalFolder(path))
+    with pytest.raises(CorruptDataError, match="folder that saving made"):
+        load_metadata(path)
+    replace(header, files={**header.files, elsewhere: header.files["meta.pt"]}).write(LocalFolder(path))
+    with pytest.raises(CorruptDataError, match="not names of files"):
+        read_full(path)
+
+
+def test_types_that_the_user_vouches_for_are_read(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "c", entries(), {"setting": Setting(3)}, {}, MESH)
+    with pytest.raises(UnsupportedError, match=r"holds tests\.checkpoint\.test_safe_loading\.Setting\. "):
+        load_metadata(tmp_path / "c")
+    with torch.serialization.safe_globals([Setting]):
+        assert load_metadata(tmp_path / "c")["setting"].value == 3
+    assert load_metadata(tmp_path / "c", weights_only=False)["setting"].value == 3

@@ -1,0 +1,231 @@
+"""Saving behind training: what is saved is what was there, one save at a time, and failures come up in training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_megatron.checkpoint import (
+    CheckpointWriter,
+    Entry,
+    find_newest,
+    load_metadata,
+    load_rank_state,
+    read_full,
+)
+from lightning_megatron.checkpoint.entries import boxes_to_write
+from lightning_megatron.checkpoint.save import Save
+from lightning_megatron.checkpoint.staging import HostCopies
+from lightning_megatron.errors import CheckpointSaveError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import whole_spec
+from tests.checkpoint.pieces import WEIGHT, entries, entry_of, fill_disk, names_in, value_in
+
+MESH = ParallelMesh.single()
+
+
+class Unknown:
+    """A class that safe unpickling does not know."""
+
+
+@pytest.fixture
+def writer() -> Iterator[CheckpointWriter]:
+    writer = CheckpointWriter(MESH)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Hold every save back until the test lets it go on."""
+    opened, run = threading.Event(), Save.run
+
+    def held(self: Save) -> None:
+        assert opened.wait(30), "the test never opened the gate"
+        run(self)
+
+    monkeypatch.setattr(Save, "run", held)
+    yield opened
+    opened.set()
+
+
+def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
+    tmp_path: Path, writer: CheckpointWriter, gate: threading.Event
+) -> None:
+    tensors = entries(1.0, size=1000) | {"other": entry_of(torch.arange(12.0).view(3, 4).t())}
+    metadata, state = {"global_step": 1, "list": [1]}, {"seen": torch.zeros(2)}
+    writer.save(tmp_path / "a", tensors, metadata, state, background=True)
+    assert writer.pending == str(tmp_path / "a")
+    tensors[WEIGHT].tensor.fill_(7)
+    tensors["other"].tensor.zero_()
+    metadata["list"].append(2)  # type: ignore[attr-defined]
+    state["seen"].fill_(1)
+    assert not (tmp_path / "a").exists()
+    gate.set()
+    writer.wait()
+    assert writer.pending is None
+    assert value_in(tmp_path / "a") == 1.0
+    assert load_metadata(tmp_path / "a") == {"global_step": 1, "list": [1]}
+    assert load_rank_state(tmp_path / "a", MESH).values["seen"].tolist() == [0, 0]
+
+
+def test_a_second_save_waits_for_the_first_and_takes_its_memory(tmp_path: Path, writer: CheckpointWriter) -> None:
+    tensors = entries(1.0)
+    for step in range(4):
+        tensors[WEIGHT].tensor.fill_(step)
+        writer.save(tmp_path / f"step={step}", tensors, {"global_step": step}, {}, background=True)
+    writer.wait()
+    assert [value_in(tmp_path / f"step={step}") for step in range(4)] == [0, 1, 2, 3]
+    assert find_newest(tmp_path) == str(tmp_path / "step=3")
+    assert len(writer._copies._buffers) == 1
+
+
+def test_polling_ends_a_save(tmp_path: Path, writer: CheckpointWriter) -> None:
+    writer.poll()
+    writer.save(tmp_path / "a", entries(), {}, {}, background=True)
+    assert writer._running is not None
+    writer._running.join()
+    writer.poll()
+    assert writer.pending is None
+
+
+@pytest.mark.parametrize("how", ["poll", "wait", "save", "close"])
+def test_a_failure_in_the_background_comes_up_once_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    writer = CheckpointWriter(MESH)
+    fill_disk(monkeypatch, ".distcp", 500)
+    writer.save(tmp_path / "a", entries(size=1000), {}, {}, background=True)
+    assert writer._running is not None
+    writer._running.join()
+    monkeypatch.undo()
+    steps = {
+        "poll": writer.poll,
+        "wait": writer.wait,
+        "close": writer.close,
+        "save": lambda: writer.save(tmp_path / "b", entries(), {}, {}),
+    }
+    with pytest.raises(CheckpointSaveError, match=r"rank 0: OSError: .*No space left.*/\.a\.unfinished/__0_0\.distcp"):
+        steps[how]()
+    writer.save(tmp_path / "c", entries(3.0), {}, {}, background=True)
+    writer.close()
+    assert value_in(tmp_path / "c") == 3.0
+    assert names_in(tmp_path) == ["c"]
+
+
+def test_what_cannot_be_pickled_fails_the_save_and_not_the_next(tmp_path: Path, writer: CheckpointWriter) -> None:
+    for background in (False, True):
+        writer_failed = False
+        try:
+            writer.save(tmp_path / "a", entries(), {"f": lambda: None}, {}, background=background)
+            writer.wait()
+        except CheckpointSaveError as error:
+            writer_failed = "lambda" in str(error)
+        assert writer_failed
+        assert names_in(tmp_path) == []
+    writer.save(tmp_path / "a", entries(), {}, {}, background=True)
+    writer.wait()
+    assert names_in(tmp_path) == ["a"]
+
+
+def test_removal_waits_for_the_checkpoint_that_replaces(
+    tmp_path: Path, writer: CheckpointWriter, gate: threading.Event
+) -> None:
+    gate.set()
+    writer.save(tmp_path / "old", entries(), {}, {})
+    gate.clear()
+    writer.save(tmp_path / "new", entries(2.0), {}, {}, background=True)
+    writer.remove(tmp_path / "old")
+    assert value_in(tmp_path / "old") == 1.0
+    gate.set()
+    writer.wait()
+    assert names_in(tmp_path) == ["new"]
+    writer.remove(tmp_path / "new")
+    writer.remove(tmp_path / "new")
+    assert names_in(tmp_path) == []
+
+
+def test_a_checkpoint_stays_when_the_one_that_replaces_it_fails(
+    tmp_path: Path,
+    writer: CheckpointWriter,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gate.set()
+    writer.save(tmp_path / "old", entries(), {}, {})
+    gate.clear()
+    fill_disk(monkeypatch, "meta.pt", 10)
+    writer.save(tmp_path / "new", entries(2.0), {}, {}, background=True)
+    writer.remove(tmp_path / "old")
+    gate.set()
+    assert writer._running is not None
+    writer._running.join()
+    writer.remove(tmp_path / "old")  # the failure is there, but training has not seen it yet
+    with pytest.raises(CheckpointSaveError, match=r"meta\.pt"):
+        writer.wait()
+    assert names_in(tmp_path) == ["old"]
+    assert value_in(tmp_path / "old") == 1.0
+    assert caplog.text.count("is kept, because the save of") == 2
+
+
+def test_values_that_loading_would_refuse_are_named_once_when_they_are_saved(
+    tmp_path: Path, writer: CheckpointWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata = {"fine": 1, "callbacks": {"Mine": {"best": Unknown(), "count": 2}}}
+    with caplog.at_level(logging.WARNING):
+        for name in ("a", "b"):
+            writer.save(tmp_path / name, entries(), metadata, {"path": tmp_path}, background=True)
+            writer.wait()
+    assert caplog.text.count("callbacks['Mine']['best'] (tests.checkpoint.test_writer.Unknown)") == 1
+    assert caplog.text.count("path (pathlib.PosixPath)") == 1
+    assert "fine" not in caplog.text
+    assert isinstance(load_metadata(tmp_path / "a", weights_only=False)["callbacks"]["Mine"]["best"], Unknown)
+
+
+def test_host_copies_share_buffers_and_are_written_alone(tmp_path: Path) -> None:
+    copies = HostCopies(torch.device("cpu"))
+    tensors = [torch.arange(5, dtype=torch.int8), torch.ones(3, 3).t()[1:], torch.tensor(2.5), torch.empty(0)]
+    pieces = boxes_to_write({str(number): entry_of(tensor) for number, tensor in enumerate(tensors)}, MESH)
+    for _ in range(2):
+        copied = copies.copy(pieces)
+        assert len(copies._buffers) == 1
+        for piece, copy in zip(pieces, copied, strict=True):
+            assert torch.equal(piece.view, copy.view)
+            assert copy.view.data_ptr() != piece.view.data_ptr()
+            assert copy.view.untyped_storage().size() == copy.view.nbytes
+
+
+@pytest.mark.gpu
+def test_a_gpu_copies_beside_what_it_computes_and_updates_wait_for_it(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    writer = CheckpointWriter(ParallelMesh.single(device), defer_copies=True)
+    tensor = torch.ones(64 << 20, device=device)
+    statistics = torch.ones(4, device=device)
+    tensors = {
+        WEIGHT: entry_of(tensor),
+        "step": entry_of(torch.tensor(3.0)),
+        "slow": entry_of(tensor.view(8192, -1).t()),
+        "statistics": Entry(statistics, whole_spec(statistics), changes_in_forward=True),
+    }
+    for value in (1.0, 2.0):
+        tensor.fill_(value)
+        statistics.fill_(value)
+        writer.save(tmp_path / "a", tensors, {}, {}, background=True)
+        statistics.fill_(99)  # as a forward pass may
+        busy = torch.randn(2048, 2048, device=device)
+        for _ in range(20):
+            busy = busy @ busy
+        writer.hold_updates()
+        tensor.fill_(99)
+        writer.wait()
+        assert value_in(tmp_path / "a") == value
+        assert all(buffer.memory.is_pinned() for buffer in writer._copies._buffers)
+        assert set(read_full(tmp_path / "a")["statistics"].tolist()) == {value}
+        assert bool((read_full(tmp_path / "a")["slow"] == value).all())
+    writer.close()
