@@ -1,0 +1,151 @@
+"""Checkpoints behind URLs, in one process: visible when their header is written, replaced and cleaned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+import fsspec
+import pytest
+import torch
+
+from lightning_megatron.checkpoint import (
+    CheckpointWriter,
+    clean_unfinished,
+    find_newest,
+    is_sharded_checkpoint,
+    list_checkpoints,
+    load_metadata,
+    load_rank_state,
+    read_full,
+    save_checkpoint,
+    saved_tensors,
+    verify_checkpoint,
+)
+from lightning_megatron.checkpoint.directory import RemotePlace
+from lightning_megatron.checkpoint.storage import RemoteFolder
+from lightning_megatron.errors import CheckpointMismatchError, CheckpointSaveError, CorruptDataError
+from lightning_megatron.groups.mesh import ParallelMesh
+from tests.checkpoint.pieces import entries, value_in
+
+MESH = ParallelMesh.single()
+ROOT = "memory://run/checkpoints"
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    fs = fsspec.filesystem("memory")
+    yield fs
+    fs.store.clear()
+    fs.pseudo_dirs[:] = [""]
+
+
+def files(fs: Any) -> list[str]:
+    return sorted(path.rsplit("/", 1)[-1] for path in fs.find("/"))
+
+
+def test_values_tensors_and_rank_state_come_back_from_a_url(memory: Any) -> None:
+    save_checkpoint(f"{ROOT}/a", entries(2.0), {"step": 7}, {"seen": torch.tensor(5)}, MESH)
+    assert is_sharded_checkpoint(f"{ROOT}/a")
+    assert load_metadata(f"{ROOT}/a") == {"step": 7}
+    assert load_rank_state(f"{ROOT}/a", MESH).values == {"seen": torch.tensor(5)}
+    assert saved_tensors(f"{ROOT}/a")["state_dict.weight"].shape == (3,)
+    assert read_full(f"{ROOT}/a")["state_dict.weight"].tolist() == [2.0] * 3
+    verify_checkpoint(f"{ROOT}/a")
+    assert files(memory) == [".metadata", "__0_0.distcp", "checkpoint.json", "meta.pt"]
+
+
+def test_nothing_is_seen_before_the_header_and_the_old_one_until_then(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    publish = RemotePlace.publish
+
+    def look(self: RemotePlace, *arguments: Any) -> None:
+        seen.append(value_in(f"{ROOT}/a") if is_sharded_checkpoint(f"{ROOT}/a") else None)
+        publish(self, *arguments)
+
+    monkeypatch.setattr(RemotePlace, "publish", look)
+    for value in (1.0, 2.0, 3.0):
+        save_checkpoint(f"{ROOT}/a/", entries(value), {}, {}, MESH)
+        assert value_in(f"{ROOT}/a") == value
+        assert len(files(memory)) == 4
+    assert seen == [None, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("name", [".distcp", ".metadata", "meta.pt", "checkpoint.json.new"])
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(
+    memory: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    create = RemoteFolder.create
+
+    @contextmanager
+    def fail(self: RemoteFolder, file_name: str) -> Iterator[IO[bytes]]:
+        if name in file_name:
+            raise PermissionError(13, "Access denied", f"{self.url}/{file_name}")
+        with create(self, file_name) as file:
+            yield file
+
+    save_checkpoint(f"{ROOT}/a", entries(1.0), {}, {}, MESH)
+    monkeypatch.setattr(RemoteFolder, "create", fail)
+    for path in ("a", "b"):
+        with pytest.raises(CheckpointSaveError, match=rf"PermissionError: .*Access denied.*memory://run/.*/{path}/"):
+            save_checkpoint(f"{ROOT}/{path}", entries(2.0), {}, {}, MESH)
+    assert value_in(f"{ROOT}/a") == 1.0
+    assert len(files(memory)) == 4
+    assert not is_sharded_checkpoint(f"{ROOT}/b")
+
+
+def test_what_interrupted_saves_left_is_removed_and_nothing_else(memory: Any) -> None:
+    save_checkpoint(f"{ROOT}/a", entries(1.0), {}, {}, MESH)
+    for path in ("a/save-0123456789abcdef/x", "b/save-0123456789abcdef/y", "b/save-me/z", "c/other", "save-0/w"):
+        memory.pipe_file(f"/run/checkpoints/{path}", b"x")
+    assert list_checkpoints(ROOT) == [f"{ROOT}/a"]
+    with pytest.raises(CheckpointMismatchError, match="interrupted while saving"):
+        load_metadata(f"{ROOT}/b")
+    clean_unfinished(ROOT)
+    assert [name for name in files(memory) if len(name) == 1] == ["w", "z"]
+    assert memory.exists("/run/checkpoints/c/other")
+    assert value_in(f"{ROOT}/a") == 1.0
+    memory.pipe_file("/run/checkpoints/a/save-0123456789abcdef/x", b"x")
+    save_checkpoint(f"{ROOT}/a", entries(2.0), {}, {}, MESH)
+    assert not memory.exists("/run/checkpoints/a/save-0123456789abcdef")
+
+
+def test_behind_a_damaged_header_nothing_is_removed(memory: Any) -> None:
+    save_checkpoint(f"{ROOT}/a", entries(1.0), {}, {}, MESH)
+    header = memory.cat_file("/run/checkpoints/a/checkpoint.json")
+    memory.pipe_file("/run/checkpoints/a/checkpoint.json", header[:-9])
+    clean_unfinished(ROOT)
+    assert len(files(memory)) == 4
+    with pytest.raises(CorruptDataError, match="memory://run/checkpoints/a/checkpoint.json"):
+        verify_checkpoint(f"{ROOT}/a")
+    save_checkpoint(f"{ROOT}/a", entries(2.0), {}, {}, MESH)
+    assert value_in(f"{ROOT}/a") == 2.0
+    assert len(files(memory)) == 4
+
+
+def test_damage_is_found_and_the_newest_whole_one_taken(memory: Any) -> None:
+    for step in (1, 2):
+        save_checkpoint(f"{ROOT}/step={step}", entries(float(step)), {"global_step": step}, {}, MESH)
+    assert find_newest(ROOT) == f"{ROOT}/step=2"
+    path = next(path for path in memory.find("/run/checkpoints/step=2") if path.endswith("meta.pt"))
+    memory.pipe_file(path, memory.cat_file(path)[:-1] + b"x")
+    with pytest.raises(CorruptDataError, match=r"step=2/save-[0-9a-f]+/meta\.pt"):
+        verify_checkpoint(f"{ROOT}/step=2")
+    assert find_newest(ROOT) == f"{ROOT}/step=1"
+    assert find_newest("memory://run/nowhere") is None
+
+
+def test_a_writer_saves_behind_training_and_removes(memory: Any) -> None:
+    writer = CheckpointWriter(MESH)
+    tensors = entries(1.0)
+    writer.save(f"{ROOT}/a", tensors, {}, {}, background=True)
+    tensors["state_dict.weight"].tensor.fill_(9)
+    writer.save(f"{ROOT}/b", tensors, {}, {}, background=True)
+    writer.remove(f"{ROOT}/a")
+    writer.close()
+    assert list_checkpoints(ROOT) == [f"{ROOT}/b"]
+    writer.remove(f"{ROOT}/b")
+    assert files(memory) == []
