@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.planners import BoxToWrite
 
-#: Buffers are of this size or larger; a power of two, as the allocator of pinned memory rounds up to one (bytes).
+#: Buffers are of this size, or larger for one large piece, or smaller for few small ones; always a power of two, as the
+#: allocator of pinned memory rounds up to one (bytes).
 _BUFFER = 1 << 28
 _ALIGNMENT = 64
 
@@ -42,17 +43,17 @@ class HostCopies:
         The previous copies are overwritten. On a GPU call :meth:`hold_updates` before a tensor is changed, and
         :meth:`wait` before a copy is read.
         """
-        for buffer in self._buffers:
-            buffer.used = 0
-        # The largest first, so that what is left of a buffer takes the small ones.
-        order = sorted(range(len(pieces)), key=lambda index: -pieces[index].view.nbytes)
-        hosts = {index: self._take(pieces[index].view) for index in order}
+        hosts = self._take([piece.view for piece in pieces])
         if self.device.type != "cuda":
-            for index, piece in enumerate(pieces):
-                hosts[index].copy_(piece.view)
+            for piece, host in zip(pieces, hosts, strict=True):
+                host.copy_(piece.view)
         else:
-            self._copy_from_gpu([(piece, hosts[index]) for index, piece in enumerate(pieces)])
-        return [replace(piece, view=hosts[index]) for index, piece in enumerate(pieces)]
+            self._copy_from_gpu(list(zip(pieces, hosts, strict=True)))
+        return [replace(piece, view=host) for piece, host in zip(pieces, hosts, strict=True)]
+
+    def reserve(self, pieces: Sequence[BoxToWrite]) -> None:
+        """Take the memory for such pieces now: pinning it takes about a second for some gigabytes, once."""
+        self._take([piece.view for piece in pieces])
 
     def hold_updates(self) -> None:
         """Let what the GPU is told from now on wait until the copies are taken; the host does not wait."""
@@ -83,16 +84,25 @@ class HostCopies:
                     host.copy_(piece.view, non_blocking=True)
         self._copied = self._stream.record_event()
 
-    def _take(self, like: Tensor) -> Tensor:
-        """Return host memory of a tensor's shape and dtype, whose storage is no larger than that."""
-        size = like.nbytes
-        padded = -(-size // _ALIGNMENT) * _ALIGNMENT
-        buffer = next((one for one in self._buffers if one.memory.nbytes - one.used >= padded), None)
-        if buffer is None:
-            wanted = max(_BUFFER, 1 << (padded - 1).bit_length())
-            memory = torch.empty(wanted, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-            buffer = _Buffer(memory)
-            self._buffers.append(buffer)
-        storage = buffer.memory.untyped_storage()[buffer.used : buffer.used + size]
-        buffer.used += padded
-        return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape)  # type: ignore[call-overload]
+    def _take(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return host memory of the shapes and dtypes of tensors; the storage of each is no larger than it."""
+        for buffer in self._buffers:
+            buffer.used = 0
+        padded = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
+        taken, left = {}, sum(padded)
+        # The largest first, so that what is left of a buffer takes the small ones.
+        for index in sorted(range(len(like)), key=lambda index: -padded[index]):
+            fits = (one for one in self._buffers if one.memory.nbytes - one.used >= padded[index])
+            buffer = next(fits, None) or self._grow(max(padded[index], min(left, _BUFFER)))
+            storage = buffer.memory.untyped_storage()[buffer.used : buffer.used + like[index].nbytes]
+            buffer.used += padded[index]
+            left -= padded[index]
+            host = torch.empty(0, dtype=like[index].dtype)
+            taken[index] = host.set_(storage, 0, like[index].shape)  # type: ignore[call-overload]
+        return [taken[index] for index in range(len(like))]
+
+    def _grow(self, size: int) -> _Buffer:
+        size = 1 << max(size - 1, 0).bit_length()
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self._buffers.append(_Buffer(memory))
+        return self._buffers[-1]

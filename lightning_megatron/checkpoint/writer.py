@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.checkpoint.directory import place_of
-from lightning_megatron.checkpoint.entries import Entry
+from lightning_megatron.checkpoint.entries import Entry, boxes_to_write
 from lightning_megatron.checkpoint.save import Content, Save, gather_content
 from lightning_megatron.checkpoint.staging import HostCopies
 from lightning_megatron.checkpoint.together import Caught, describe
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class CheckpointWriter:
     """Save checkpoints, at once or behind training, at most one at a time.
 
-    Every method but :meth:`remove` and :meth:`hold_updates` is called on all ranks, in the same order.
+    Every method but :meth:`remove`, :meth:`reserve` and :meth:`hold_updates` is called on all ranks, in the same order.
 
     Args:
         mesh: The groups of this rank.
@@ -97,6 +97,14 @@ class CheckpointWriter:
         self._running.start()
         if caught.error is not None and not isinstance(caught.error, Exception):
             raise caught.error
+
+    def reserve(self, tensors: Mapping[str, Entry]) -> None:
+        """Take the host memory that a save of these tensors in the background needs, so that the first waits no longer.
+
+        It does nothing while a save is being written. The tensors of an optimizer are there after its first step.
+        """
+        if self._running is None:
+            self._copies.reserve(boxes_to_write(tensors, self._mesh))
 
     def hold_updates(self) -> None:
         """Make the GPU wait, before it goes on with what it is told from now on, until tensors are copied."""

@@ -201,6 +201,17 @@ def test_host_copies_share_buffers_and_are_written_alone(tmp_path: Path) -> None
             assert copy.view.untyped_storage().size() == copy.view.nbytes
 
 
+def test_reserved_memory_is_what_a_save_takes(tmp_path: Path, writer: CheckpointWriter) -> None:
+    tensors = {str(number): entry_of(torch.full((1000 * number,), float(number))) for number in range(1, 5)}
+    writer.reserve(tensors)
+    (buffer,) = writer._copies._buffers
+    assert 40_000 <= buffer.memory.nbytes < 80_000
+    writer.save(tmp_path / "a", tensors, {}, {}, background=True)
+    writer.wait()
+    assert writer._copies._buffers == [buffer]
+    assert read_full(tmp_path / "a")["4"].tolist() == [4.0] * 4000
+
+
 @pytest.mark.gpu
 def test_a_gpu_copies_beside_what_it_computes_and_updates_wait_for_it(tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
