@@ -267,7 +267,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     callbacks, steps = build_callbacks(args, out)
-    options = {"async_save": bool(args.async_save), "zero": args.zero, **json.loads(args.options)}
+    # The callback that measures reads no parameters.
+    options = {"overlap_parameters": True, "async_save": bool(args.async_save), "zero": args.zero}
+    options |= json.loads(args.options)
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=layout.devices,

@@ -67,7 +67,9 @@ def compare_model(
         expected = run(model, tokens[:, :-1], labels, smoothing)
     assert fused.keys() == expected.keys()
     for name, value in fused.items():
-        assert torch.equal(value, again[name]), f"{name}: two runs differ"
+        # Without a slot torch sums the rows of an embedding in any order on a GPU.
+        if not (value.is_cuda and name == "embedding.word.weight"):
+            assert torch.equal(value, again[name]), f"{name}: two runs differ"
         check(value, expected[name], name)
     model.eval()
     with torch.inference_mode():
