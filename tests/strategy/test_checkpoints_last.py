@@ -1,0 +1,195 @@
+"""What a training leaves and finds: saves behind it, what is removed when, and the newest whole checkpoint."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, verify_checkpoint
+from lightning_megatron.checkpoint.save import Save
+from lightning_megatron.errors import CheckpointMismatchError, CheckpointSaveError, CorruptDataError, UnsupportedError
+from tests.proof.training import Tokens
+from tests.strategy.checkpoint_runs import Trained, trainer_of
+
+BEHIND: dict[str, Any] = {"async_save": True}
+
+
+def fit(
+    layout: dict[str, Any] | None,
+    steps: int,
+    callback: pl.Callback,
+    resume: str | Path | None = None,
+    module: Trained | None = None,
+    **options: Any,
+) -> tuple[pl.Trainer, Trained]:
+    """Train on five batches an epoch."""
+    trainer, module = trainer_of(layout, 1, steps, callbacks=[callback], **options), module or Trained()
+    trainer.fit(module, DataLoader(Tokens(), batch_size=8), ckpt_path=resume)
+    return trainer, module
+
+
+def every_step(folder: Path, **options: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, "{step}", every_n_train_steps=1, **{"save_top_k": -1, **options})
+
+
+def damage(checkpoint: Path) -> None:
+    """Turn one bit of the tensors around."""
+    file = checkpoint / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("layout", [{}, BEHIND], ids=["at once", "behind training"])
+def test_top_k_last_and_monitored_names_leave_what_they_leave_elsewhere(layout: Any, tmp_path: Path) -> None:
+    class Watched(Trained):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    found = []
+    for number, strategy in enumerate((layout, None)):
+        folder = tmp_path / str(number)
+        saver = every_step(folder, save_top_k=2, save_last=True, monitor="loss", mode="min")
+        saver.filename = "{step}-{loss:.3f}"
+        trainer, _ = fit(strategy, 5, saver, module=Watched())
+        found.append((sorted(os.listdir(folder)), Path(saver.best_model_path).name, float(saver.best_model_score)))
+        if strategy is not None:
+            assert all(is_sharded_checkpoint(folder / name) for name in os.listdir(folder))
+            verify_checkpoint(saver.best_model_path)
+    assert found[0] == found[1]
+
+
+def test_last_may_be_a_link_and_weights_may_be_all_that_is_saved(tmp_path: Path) -> None:
+    saver = every_step(tmp_path, save_top_k=1, save_last="link", save_weights_only=True)
+    _, module = fit(BEHIND, 3, saver)
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=3.ckpt"]
+    assert (tmp_path / "last.ckpt").is_symlink()
+    verify_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointMismatchError, match="must hold optimizer states"):
+        fit({}, 4, every_step(tmp_path / "other"), resume=tmp_path / "last.ckpt")
+
+
+def test_the_last_good_checkpoint_stays_until_its_successor_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    run = Save.run
+
+    def slowly(save: Save) -> None:
+        time.sleep(0.2)
+        # Nothing of the new one is visible, and the old one is there, however long this takes.
+        seen.append(sorted(name for name in os.listdir(tmp_path) if is_sharded_checkpoint(tmp_path / name)))
+        run(save)
+
+    monkeypatch.setattr(Save, "run", slowly)
+    fit(BEHIND, 3, every_step(tmp_path, save_top_k=1))
+    assert seen == [[], ["step=1.ckpt"], ["step=2.ckpt"]]
+    assert os.listdir(tmp_path) == ["step=3.ckpt"]
+
+
+def test_a_failure_behind_training_ends_it_with_its_reason_and_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, run = threading.get_ident(), Save.run
+
+    def full(save: Save) -> None:
+        assert threading.get_ident() != main, "a save behind training is in a thread"
+        if "step=3" in str(save.path):
+            raise CheckpointSaveError("every rank must write its part of a checkpoint: No space left on device")
+        run(save)
+
+    monkeypatch.setattr(Save, "run", full)
+    with pytest.raises(CheckpointSaveError, match="No space left on device"):
+        fit(BEHIND, 40, every_step(tmp_path, save_top_k=1))
+    assert os.listdir(tmp_path) == ["step=2.ckpt"]
+    verify_checkpoint(tmp_path / "step=2.ckpt")
+
+
+def test_saves_behind_training_hold_the_state_of_their_step(tmp_path: Path) -> None:
+    _, whole = fit(BEHIND, 5, every_step(tmp_path))
+    for step in (1, 3):
+        _, rest = fit({}, 5, every_step(tmp_path / f"again {step}"), resume=tmp_path / f"step={step}.ckpt")
+        assert rest.losses == whole.losses[step:]
+
+
+def test_last_is_the_newest_whole_checkpoint_of_any_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, whole = fit({}, 5, every_step(tmp_path))
+    (tmp_path / ".step=9.ckpt.unfinished").mkdir()
+    (tmp_path / "step=10.ckpt").mkdir()
+    damage(tmp_path / "step=5.ckpt")
+    with pytest.raises(CorruptDataError, match=r"step=5.ckpt/__0_0.distcp"):
+        fit({}, 5, every_step(tmp_path / "new"), resume=tmp_path / "step=5.ckpt")
+    with pytest.warns(match=r"passes over .*step=5.ckpt/__0_0.distcp"):
+        trainer, rest = fit({}, 5, every_step(tmp_path, save_top_k=0), resume="last")
+    assert trainer.ckpt_path == str(tmp_path / "step=4.ckpt")
+    assert rest.losses == whole.losses[4:]
+
+
+def test_last_goes_by_the_time_of_saving_and_follows_no_link_to_what_is_gone(tmp_path: Path) -> None:
+    fit({}, 4, every_step(tmp_path))
+    # The training went back to its second step, and took another way from there.
+    fit({}, 3, every_step(tmp_path), resume=tmp_path / "step=2.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("step=99.ckpt")
+    trainer, _ = fit({}, 4, every_step(tmp_path, save_top_k=0), resume="last")
+    assert load_metadata(str(trainer.ckpt_path))["global_step"] == 3
+
+
+def test_last_begins_anew_without_checkpoints_but_not_with_damaged_ones(tmp_path: Path) -> None:
+    with pytest.warns(match="finds no complete checkpoint"):
+        _, module = fit({}, 2, every_step(tmp_path), resume="last")
+    assert len(module.losses) == 2
+    for path in list(tmp_path.iterdir()):
+        damage(path)
+    with pytest.warns(match="passes over"), pytest.raises(CorruptDataError, match="all 2 .* are damaged"):
+        fit({}, 4, every_step(tmp_path), resume="last")
+
+
+def test_last_continues_from_files_of_other_strategies_and_not_from_weights_alone(tmp_path: Path) -> None:
+    fit(None, 2, every_step(tmp_path))
+    fit({}, 1, every_step(tmp_path, save_weights_only=True, save_top_k=1, auto_insert_metric_name=False))
+    trainer, module = fit({}, 3, every_step(tmp_path, save_top_k=0), resume="last")
+    assert trainer.ckpt_path == str(tmp_path / "step=2.ckpt")
+    assert len(module.losses) == 1
+
+
+def test_last_finds_what_an_earlier_version_of_the_logger_has_saved(tmp_path: Path) -> None:
+    for steps, resume in ((2, None), (3, "last")):
+        saver = ModelCheckpoint(every_n_train_steps=1)
+        trainer, _ = fit({}, steps, saver, resume=resume, logger=CSVLogger(tmp_path))
+    assert trainer.ckpt_path == str(tmp_path / "lightning_logs/version_0/checkpoints/epoch=0-step=2.ckpt")
+    assert "version_1" in saver.best_model_path
+
+
+class Thing:
+    """Something that only unpickling makes."""
+
+
+def test_objects_are_saved_with_a_warning_and_loaded_only_when_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Keeps(ModelCheckpoint):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "thing": Thing()}
+
+    fit({}, 1, Keeps(tmp_path, "{step}", every_n_train_steps=1))
+    assert "thing" in caplog.text
+    path = tmp_path / "step=1.ckpt"
+    with pytest.raises(UnsupportedError, match=r"add_safe_globals.*weights_only=False"):
+        fit({}, 2, every_step(tmp_path / "a"), resume=path)
+    trainer = trainer_of({}, 1, 2, callbacks=[every_step(tmp_path / "b")])
+    trainer.fit(Trained(), DataLoader(Tokens(), batch_size=8), ckpt_path=path, weights_only=False)
+    assert trainer.global_step == 2
+    with torch.serialization.safe_globals([Thing]):
+        fit({}, 2, every_step(tmp_path / "c"), resume=path)
