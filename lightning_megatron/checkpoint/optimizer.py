@@ -280,7 +280,10 @@ def _create_state(
             if not isinstance(state.get(key), Tensor) or tuple(state[key].shape) != shape:
                 # torch keeps the step of most optimizers on the CPU, so that reading it does not wait for the device.
                 on_cpu = key == "step" and not capturable[id(parameter)]
-                state[key] = torch.zeros(shape, dtype=one.dtype, device="cpu" if on_cpu else parameter.device)
+                # Moments of a lower precision go on in the parameter's, unless the next step wants them lower again.
+                is_lower = is_like and one.dtype.is_floating_point and one.dtype.itemsize < parameter.dtype.itemsize
+                dtype = parameter.dtype if is_lower else one.dtype
+                state[key] = torch.zeros(shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
             entries[f"{_prefix(index)}{name}.{key}"] = Entry(state[key], placement, held[1])
         if state:
             optimizer.state[parameter] = state

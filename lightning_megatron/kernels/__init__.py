@@ -4,6 +4,7 @@ Only ``layers.kernel_choice`` imports this room, when tensors are of a half type
 same inputs give the same bits.
 """
 
+from lightning_megatron.kernels.adamw import AdamKernel
 from lightning_megatron.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
 from lightning_megatron.kernels.gelu import apply_gelu
 from lightning_megatron.kernels.norm import MAX_WIDTH as MAX_NORM_WIDTH
@@ -12,6 +13,7 @@ from lightning_megatron.kernels.rotary import rotate_qkv
 from lightning_megatron.kernels.swiglu import apply_swiglu
 
 __all__ = [
+    "AdamKernel",
     "MAX_NORM_WIDTH",
     "add_norm",
     "cross_entropy_gradient",

@@ -18,6 +18,7 @@ from lightning_megatron.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.private import find_last_checkpoint_by, publish_device_mesh, training_loader_states
+from lightning_megatron.strategy.weight_changes import only_steps_change_weights
 
 
 class MegatronStrategy(ModelStrategy):
@@ -66,6 +67,10 @@ class MegatronStrategy(ModelStrategy):
         check_gradients: Whether a gradient that is infinite or not a number ends the run, naming parameter and rank;
             costs a wait for the device at every step.
         async_save: Whether checkpoints are written behind the training.
+        moments_dtype: Type of Adam's and AdamW's moments: float32, or bfloat16 for half of their memory, which needs
+            fused=True in the optimizer and a GPU. bfloat16 keeps 8 bits of each moment; they are rounded up or down by
+            a draw that depends on the step and the element's place alone, so that their means stay right. Runs repeat
+            exactly under one layout, but not across layouts.
     """
 
     strategy_name = "megatron"
@@ -97,6 +102,7 @@ class MegatronStrategy(ModelStrategy):
         overlap_parameters: bool | None = None,
         check_gradients: bool = False,
         async_save: bool = False,
+        moments_dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         options = StrategyOptions(
             tp=tp,
@@ -124,6 +130,7 @@ class MegatronStrategy(ModelStrategy):
             overlap_parameters=overlap_parameters,
             check_gradients=check_gradients,
             async_save=async_save,
+            moments_dtype=moments_dtype,
         )
         super().__init__(options)
         self._checkpoints = RunCheckpoints()
@@ -152,11 +159,21 @@ class MegatronStrategy(ModelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._checkpoints.restore_random_states(self.root_device)
+        self._checkpoints.defers_copies = only_steps_change_weights(self.user_module, self.user_module.trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._checkpoints.poll()
+        if self.options.async_save and self.user_module.trainer.global_step and self._state is not None:
+            self._checkpoints.reserve(self.user_module, self.optimizers, self._state.main, self.mesh)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        # The optimizer's update comes next.
+        self._checkpoints.hold_updates()
+        return output
 
     @override
     def on_train_end(self) -> None:

@@ -184,6 +184,7 @@ def training_shape(strategy: ModelStrategy, module: LightningModule, optimizers:
     options, dtypes = strategy.options, strategy.precision_plugin.dtypes
     mains = dtypes.mains or dtypes.parameters
     gradients = torch.bfloat16 if dtypes.mains and options.gradient_dtype == "bfloat16" else mains
+    moments = torch.bfloat16 if options.moments_dtype == "bfloat16" else mains
     device = strategy.root_device
     return TrainingShape(
         seq_length=1,
@@ -194,7 +195,7 @@ def training_shape(strategy: ModelStrategy, module: LightningModule, optimizers:
         parameter_bytes=dtypes.parameters.itemsize,
         gradient_bytes=gradients.itemsize,
         main_bytes=mains.itemsize if dtypes.mains else 0,
-        state_bytes=max((state_copies(optimizer) for optimizer in optimizers), default=0) * mains.itemsize,
+        state_bytes=max((state_copies(optimizer) for optimizer in optimizers), default=0) * moments.itemsize,
         activation_bytes=dtypes.parameters.itemsize,
         step_bytes=0 if device.type != "cuda" or all(map(_is_in_place, optimizers)) else mains.itemsize,
         library_bytes=_library_bytes(device),

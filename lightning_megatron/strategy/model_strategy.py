@@ -171,6 +171,7 @@ class ModelStrategy(MeshStrategy):
             zero=options.zero,
             slices=options.optimizer_slices,  # type: ignore[arg-type]
             bucket_size=options.bucket_size,
+            moments_dtype=getattr(torch, options.moments_dtype),
         )
         return TrainingState(
             module,

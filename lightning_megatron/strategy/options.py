@@ -47,6 +47,7 @@ class StrategyOptions:
     overlap_parameters: bool | None
     check_gradients: bool
     async_save: bool
+    moments_dtype: str
 
     def __post_init__(self) -> None:
         # Sizes and order of one copy of the model: what they need of the world is checked when it is known.
@@ -69,6 +70,7 @@ class StrategyOptions:
         _check_choice("zero", self.zero, (0, 1))
         _check_choice("optimizer_slices", self.optimizer_slices, ("auto", "elements", "parameters"))
         _check_choice("gradient_dtype", self.gradient_dtype, ("float32", "bfloat16"))
+        _check_choice("moments_dtype", self.moments_dtype, ("float32", "bfloat16"))
         check_group_names(self.nccl_options or {})
 
     def sizes(self) -> dict[str, Any]:

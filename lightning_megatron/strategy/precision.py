@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.strategy.private import MixedPrecision
+from lightning_megatron.strategy.private import MixedPrecision, is_overridden
 from lightning_megatron.strategy.training_state import TrainingState
-from lightning_megatron.training.clip import clip_by_norm_, clip_by_value_
+from lightning_megatron.training.clip import clip_by_value_, clip_coefficient, scale_gradients_
 from lightning_megatron.training.loss_scale import DynamicLossScale
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,9 @@ class MegatronPrecision(Precision):
         self.skipped_steps = 0
         self.last_grad_norm: Tensor | None = None
         self._state: TrainingState | None = None
+        # Whether clipping by norm is left to the kernel that updates, and the factor that waits for it.
+        self._clips_later = False
+        self._coefficient: Tensor | None = None
 
     @classmethod
     def from_lightning(cls, plugin: Precision | None) -> MegatronPrecision:
@@ -163,9 +166,15 @@ class MegatronPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, which makes the gradients; then sum, clip and step on the mains, and write them back."""
+        """Run the closure, which makes the gradients; then sum, clip and step on the mains, and write them back.
+
+        torch's Adam and AdamW run as one kernel where they can, which clips and writes back in the same pass.
+        """
         assert self._state is not None, "optimizers step after the strategy has set them up"
-        state, calls = self._state, 0
+        state, calls, stored = self._state, 0, False
+        is_fused = state.fused_update.serves(state.main, optimizer)
+        # A module that clips by itself may look at the clipped gradients.
+        self._clips_later = is_fused and not is_overridden("configure_gradient_clipping", model)
 
         def with_gradients() -> Any:
             nonlocal calls
@@ -178,16 +187,34 @@ class MegatronPrecision(Precision):
             self._after_closure(model, optimizer)
             return result
 
-        if self.loss_scale is None:
-            result = optimizer.step(closure=with_gradients, **kwargs)
-        else:
-            result = self._scaled_step(optimizer, with_gradients, self.loss_scale, kwargs)
-        state.main.publish(wait=not self.gathers_late)
+        try:
+            if self.loss_scale is not None:
+                result, stored = self._scaled_step(optimizer, with_gradients, self.loss_scale, kwargs)
+            elif is_fused:
+                result = with_gradients()
+                stored = self._step(optimizer, kwargs)
+            else:
+                result = optimizer.step(closure=with_gradients, **kwargs)
+        finally:
+            self._clips_later, self._coefficient = False, None
+        state.main.publish(wait=not self.gathers_late, stored=stored)
         return result
+
+    def _step(self, optimizer: Any, kwargs: dict[str, Any]) -> bool:
+        """Update by finished gradients; tell whether the model's parameters already have the result."""
+        assert self._state is not None, "optimizers step after the strategy has set them up"
+        main, fused, stored = self._state.main, self._state.fused_update, False
+        # The closure may have given the optimizer other parameters.
+        if fused.serves(main, optimizer):
+            stored = fused.update(main, optimizer, self._coefficient)
+        else:
+            self._clip_now(optimizer)
+        optimizer.step(**kwargs)
+        return stored
 
     def _scaled_step(
         self, optimizer: Any, with_gradients: Callable[[], Any], loss_scale: DynamicLossScale, kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> tuple[Any, bool]:
         if isinstance(optimizer, LBFGS):
             raise UnsupportedError(
                 "precision 16-mixed cannot be used with LBFGS, because it evaluates the loss several times in a "
@@ -196,7 +223,7 @@ class MegatronPrecision(Precision):
             )
         result = with_gradients()
         assert self._state is not None, "with_gradients has used the state"
-        overflowed, scale = self._state.has_overflowed(optimizer), loss_scale.scale
+        overflowed, scale, stored = self._state.has_overflowed(optimizer), loss_scale.scale, False
         if overflowed:
             self.skipped_steps += 1
             if self._state.mesh.rank == 0:
@@ -206,10 +233,10 @@ class MegatronPrecision(Precision):
                     self.skipped_steps,
                 )
         else:
-            optimizer.step(**kwargs)
+            stored = self._step(optimizer, kwargs)
         loss_scale.update(overflowed)
         self._state.rescale(loss_scale.scale / scale)
-        return result
+        return result, stored
 
     def finish_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Sum gradients over the ranks and take the loss scale out of them, once after the last backward pass.
@@ -230,14 +257,26 @@ class MegatronPrecision(Precision):
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         assert self._state is not None, "gradients are clipped while training"
+        self._clip_now(optimizer)
         clip_by_value_(self._state.main, float(clip_val), self._state.names_of(optimizer))
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over all shards and stages, each element of each full tensor counted once."""
         assert self._state is not None, "gradients are clipped while training"
-        state = self._state
-        self.last_grad_norm = clip_by_norm_(state.main, float(clip_val), state.names_of(optimizer))
+        main, names = self._state.main, self._state.names_of(optimizer)
+        self._clip_now(optimizer)
+        self.last_grad_norm, coefficient = clip_coefficient(main, float(clip_val), names)
+        if self._clips_later:
+            self._coefficient = coefficient
+        else:
+            scale_gradients_(main, coefficient, names)
+
+    def _clip_now(self, optimizer: Optimizer) -> None:
+        """Multiply the gradients by the factor that waits for the update, if there is one."""
+        if self._coefficient is not None and self._state is not None:
+            scale_gradients_(self._state.main, self._coefficient, self._state.names_of(optimizer))
+        self._coefficient = None
 
     # ---- checkpoints
 

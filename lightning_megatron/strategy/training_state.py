@@ -13,6 +13,7 @@ from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.strategy.gradient_check import check_finite
+from lightning_megatron.training.fused_update import FusedUpdate
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.loss_scale import DynamicLossScale
 from lightning_megatron.training.main_parameters import Division, MainParameters, names_in
@@ -31,7 +32,8 @@ class TrainingState:
         previous: The mains of an earlier fit, which go on where the module still has their values.
 
     Raises:
-        UnsupportedError: If an optimizer cannot train slices, or trains the two copies of a tied embedding differently.
+        UnsupportedError: If an optimizer cannot train slices, trains the two copies of a tied embedding differently, or
+            cannot keep its moments in the type that is wanted.
 
     Communication: gathers of names; all ranks must construct it.
     """
@@ -55,6 +57,8 @@ class TrainingState:
             self._reducer.watch(self.main.attach(optimizer))
             check_ties(optimizer, self.main)
             self._watch_zero_grad(optimizer)
+        self.fused_update = FusedUpdate(division.moments_dtype)
+        self.fused_update.check(self.main, optimizers)
         if previous is not None:
             self.main.continue_from(previous)
         self._overflowed: frozenset[str] = frozenset()

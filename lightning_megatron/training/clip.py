@@ -52,12 +52,37 @@ def clip_by_norm_(main: MainParameters, max_norm: float, names: Collection[str] 
 
     Communication: one all-reduce of a scalar over the world.
     """
+    norm, coefficient = clip_coefficient(main, max_norm, names)
+    scale_gradients_(main, coefficient, names)
+    return norm
+
+
+@torch.no_grad()
+def clip_coefficient(
+    main: MainParameters, max_norm: float, names: Collection[str] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Find what the gradients must be multiplied by so that their norm over the whole model is at most ``max_norm``.
+
+    Args:
+        main: The parameters of this rank, after their gradients were summed over the ranks.
+        max_norm: The largest norm that is left as it is.
+        names: Look only at these parameters; None means all.
+
+    Returns:
+        The norm and the factor, tensors of no dimension; the host does not wait for them.
+
+    Communication: one all-reduce of a scalar over the world.
+    """
     norm = grad_norm(main, names)
-    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+@torch.no_grad()
+def scale_gradients_(main: MainParameters, coefficient: Tensor, names: Collection[str] | None = None) -> None:
+    """Multiply the gradients by a scalar in place: those of the named parameters, or all."""
     gradients = main.gradients(names)
     if gradients:
         torch._foreach_mul_(gradients, coefficient)
-    return norm
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ class MainSlice:
         gradient: The part's gradient inside the flat buffer, shaped like ``main``.
         is_exclusive: Whether no other data-parallel rank holds these elements.
         counted: The views of ``gradient`` that only this rank of its model-parallel group counts in a norm.
+        half: The part in the model's own parameter, shaped like ``main``; None where that is the main itself.
     """
 
     name: str
@@ -32,6 +33,7 @@ class MainSlice:
     gradient: Tensor
     is_exclusive: bool
     counted: tuple[Tensor, ...] = ()
+    half: Tensor | None = None
 
     def counted_in(self, gradient: Tensor) -> tuple[Tensor, ...]:
         """List the counted pieces of a finished gradient: not tied copies, other copies or padding."""
@@ -138,8 +140,10 @@ class FlatBuffer:
         form = shape if is_whole else torch.Size((size,))
         placement: Placement = spec if is_whole else FlatSlice(spec, tuple(shape), one.start, one.stop)
         main = nn.Parameter(flat[start : start + size].view(form))
-        gradient = self.gradients[one.buffer_start : one.buffer_start + size].view(form)
+        own = slice(one.buffer_start, one.buffer_start + size)
+        gradient = self.gradients[own].view(form)
+        half = None if self.mains is None else self.parameters[own].view(form)
         if is_whole:
             set_shard_spec(main, spec)
         counted = counted_views(placement, gradient)
-        return MainSlice(one.name, placement, main, gradient, self.plan.num_parts > 1, counted)
+        return MainSlice(one.name, placement, main, gradient, self.plan.num_parts > 1, counted, half)

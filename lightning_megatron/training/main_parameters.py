@@ -36,6 +36,7 @@ class Division:
         zero: 1 gives every data-parallel rank a part of the mains, 0 all of them.
         slices: What a part is made of: ``elements``, whole ``parameters``, or ``auto`` by what the optimizer allows.
         bucket_size: Gradients are summed in messages of about this size (elements).
+        moments_dtype: Type of the moments of Adam where the fused kernel updates them.
     """
 
     main_dtype: torch.dtype | None = None
@@ -43,6 +44,7 @@ class Division:
     zero: int = 1
     slices: Literal["auto", "elements", "parameters"] = "auto"
     bucket_size: int = 40_000_000
+    moments_dtype: torch.dtype = torch.float32
 
 
 class MainParameters:
@@ -177,16 +179,17 @@ class MainParameters:
         self.buffers += made
         return made
 
-    def publish(self, wait: bool = True) -> None:
+    def publish(self, wait: bool = True, stored: bool = False) -> None:
         """Write the mains into the model's parameters, rounding once, and gather the parts of all data-parallel ranks.
 
         Args:
             wait: Whether the parameters are whole when this returns; otherwise each module of the model waits for its
                 own before its forward pass, and :meth:`wait` for all.
+            stored: Whether this rank's part of the model's parameters is already the rounded mains.
 
         Communication: one all-gather over the data axis for each bucket, in the order of use.
         """
-        for buffer in self.buffers:
+        for buffer in () if stored else self.buffers:
             buffer.store_mains()
         self.gather.start(self.buffers, self.mesh.data)
         if wait:

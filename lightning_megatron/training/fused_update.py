@@ -1,0 +1,177 @@
+"""One kernel for an optimizer step: clip, update moments and mains, and round the mains into the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.layers.kernel_choice import choose_kernels
+from lightning_megatron.training.flat_buffer import MainSlice
+from lightning_megatron.training.main_parameters import MainParameters
+
+logger = logging.getLogger(__name__)
+
+#: Updates slices of one group in place; its arguments are those of ``kernels.AdamKernel``.
+Kernel = Callable[..., None]
+_Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+
+
+class FusedUpdate:
+    """Update the slices of torch's own Adam and AdamW by the fused kernel, where an optimizer says ``fused=True``.
+
+    The optimizer keeps its state as torch lays it out, so that checkpoints, schedulers and a later step by torch itself
+    go on with it. Gradients that were used are gone afterwards: the optimizer's own ``step``, which runs its hooks and
+    is counted by schedulers, then finds nothing to update.
+
+    Args:
+        moments_dtype: Type of both moments: float32, or bfloat16 for half of their memory.
+        find: Returns, for a device, what makes a kernel, or None and the reason.
+    """
+
+    def __init__(
+        self,
+        moments_dtype: torch.dtype = torch.float32,
+        find: Callable[[torch.device], tuple[Callable[[], Kernel] | None, str]] | None = None,
+    ) -> None:
+        self.moments_dtype = moments_dtype
+        self._find = find or _find_kernel
+        self._kernels: WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], Kernel]] = WeakKeyDictionary()
+        self._said: set[str] = set()
+
+    def serves(self, main: MainParameters, optimizer: Optimizer) -> bool:
+        """Tell whether the kernel can update all that an optimizer trains on this rank, and log once why not."""
+        reason = self.reason_against(main, optimizer)
+        if reason is not None and reason not in self._said:
+            self._said.add(reason)
+            logger.debug("Optimizer steps are torch's own: %s.", reason)
+        return reason is None
+
+    def check(self, main: MainParameters, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse moments of another type where torch's own step would update them.
+
+        Raises:
+            UnsupportedError: If moments are not float32 and the kernel cannot update them.
+        """
+        if self.moments_dtype == torch.float32:
+            return
+        for optimizer in optimizers:
+            reason = self.reason_against(main, optimizer)
+            if reason is not None:
+                dtype = str(self.moments_dtype).removeprefix("torch.")
+                raise UnsupportedError(
+                    f"moments_dtype ({dtype}) needs the fused kernel, because torch keeps moments in the type of the "
+                    f"parameters: {reason}. Use torch.optim.AdamW(..., fused=True) on a GPU in precision 32-true, "
+                    "bf16-mixed or 16-mixed, or moments_dtype='float32'."
+                )
+
+    def reason_against(self, main: MainParameters, optimizer: Optimizer) -> str | None:
+        """Say why an optimizer must step by itself; None if the kernel can do it."""
+        if type(optimizer) not in (Adam, AdamW):
+            return f"{type(optimizer).__name__} is not torch's AdamW or Adam"
+        for number, group in enumerate(optimizer.param_groups):
+            if group.get("fused") is not True:
+                return f"group {number} of {type(optimizer).__name__} does not say fused=True"
+            for name in ("amsgrad", "maximize", "differentiable", "capturable"):
+                if group.get(name):
+                    return f"group {number} of {type(optimizer).__name__} says {name}=True"
+            if isinstance(group["lr"], Tensor) or any(isinstance(beta, Tensor) for beta in group["betas"]):
+                return f"the learning rate or the betas of group {number} are tensors"
+        names = {name for group in main.names_of(optimizer) for name in group}
+        for name, one in main.slices.items():
+            if name in names and one.main.dtype != torch.float32:
+                return f"the main parameter of {name!r} is {str(one.main.dtype).removeprefix('torch.')}"
+        make, reason = self._find(main.mesh.device)
+        return reason if make is None else None
+
+    @torch.no_grad()
+    def update(self, main: MainParameters, optimizer: Optimizer, coefficient: Tensor | None) -> bool:
+        """Update every slice that has a gradient, and the model's parameters with them; the host does not wait.
+
+        The optimizer's own ``step`` must follow.
+
+        Args:
+            main: The parameters that the optimizer is attached to.
+            optimizer: One that is served.
+            coefficient: What gradients are multiplied by before they are used; None means 1.
+
+        Returns:
+            Whether the model's parameters are the rounded mains even after the optimizer's own step.
+        """
+        # The rounded parameters are written in place: what is on its way from the step before must have arrived.
+        main.wait()
+        kernels = self._kernels.setdefault(optimizer, {})
+        slices = {id(one.main): one for one in main.slices.values()}
+        for number, group in enumerate(optimizer.param_groups):
+            for key, rows in self._rows(optimizer, group["params"], slices).items():
+                kernel = kernels.get((number, *key))
+                if kernel is None:
+                    make, reason = self._find(main.mesh.device)
+                    assert make is not None, f"update is called for optimizers that are served: {reason}"
+                    kernel = kernels[number, *key] = make()
+                kernel(
+                    *zip(*rows, strict=True),
+                    None if coefficient is None else coefficient.float(),
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    is_decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))),
+                )
+        return not _has_step_hooks(optimizer)
+
+    def _rows(
+        self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], slices: Mapping[int, MainSlice]
+    ) -> dict[tuple[Any, ...], list[_Row]]:
+        """Collect what the kernel takes of each slice by the types of it, and take the gradients away."""
+        rows: dict[tuple[Any, ...], list[_Row]] = {}
+        for parameter in parameters:
+            gradient, one = parameter.grad, slices.get(id(parameter))
+            if gradient is None or one is None or parameter.numel() == 0:
+                continue
+            parameter.grad = None
+            state = self._state_of(optimizer, parameter)
+            moments = (state["exp_avg"], state["exp_avg_sq"])
+            # A kernel takes one type of each; mains are of one by what `serves` has found.
+            key = (gradient.dtype, None if one.half is None else one.half.dtype)
+            rows.setdefault(key, []).append((parameter, gradient.contiguous(), *moments, state["step"], one.half))
+        return rows
+
+    def _state_of(self, optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return a parameter's state, made as torch makes it, with moments in their type."""
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=self.moments_dtype)
+        # A checkpoint, or torch's own load_state_dict, may bring other types.
+        if state["step"].device != parameter.device or state["step"].dtype != torch.float32:
+            state["step"] = state["step"].to(parameter.device, torch.float32)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if state[name].dtype != self.moments_dtype or not state[name].is_contiguous():
+                state[name] = state[name].to(self.moments_dtype).contiguous()
+        return state
+
+
+def _has_step_hooks(optimizer: Optimizer) -> bool:
+    """Tell whether hooks of an optimizer's step might change the mains after they were rounded."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    everywhere = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    return any(getattr(optimizer, name, None) for name in names) or any(
+        getattr(torch_optimizer, name, None) for name in everywhere
+    )
+
+
+def _find_kernel(device: torch.device) -> tuple[Callable[[], Kernel] | None, str]:
+    if device.type != "cuda":
+        return None, f"main parameters are on {device.type}, the kernel is for GPUs"
+    choice = choose_kernels(device)
+    return (None, choice.reason) if choice.kernels is None else (choice.kernels.AdamKernel, "")
