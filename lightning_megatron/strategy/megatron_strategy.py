@@ -18,7 +18,6 @@ from lightning_megatron.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.private import find_last_checkpoint_by, publish_device_mesh, training_loader_states
-from lightning_megatron.strategy.weight_changes import only_steps_change_weights
 
 
 class MegatronStrategy(ModelStrategy):
@@ -159,21 +158,11 @@ class MegatronStrategy(ModelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._checkpoints.restore_random_states(self.root_device)
-        self._checkpoints.defers_copies = only_steps_change_weights(self.user_module, self.user_module.trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._checkpoints.poll()
-        if self.options.async_save and self.user_module.trainer.global_step and self._state is not None:
-            self._checkpoints.reserve(self.user_module, self.optimizers, self._state.main, self.mesh)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().training_step(*args, **kwargs)
-        # The optimizer's update comes next.
-        self._checkpoints.hold_updates()
-        return output
 
     @override
     def on_train_end(self) -> None:
