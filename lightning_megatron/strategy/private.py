@@ -154,7 +154,7 @@ def find_last_checkpoint_by(trainer: Trainer, find: Callable[[], str | None]) ->
     def start_with_found(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         start(connector, find() if checkpoint_path == LAST else checkpoint_path, weights_only)
 
-    connector._parse_ckpt_path = parse_later  # type: ignore[method-assign]
+    connector._parse_ckpt_path = parse_later  # type: ignore[method-assign, assignment]
     connector.resume_start = start_with_found  # type: ignore[method-assign]
 
 
