@@ -46,6 +46,9 @@ class RunCheckpoints:
     def __init__(self) -> None:
         self._writer: CheckpointWriter | None = None
         self._random_states: Mapping[str, Any] | None = None
+        self._has_reserved = False
+        #: Whether the owner calls :meth:`hold_updates` before anything changes what a save has been given.
+        self.defers_copies = False
         self._verified: str | None = None
         #: What ``fit``, ``validate``, ``test`` or ``predict`` was given.
         self.weights_only: bool | None = None
@@ -96,9 +99,29 @@ class RunCheckpoints:
             "generators": random_states(mesh.device),
             "dataloaders": dataloaders,
         }
+        self._writer_on(mesh).save(path, tensors, checkpoint, rank_state, background=background)
+
+    def reserve(
+        self, module: LightningModule, optimizers: Sequence[Optimizer], main: MainParameters, mesh: ParallelMesh
+    ) -> None:
+        """Take host memory for saves in the background, once, when the optimizers have made their states."""
+        if self._has_reserved:
+            return
+        self._has_reserved = True
+        tensors = dict(model_tensors(module, main))
+        for index, optimizer in enumerate(optimizers):
+            tensors |= optimizer_tensors(index, optimizer, main)
+        self._writer_on(mesh).reserve(tensors)
+
+    def hold_updates(self) -> None:
+        """Let a GPU wait, before it changes weights, until a save in the background has copied them."""
+        if self._writer is not None:
+            self._writer.hold_updates()
+
+    def _writer_on(self, mesh: ParallelMesh) -> CheckpointWriter:
         if self._writer is None:
-            self._writer = CheckpointWriter(mesh)
-        self._writer.save(path, tensors, checkpoint, rank_state, background=background)
+            self._writer = CheckpointWriter(mesh, defer_copies=self.defers_copies)
+        return self._writer
 
     def poll(self) -> None:
         """Finish a save in the background if all ranks have written; at a border that all ranks reach together.
@@ -126,6 +149,7 @@ class RunCheckpoints:
         """
         writer, self._writer = self._writer, None
         self._random_states = None
+        self._has_reserved = self.defers_copies = False
         if writer is not None and not abandon:
             writer.close()
 

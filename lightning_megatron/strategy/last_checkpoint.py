@@ -73,15 +73,17 @@ def find_last(trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None) -
 def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
     """List the folders that the checkpoints of a run are in: those of its callbacks.
 
-    Where a logger gives every run a new folder, ``version_0``, ``version_1`` and so on, those of earlier runs count as
+    Without callbacks it is the folder of the trainer, where a job that is told to end leaves its checkpoint. Where a
+    logger gives every run a new folder, ``version_0``, ``version_1`` and so on, those of earlier runs count as
     well: a run that was restarted gets a new one.
     """
     given = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     given += [
         callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, OnExceptionCheckpoint)
     ]
+    known = [os.fspath(one) for one in given if one is not None]
     seen: set[str] = set()
-    for folder in (os.fspath(one) for one in given if one is not None):
+    for folder in known or [os.fspath(trainer.default_root_dir)]:
         siblings = []
         if "://" not in folder and _VERSION.fullmatch(Path(folder).parent.name):
             root, inner = Path(folder).parent.parent, Path(folder).name

@@ -18,6 +18,7 @@ from lightning_megatron.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.private import find_last_checkpoint_by, publish_device_mesh, training_loader_states
+from lightning_megatron.strategy.weight_changes import only_steps_change_weights
 
 
 class MegatronStrategy(ModelStrategy):
@@ -158,11 +159,21 @@ class MegatronStrategy(ModelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._checkpoints.restore_random_states(self.root_device)
+        self._checkpoints.defers_copies = only_steps_change_weights(self.user_module, self.user_module.trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._checkpoints.poll()
+        if self.options.async_save and self.user_module.trainer.global_step and self._state is not None:
+            self._checkpoints.reserve(self.user_module, self.optimizers, self._state.main, self.mesh)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        # The optimizer's update comes next.
+        self._checkpoints.hold_updates()
+        return output
 
     @override
     def on_train_end(self) -> None:
@@ -208,6 +219,10 @@ class MegatronStrategy(ModelStrategy):
             )
             if not in_run:
                 self._checkpoints.close()
+
+    @override
+    def finish_saves(self) -> None:
+        self._checkpoints.wait()
 
     @override
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:

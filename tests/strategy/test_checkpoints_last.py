@@ -11,13 +11,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, verify_checkpoint
 from lightning_megatron.checkpoint.save import Save
 from lightning_megatron.errors import CheckpointMismatchError, CheckpointSaveError, CorruptDataError, UnsupportedError
+from lightning_megatron.strategy.weight_changes import only_steps_change_weights
 from tests.proof.training import Tokens
 from tests.strategy.checkpoint_runs import Trained, trainer_of
 
@@ -193,3 +194,22 @@ def test_objects_are_saved_with_a_warning_and_loaded_only_when_told(
     assert trainer.global_step == 2
     with torch.serialization.safe_globals([Thing]):
         fit({}, 2, every_step(tmp_path / "c"), resume=path)
+
+
+def test_copies_are_waited_for_where_hooks_of_the_user_may_change_weights(tmp_path: Path) -> None:
+    class Quiet(pl.LightningModule):
+        pass
+
+    class Clips(pl.LightningModule):
+        def on_train_batch_end(self, *_: Any) -> None:
+            for parameter in self.parameters():
+                parameter.data.clamp_(-1, 1)
+
+    class Own(pl.Callback):
+        pass
+
+    trainer = trainer_of({}, 1, 1, callbacks=[every_step(tmp_path)])
+    assert only_steps_change_weights(Quiet(), trainer)
+    assert not only_steps_change_weights(Clips(), trainer)
+    for callback in (Own(), EMAWeightAveraging()):
+        assert not only_steps_change_weights(Quiet(), trainer_of({}, 1, 1, callbacks=[callback]))

@@ -1,0 +1,40 @@
+"""Whether anything but optimizer steps may change what a checkpoint holds."""
+
+from __future__ import annotations
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+from lightning_megatron.strategy.private import is_overridden
+
+#: Hooks that run between a save and the end of the next backward pass.
+_HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"),
+    *("on_validation_epoch_end", "on_validation_end", "on_before_zero_grad", "optimizer_zero_grad"),
+    *("on_after_backward", "on_before_backward"),
+)
+_OURS = ("lightning_megatron", "lightning")
+
+
+def only_steps_change_weights(module: LightningModule, trainer: Trainer) -> bool:
+    """Tell whether weights and optimizer states surely stay as they are from a save to the next optimizer step.
+
+    Then a GPU may go on with forward and backward passes while they are still being copied. Hooks of the user's own
+    code may do anything, so with one of them between, the copies are waited for.
+
+    Args:
+        module: The module that is trained.
+        trainer: Its trainer.
+    """
+    if not module.automatic_optimization:
+        return False
+    if not _is_ours(module) and any(is_overridden(hook, module, LightningModule) for hook in _HOOKS):
+        return False
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    changing = (StochasticWeightAveraging, WeightAveraging)
+    return all(_is_ours(one) and not isinstance(one, changing) for one in callbacks)
+
+
+def _is_ours(part: object) -> bool:
+    return type(part).__module__.partition(".")[0] in _OURS
