@@ -1,0 +1,44 @@
+"""Run the checks of Adam's kernel in Triton's interpreter, on the CPU; printed is what failed, as JSON.
+
+A program of its own, because Triton decides between interpreter and compiler when a kernel is defined.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from lightning_megatron.kernels import adamw
+from tests.kernels.adam import CASES, check_case, check_narrow_moments, check_narrow_steps, check_new_addresses
+
+SIZES = (1, 15, 256, 900)
+# Small programs, so that a slice has several.
+adamw._CHUNK, adamw._BLOCK = 256, 128
+
+
+def main() -> None:
+    """Run all checks."""
+    checks: dict[str, Callable[[], None]] = {
+        # The interpreter cuts bfloat16 off instead of rounding it.
+        case.name: lambda case=case: check_case(case, SIZES, "cpu", 2.0**-7 if case.half == torch.bfloat16 else None)
+        for case in CASES
+    }
+    checks["narrow moments"] = lambda: check_narrow_moments((1, 700, 1000), "cpu")
+    checks["narrow steps"] = lambda: check_narrow_steps((700, 500), "cpu")
+    checks["new addresses"] = lambda: check_new_addresses("cpu")
+    failed = {}
+    for name, check in checks.items():
+        try:
+            check()
+            failed[name] = ""
+        except BaseException:
+            # Whatever went wrong belongs into the report of the test that started this program.
+            failed[name] = traceback.format_exc()
+    print(json.dumps(failed))
+
+
+if __name__ == "__main__":
+    main()
