@@ -44,6 +44,12 @@ class LogCall:
         fx = dict(self.options).get("reduce_fx", "mean")
         return _REDUCTIONS.get(fx if isinstance(fx, str) else getattr(fx, "__name__", ""), "mean")
 
+    def times(self, is_training: bool) -> tuple[bool, bool]:
+        """Tell whether the value is logged by step, and whether by epoch; the defaults depend on the hook."""
+        options = dict(self.options)
+        on_step, on_epoch = options.get("on_step"), options.get("on_epoch")
+        return is_training if on_step is None else on_step, not is_training if on_epoch is None else on_epoch
+
 
 @dataclass(frozen=True)
 class _Entry:

@@ -15,6 +15,7 @@ from lightning_megatron.groups.collectives import all_reduce_, broadcast_, broad
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.log_record import LogCall, Recorder
 from lightning_megatron.strategy.outputs import Weight, scalar_on
+from lightning_megatron.strategy.progress import TokensProgressBar
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,21 @@ class LogReplay:
         end = num_calls + len(weighted)
         vector = self._from_last_stage([*values, *weights, *extra], end + len(extra))
         by_index = dict(zip(weighted, vector[num_calls:end], strict=True))
-        reduced = self._reduce_by_step(form.calls, vector, by_index, key[0] == "training_step")
+        is_training = key[0] == "training_step"
+        reduced = self._reduce_by_step(form.calls, vector, by_index, is_training)
         for index, call in enumerate(form.calls):
-            self._log(module, call, vector[index], by_index.get(index), is_reduced=index in reduced)
+            options = dict(call.options)
+            if index in reduced:
+                # The Trainer has nothing left to reduce. Without ``sync_dist`` it would warn of values that differ.
+                options["rank_zero_only"] = True
+            value = vector[index] if call.is_double else vector[index].to(torch.float32)
+            if options.get("prog_bar"):
+                by_step_only = is_training and call.times(is_training) == (True, False)
+                options["prog_bar"] = self._is_read_after_every_batch(module, call.name, value, by_step_only)
+            # Not an integer: the Trainer would round the mean of the ranks' numbers down.
+            module.log(call.name, value, batch_size=by_index.get(index, float(call.batch_size)), **options)
         for name, (metric, options) in recorder.metrics.items():
-            module.log(name, metric, **self._for_this_rank(options))
+            module.log(name, metric, **(options if self._mesh.rank == 0 else {**options, "prog_bar": False}))
         return Replayed(list(vector[end:]), form.is_counted)
 
     def _agree(self, key: Any, form: _Form) -> _Form:
@@ -126,9 +137,7 @@ class LogReplay:
         """
         by_reduction: dict[str, list[int]] = {}
         for index, call in enumerate(calls):
-            options = dict(call.options)
-            on_step = is_training if options.get("on_step") is None else options["on_step"]
-            on_epoch = not is_training if options.get("on_epoch") is None else options["on_epoch"]
+            options, (on_step, on_epoch) = dict(call.options), call.times(is_training)
             if not (on_step and options.get("sync_dist")) or options.get("sync_dist_group") is not None:
                 continue
             if index in weights:
@@ -155,18 +164,15 @@ class LogReplay:
             value.copy_(total / torch.where(weight_of_all > 0, weight_of_all, 1.0))
             weight.copy_(weight_of_all)
 
-    def _log(
-        self, module: LightningModule, call: LogCall, value: Tensor, weight: Tensor | None, *, is_reduced: bool
-    ) -> None:
-        options = self._for_this_rank(dict(call.options))
-        if is_reduced:
-            # The Trainer has nothing left to reduce. Without ``sync_dist`` it would warn of values that differ by rank.
-            options["rank_zero_only"] = True
-        value = value if call.is_double else value.to(torch.float32)
-        # Not an integer: the Trainer would round the mean of the ranks' numbers down.
-        batch_size: Any = float(call.batch_size) if weight is None else weight
-        module.log(call.name, value, batch_size=batch_size, **options)
+    def _is_read_after_every_batch(self, module: LightningModule, name: str, value: Tensor, by_step_only: bool) -> bool:
+        """Tell whether the Trainer must read a value for its progress bar, for which the host waits for the device.
 
-    def _for_this_rank(self, options: dict[str, Any]) -> dict[str, Any]:
-        # A value on the progress bar is read from the device after every batch; only rank 0 has a bar.
-        return options if self._mesh.rank == 0 else {**options, "prog_bar": False}
+        Only rank 0 has a bar. Values by step are read by our own bar when it is drawn, and by none without a bar.
+        """
+        if self._mesh.rank != 0 or not by_step_only:
+            return self._mesh.rank == 0
+        bar = getattr(getattr(module, "trainer", None), "progress_bar_callback", None)
+        if isinstance(bar, TokensProgressBar):
+            bar.keep(name, value)
+            return False
+        return bar is not None

@@ -75,7 +75,9 @@ class TokensProgressBar(TQDMProgressBar):
     same batch. The time left includes validation, at the rate seen so far.
 
     Args:
-        refresh_rate: Number of batches between two refreshes; each one reads the logged values from the device.
+        refresh_rate: Number of batches between two refreshes; each one reads the logged values from the device, for
+            which the host waits. Under MegatronStrategy values logged by step only are not read in between; other bars
+            read them after every batch.
     """
 
     BAR_FORMAT_STEPS = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}"
@@ -86,6 +88,11 @@ class TokensProgressBar(TQDMProgressBar):
         self._started_at = 0.0
         self._first_step = 0
         self._num_steps: int | None = None
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def keep(self, name: str, value: torch.Tensor) -> None:
+        """Keep a scalar to show, on its device until the bar is drawn."""
+        self._kept[name] = value
 
     @override
     def init_train_tqdm(self) -> Tqdm:
@@ -100,6 +107,7 @@ class TokensProgressBar(TQDMProgressBar):
         self._started_at = time.monotonic()
         self._rate = TokenRate()
         self._rate.start(self._started_at)
+        self._kept.clear()
         self.train_progress_bar = self.init_train_tqdm()
         self.train_progress_bar.total = self._num_steps
 
@@ -132,6 +140,7 @@ class TokensProgressBar(TQDMProgressBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, int | str | float | dict]:
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
+        metrics |= {name: value.item() for name, value in self._kept.items()}
         if self._rate.per_second:
             metrics["tokens/s"] = f"{self._rate.per_second:,.0f}"
         seconds_left = self._seconds_left(trainer.global_step)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.strategy.progress import TokenRate, TokensProgressBar, count_replicas, count_steps, count_tokens
 from tests.cli_modules import Line, Points
 
@@ -88,10 +90,26 @@ def test_bar_shows_loss_rate_and_time_left(tmp_path: Path, capsys: pytest.Captur
     assert "left=0:00:00" in last
 
 
-def fit(folder: Path, bar: TokensProgressBar, **limits: Any) -> None:
+def test_values_by_step_are_read_only_when_the_bar_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+    monkeypatch.setattr(
+        "lightning.pytorch.trainer.connectors.logger_connector.result.convert_tensors_to_scalars",
+        lambda value: read.append(value) or float(value),
+    )
+    fit(tmp_path, TokensProgressBar(refresh_rate=4), strategy=MegatronStrategy(), max_steps=8, limit_val_batches=0)
+    assert "train_loss=" in capsys.readouterr().out.split("\r")[-1]
+    assert read == []
+    fit(tmp_path, TQDMProgressBar(), strategy=MegatronStrategy(), max_steps=8, limit_val_batches=0)
+    assert len(read) >= 8
+
+
+def fit(folder: Path, bar: TQDMProgressBar, strategy: Any = "auto", **limits: Any) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
+        strategy=strategy,
         default_root_dir=folder,
         logger=False,
         enable_checkpointing=False,
