@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,4 +35,21 @@ def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
         dataloader.generator = torch.Generator().manual_seed(derive_seed(seed, "dataloader", data_rank))
     if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
         dataloader.worker_init_fn = partial(seed_worker, rank=data_rank)
+    if dataloader.num_workers > 0 and getattr(dataloader.worker_init_fn, "func", None) is not _start_worker:
+        dataloader.worker_init_fn = partial(_start_worker, dataloader.worker_init_fn)
     return dataloader
+
+
+def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    survive_one_sigterm()
+    if then is not None:
+        then(worker)
+
+
+def survive_one_sigterm() -> None:
+    """Let this process, a dataloader's worker, go on after the first SIGTERM and end at the second.
+
+    A scheduler signals all processes of a job. Without its workers, the main process would not reach the batch before
+    which it saves. A second signal comes from torch, if a worker does not end when it is asked to.
+    """
+    signal.signal(signal.SIGTERM, lambda signum, _: signal.signal(signum, signal.SIG_DFL))

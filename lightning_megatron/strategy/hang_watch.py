@@ -65,6 +65,8 @@ class HangWatch:
 
     def start(self) -> None:
         """Begin to watch, in threads of this process."""
+        # At once: a rank that stops in its first moments can only be named, and killed, if its process is known.
+        self._publish()
         threading.Thread(target=self._watch, daemon=True, name="hang-watch").start()
 
     def stop(self) -> None:

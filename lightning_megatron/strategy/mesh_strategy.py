@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.agent_store import join_agent_store
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import (
     all_gather_sequence,
@@ -41,6 +43,9 @@ from lightning_megatron.strategy.private import (
 )
 
 log = logging.getLogger(__name__)
+
+#: Set by torchrun for ranks that are to meet in its own store.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class MeshStrategy(ParallelStrategy):
@@ -204,8 +209,17 @@ class MeshStrategy(ParallelStrategy):
             options: dict[str, Any] = {"timeout": max(self._timeout or patience, patience)}
             if self.root_device.type == "cuda":
                 options["device_id"] = self.root_device
-            assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
-            init_process_group(self.cluster_environment, backend, **options)
+            environment = self.cluster_environment
+            assert environment is not None, "the Trainer sets the cluster environment"
+            if os.environ.get(AGENT_STORE) == "True":
+                options["store"] = join_agent_store(
+                    environment.main_address,
+                    environment.main_port,
+                    self.global_rank,
+                    layout.world_size,
+                    options["timeout"],
+                )
+            init_process_group(environment, backend, **options)
         mesh = ParallelMesh.create(
             layout,
             device=self.root_device,

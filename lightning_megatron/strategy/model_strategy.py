@@ -154,9 +154,11 @@ class ModelStrategy(MeshStrategy):
             self._state.overlap_gathers()
         install_scheduled_loop(trainer)
         self._has_checked_batch = False
-        if self.mesh.world.size > 1:
-            self._signals = SignalAgreement(trainer, self.mesh, self.options.signal_check_interval)
-            self._signals.install()
+        self._signals = SignalAgreement(trainer, self.mesh, self.options.signal_check_interval, self.finish_saves)
+        self._signals.install()
+
+    def finish_saves(self) -> None:
+        """Wait until no checkpoint is being written; a collective over all ranks."""
 
     def _state_of_run(self, fitting: bool) -> TrainingState:
         """Make the state of a fit; an evaluation goes on with that of an earlier fit of the same module."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
@@ -65,7 +66,11 @@ TRAINER_ATTRIBUTES = (
     ("fit_loop", "_combined_loader"),
     ("", "_signal_connector"),
     ("_signal_connector", "_sigterm_notifier_fn"),
+    ("_signal_connector", "_slurm_sigusr_handler_fn"),
     ("_signal_connector", "received_sigterm"),
+    ("_accelerator_connector", "cluster_environment"),
+    ("_checkpoint_connector", "hpc_save_path"),
+    ("fit_loop.epoch_loop", "advance"),
     ("", "_checkpoint_connector"),
     ("_checkpoint_connector", "_parse_ckpt_path"),
     ("_checkpoint_connector", "resume_start"),
@@ -128,16 +133,42 @@ def publish_device_mesh(module: LightningModule, mesh: Any) -> None:
     module._device_mesh = mesh
 
 
-def replace_signal_check(trainer: Trainer, check: Callable[[], None], notify: Callable[..., None]) -> None:
-    """Replace the device broadcast before every batch, and the handler that would take part in it."""
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = check  # type: ignore[method-assign]
-    trainer._signal_connector._sigterm_notifier_fn = notify  # type: ignore[method-assign]
+def replace_signal_check(
+    trainer: Trainer, check: Callable[[], None], notify: Callable[..., None], notify_requeue: Callable[..., None]
+) -> None:
+    """Call ``check`` before every training batch, and replace the device broadcast and the handlers of signals."""
+    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+    advance = loop.advance
+
+    def checked(data_fetcher: Any) -> None:
+        check()
+        advance(data_fetcher)
+
+    loop.advance = checked  # type: ignore[method-assign]
+    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    connector._sigterm_notifier_fn = notify  # type: ignore[method-assign]
+    connector._slurm_sigusr_handler_fn = notify_requeue  # type: ignore[method-assign]
 
 
 def restore_signal_check(trainer: Trainer) -> None:
     """Undo :func:`replace_signal_check`."""
-    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
-    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+    for owner, names in (
+        (trainer.fit_loop.epoch_loop, ("advance", "_broadcast_sigterm_tensor")),
+        (trainer._signal_connector, ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")),
+    ):
+        for name in names:
+            vars(owner).pop(name, None)
+
+
+def requeues_itself(trainer: Trainer) -> bool:
+    """Tell whether Lightning submits an interrupted SLURM job again, and then looks for its checkpoint."""
+    environment = trainer._accelerator_connector.cluster_environment
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+
+
+def slurm_save_path(trainer: Trainer) -> str:
+    """Return the path of the next checkpoint that Lightning finds when SLURM starts the job again."""
+    return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
 def find_last_checkpoint_by(trainer: Trainer, find: Callable[[], str | None]) -> None:
@@ -154,7 +185,7 @@ def find_last_checkpoint_by(trainer: Trainer, find: Callable[[], str | None]) ->
     def start_with_found(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         start(connector, find() if checkpoint_path == LAST else checkpoint_path, weights_only)
 
-    connector._parse_ckpt_path = parse_later  # type: ignore[method-assign, assignment]
+    connector._parse_ckpt_path = parse_later  # type: ignore[method-assign,assignment]
     connector.resume_start = start_with_found  # type: ignore[method-assign]
 
 

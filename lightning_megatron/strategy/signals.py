@@ -1,12 +1,21 @@
-"""Let all ranks agree that the job was told to end, without touching the device before every batch."""
+"""Save and leave a fit together when the job is told to end."""
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import signal
+import subprocess
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.groups.collectives import all_reduce_, barrier
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -14,30 +23,53 @@ from lightning_megatron.strategy.private import (
     SIGTERMException,
     announce_sigterm,
     replace_signal_check,
+    requeues_itself,
     restore_signal_check,
+    slurm_save_path,
 )
+
+log = logging.getLogger(__name__)
+
+#: What a shell reports for a process that SIGTERM ended. It is not 0, so that torchrun does not take the job for
+#: finished, and differs from that of an error, so that a batch script can tell when to submit the job again.
+EXIT_CODE = 128 + signal.SIGTERM
+#: The checkpoint of a job that was told to end; the next one takes its place. ``ckpt_path="last"`` finds it, because
+#: its name begins like those of Lightning's last checkpoints.
+CHECKPOINT_NAME = "last-preempted.ckpt"
+
+
+class ToldToEnd(SIGTERMException):
+    """End the process because the job was told to, after its checkpoint has been saved."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_CODE)
 
 
 class SignalAgreement:
-    """Replace Lightning's check for SIGTERM: it broadcasts from the device and waits for it before every batch.
+    """Replace Lightning's handling of SIGTERM and of SLURM's signal for time running out.
 
-    A rank that receives SIGTERM notes it; every ``interval`` batches all ranks ask each other on the CPU, and leave the
-    fit together at the same batch.
+    Lightning asks on the device before every batch, and waits for it; and it saves inside of the signal's handler,
+    which may run in the middle of a step, at another step on every rank. Here a rank that receives a signal notes it.
+    Every ``interval`` batches all ranks ask each other on the CPU; if one was told to end, all save a checkpoint of the
+    same step, and leave the fit. Signals that come later change nothing.
 
     Args:
         trainer: The trainer that is fitting.
         mesh: The groups of this rank.
         interval: Training batches between two questions (batches).
+        finish_saves: Waits until no checkpoint is being written.
     """
 
-    def __init__(self, trainer: Trainer, mesh: ParallelMesh, interval: int) -> None:
-        self._trainer, self._mesh, self._interval = trainer, mesh, interval
-        self._received = False
+    def __init__(
+        self, trainer: Trainer, mesh: ParallelMesh, interval: int, finish_saves: Callable[[], None] = lambda: None
+    ) -> None:
+        self._trainer, self._mesh, self._interval, self._finish_saves = trainer, mesh, interval, finish_saves
+        self._told_to_end = self._told_to_requeue = False
         self._num_batches = 0
 
     def install(self) -> None:
         """Take Lightning's place."""
-        replace_signal_check(self._trainer, self.check, self.notify)
+        replace_signal_check(self._trainer, self.check, self.notify, self.notify_requeue)
 
     def remove(self) -> None:
         """Give Lightning its check back."""
@@ -45,26 +77,91 @@ class SignalAgreement:
 
     def notify(self, signum: Any, *_: Any) -> None:
         """Handle SIGTERM: remember it, and pass it on to the processes that this one launched."""
-        if self._received:
-            return
-        self._received = True
+        if not self._told_to_end:
+            self._told_to_end = True
+            self._pass_on(signum)
+
+    def notify_requeue(self, signum: Any, *_: Any) -> None:
+        """Handle the signal that SLURM sends before the job's time is over: remember it."""
+        self._told_to_requeue = True
+
+    def _pass_on(self, signum: Any) -> None:
         kill: Callable[[Any], None] | None = getattr(self._trainer.strategy.launcher, "kill", None)
         if kill is not None:
             kill(signum)
 
     def check(self) -> None:
-        """Ask whether any rank was told to end, every so many batches.
+        """Ask before a training batch, every so many batches, whether any rank was told to end; then save and leave.
 
         Raises:
-            SIGTERMException: On all ranks, if one was.
+            ToldToEnd: On all ranks, if one was.
 
-        Communication: one all-reduce of an integer over the world on the CPU, at every ``interval``-th call.
+        Communication: one all-reduce of two integers over the world on the CPU, at every ``interval``-th call.
         """
         self._num_batches += 1
         if self._num_batches % self._interval:
             return
-        received = torch.tensor([int(self._received)])
-        if all_reduce_(received, self._mesh.world_cpu, "max").item():
+        received = torch.tensor([int(self._told_to_end), int(self._told_to_requeue)])
+        told_to_end, told_to_requeue = all_reduce_(received, self._mesh.world_cpu, "max").tolist()
+        if told_to_end or told_to_requeue:
+            self._told_to_end = True
             announce_sigterm(self._trainer)
+            # Without a batch since the start there is nothing new to save.
+            if self._num_batches > 1:
+                self._save()
             barrier(self._mesh.world_cpu)
-            raise SIGTERMException
+            if told_to_requeue:
+                self._requeue()
+            raise ToldToEnd
+
+    def _save(self) -> None:
+        path = os.path.join(preemption_folder(self._trainer), CHECKPOINT_NAME)
+        rank_zero_info(f"The job was told to end: saving step {self._trainer.global_step} to {path}.")
+        self._trainer.save_checkpoint(path)
+        self._finish_saves()
+        if self._mesh.rank == 0 and requeues_itself(self._trainer):
+            link_for_slurm(path, slurm_save_path(self._trainer))
+
+    def _requeue(self) -> None:
+        """Submit the SLURM job again, from one rank."""
+        for logger in self._trainer.loggers:
+            logger.finalize("finished")
+        if self._mesh.rank != 0:
+            return
+        job = os.environ.get("SLURM_JOB_ID", "")
+        if "SLURM_ARRAY_JOB_ID" in os.environ:
+            job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        try:
+            done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
+            problem = "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            rank_zero_warn(f"SLURM job {job!r} could not be submitted again: {problem}. Its checkpoint is saved.")
+        else:
+            rank_zero_info(f"Submitted SLURM job {job} again.")
+
+
+def preemption_folder(trainer: Trainer) -> str:
+    """Return where the checkpoint of a job that was told to end is saved: beside those of its ModelCheckpoint."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+            return os.fspath(callback.dirpath)
+    return os.fspath(trainer.default_root_dir)
+
+
+def link_for_slurm(path: str, slurm_path: str) -> None:
+    """Let a checkpoint be found under the name that Lightning looks for when SLURM starts the job again.
+
+    A link, so that jobs which are often interrupted do not fill the disk. Links to checkpoints that are gone are
+    removed.
+    """
+    if "://" in path or "://" in slurm_path:
+        rank_zero_warn(f"{slurm_path} cannot point to {path}: pass ckpt_path='last' to fit, which finds the latter.")
+        return
+    link = Path(slurm_path)
+    for old in link.parent.glob("hpc_ckpt_*.ckpt"):
+        if old.is_symlink() and re.fullmatch(r"hpc_ckpt_\d+\.ckpt", old.name):
+            with suppress(OSError):
+                old.unlink()
+    link.symlink_to(os.path.relpath(os.path.abspath(path), os.path.abspath(link.parent)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.precision import MegatronPrecision
 from lightning_megatron.strategy.private import automatic_optimization
 from lightning_megatron.strategy.scheduled_loop import ScheduledOptimization
-from lightning_megatron.strategy.signals import SignalAgreement
 from lightning_megatron.training.loss_scale import DynamicLossScale
 from tests.strategy.tiny import TinyLM, loader
 
@@ -252,22 +250,6 @@ def test_continuing_needs_optimizer_states(tmp_path: Path) -> None:
 def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="is neither"):
         trainer_of().fit(Plain(), lines(), ckpt_path=tmp_path)
-
-
-def test_a_signal_ends_all_ranks_at_the_same_batch() -> None:
-    trainer = trainer_of()
-    agreement = SignalAgreement(trainer, ParallelMesh.single(), interval=3)
-    agreement.install()
-    agreement.notify(signal.SIGTERM)
-    asked = trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor
-    asked()
-    asked()
-    assert not trainer.received_sigterm
-    with pytest.raises(SystemExit):
-        asked()
-    assert trainer.received_sigterm
-    agreement.remove()
-    assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
 
 
 def test_data_that_is_random_depends_on_the_data_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:

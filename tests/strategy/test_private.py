@@ -38,8 +38,10 @@ def test_the_replaced_loop_has_the_signatures_that_we_override() -> None:
     assert "training_step" in inspect.getsource(loop._training_step)
 
 
-def test_the_epoch_loop_asks_for_signals_through_the_method_that_we_replace(trainer: Trainer) -> None:
-    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(type(trainer.fit_loop.epoch_loop).advance)
+def test_the_epoch_loop_calls_the_methods_that_we_replace(trainer: Trainer) -> None:
+    loop = type(trainer.fit_loop.epoch_loop)
+    assert "self.advance(data_fetcher)" in inspect.getsource(loop.run)
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance)
 
 
 def test_private_names_are_imported_in_one_file_only() -> None:

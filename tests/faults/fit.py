@@ -1,0 +1,84 @@
+"""The slow half of `tests.faults.train`: everything that needs torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_megatron import GPTConfig, MegatronStrategy
+from lightning_megatron.data.datamodule import TokenDataModule
+from lightning_megatron.models.causal_lm import CausalLM
+from tests.faults.train import LENGTH, VOCABULARY, Job, note
+
+
+class Log(Callback):
+    """Write down where a fit begins, and the loss of every step, exactly."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        note(self.job, self.rank, "resume", trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        loss = float(trainer.callback_metrics["train_loss"])
+        note(self.job, self.rank, "step", trainer.global_step, loss.hex())
+        time.sleep(self.job.seconds)
+
+
+class SavesLogged(MegatronStrategy):
+    """Write down when a save begins and when training goes on."""
+
+    job: Job
+    rank: int
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        step = self.user_module.trainer.global_step
+        note(self.job, self.rank, "save", step)
+        super().save_checkpoint(*args, **kwargs)
+        note(self.job, self.rank, "saved", step)
+
+
+def fit(job: Job, rank: int) -> None:
+    """Train up to the last step, and save the end in a checkpoint of its own."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    seed_everything(5, verbose=False)
+    strategy = SavesLogged(
+        pp=job.pp,
+        microbatch_size=1,
+        async_save=job.async_save,
+        signal_check_interval=job.check_every,
+        timeout=job.timeout,
+    )
+    strategy.job, strategy.rank = job, rank
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=job.devices,
+        num_nodes=job.num_nodes,
+        strategy=strategy,
+        max_steps=job.steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=1.0,
+        callbacks=[Log(job, rank), ModelCheckpoint(job.checkpoints, every_n_train_steps=job.save_every)],
+        default_root_dir=job.folder,
+    )
+    sizes = {"vocab_size": VOCABULARY, "max_seq_length": 16, "num_layers": 2, "hidden_size": 16, "num_heads": 2}
+    module = CausalLM(GPTConfig.gpt2(**sizes, vocab_multiple=16, hidden_dropout=0.1), learning_rate=0.01)
+    data = TokenDataModule(
+        train=str(job.root / "corpus"),
+        seq_length=LENGTH,
+        batch_size=job.global_batch * job.pp // (job.devices * job.num_nodes),
+        num_workers=job.num_workers,
+    )
+    trainer.fit(module, datamodule=data, ckpt_path="last")
+    trainer.save_checkpoint(job.root / "final")

@@ -1,0 +1,125 @@
+"""A training that is interrupted, in whatever way and moment, ends bitwise as one that is not.
+
+By hand, with many kills: `pytest tests/faults/test_restarts.py --kills 30`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults.agent import (
+    attempts,
+    finish,
+    kill_one,
+    newest_step,
+    outputs,
+    standalone,
+    started,
+    tensors_of,
+    wait_until,
+)
+from tests.faults.train import Job, write_corpus
+
+SAVE_EVERY = 4
+
+
+@pytest.fixture(scope="module")
+def num_kills(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--kills", 2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(num_kills: int, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Train without interruption; long enough for the kills to be spread over the training."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_corpus(folder)
+    job = Job(folder=str(folder), steps=max(24, 8 * num_kills), save_every=SAVE_EVERY)
+    with started(job, *standalone()) as process:
+        assert finish(process) == 0, outputs(job)
+    return job
+
+
+def again(job: Job, folder: Path, **changes: object) -> Job:
+    """Return the same training in a folder of its own."""
+    for file in ("corpus.bin", "corpus.idx"):
+        shutil.copy(job.root / file, folder)
+    return replace(job, folder=str(folder), **changes)  # type: ignore[arg-type]
+
+
+def assert_same_end(job: Job, whole: Job) -> None:
+    """Compare the losses of all steps, however often each was done, and the weights and moments at the end."""
+    (reference,) = attempts(whole)
+    done: dict[int, str] = {}
+    for attempt in attempts(job):
+        for step, loss in attempt.losses.items():
+            assert loss == reference.losses[step], f"step {step} of the attempt that resumed at {attempt.resumed}"
+        done |= attempt.losses
+    assert done.keys() == reference.losses.keys()
+    found, expected = tensors_of(job), tensors_of(whole)
+    assert found.keys() == expected.keys()
+    assert len(found) > 50, "parameters and two moments of each"
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_killed_ranks_cost_only_the_steps_since_the_last_complete_save(
+    async_save: bool, num_kills: int, undisturbed: Job, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    job = again(undisturbed, tmp_path, async_save=async_save, seconds=0.02)
+    draw = random.Random(f"{request.config.getoption('--kill-seed', 0)} {async_save}")
+    kills = []
+    with started(job, *standalone(max_restarts=10 * num_kills)) as process:
+        wait_until(lambda: bool(attempts(job) and attempts(job, 1)), "the first start", process)
+        for number in range(num_kills):
+            target = (job.steps - 2 * SAVE_EVERY) * number // num_kills + draw.randint(1, SAVE_EVERY)
+            kills.append(kill_one(job, process, target, draw))
+            print(f"{time.strftime('%X')} {number + 1}: {kills[-1]}", flush=True)
+        assert finish(process) == 0, outputs(job)
+    resumed = attempts(job)[1:]
+    assert len(resumed) >= num_kills
+    for kill, attempt in zip(kills, resumed, strict=False):
+        assert attempt.resumed is None or kill.complete <= attempt.resumed <= kill.last_step + 1, (kill, attempt)
+        # One save may be under way in the background when the next one is due.
+        assert attempt.resumed is None or kill.last_step - attempt.resumed <= SAVE_EVERY * (2 if async_save else 1)
+    assert_same_end(job, undisturbed)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "own"])
+def test_a_job_that_is_told_to_end_saves_its_step_and_goes_on_there(
+    launcher: str, undisturbed: Job, tmp_path: Path
+) -> None:
+    job = again(undisturbed, tmp_path, seconds=0.3)
+    arguments = standalone() if launcher == "torchrun" else ()
+    with started(job, *arguments) as process:
+        wait_until(lambda: bool(attempts(job)) and attempts(job)[-1].last_step >= 6, "step 6", process)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        # A scheduler signals all processes, not only the one that launches; and some do so again and again.
+        for rank in (0, 1):
+            with suppress(ProcessLookupError):
+                os.kill(attempts(job, rank)[-1].pid, signal.SIGTERM)
+        code = finish(process)
+    # torchrun has an exit code of its own for a job that was told to end.
+    assert code == (1 if launcher == "torchrun" else 143), outputs(job)
+    (first,) = attempts(job)
+    assert first.last_step < job.steps
+    assert newest_step(job) == first.last_step == first.saved[-1]
+    assert "failed; the other ranks" not in outputs(job)
+    if launcher == "own":
+        return
+    rest = replace(job, seconds=0.0)
+    with started(rest, *standalone()) as process:
+        assert finish(process) == 0, outputs(job)
+    assert attempts(job)[-1].resumed == first.last_step
+    assert_same_end(job, undisturbed)

@@ -1,0 +1,206 @@
+"""A process that is told to end saves the step that it is in, and leaves with the code that schedulers expect."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, get_worker_info
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.checkpoint import load_metadata
+from lightning_megatron.strategy.dataloaders import survive_one_sigterm
+from lightning_megatron.strategy.signals import CHECKPOINT_NAME, EXIT_CODE, SignalAgreement
+from tests.strategy.tiny import TinyLM, Words, loader
+
+
+class Interrupt(Callback):
+    """Run something at the end of a training batch."""
+
+    def __init__(self, batch: int, action: Callable[[], None]) -> None:
+        self.batch, self.action = batch, action
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            self.action()
+
+
+def trainer_of(
+    folder: Path, *callbacks: Callback, interval: int = 1, enable_checkpointing: bool = True, **options: Any
+) -> Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=MegatronStrategy(microbatch_size=2, signal_check_interval=interval, **options),
+        max_epochs=2,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        enable_checkpointing=enable_checkpointing,
+        **quiet,
+    )
+
+
+def tell(number: int = signal.SIGTERM) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def fit_until_told(trainer: Trainer, data: DataLoader | None = None) -> None:
+    with pytest.raises(SystemExit) as left:
+        trainer.fit(TinyLM(), data or loader())
+    assert left.value.code == EXIT_CODE == 143
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_step_is_finished_saved_beside_other_checkpoints_and_found_as_last(
+    tmp_path: Path, async_save: bool
+) -> None:
+    folder = tmp_path / "checkpoints"
+    trainer = trainer_of(
+        tmp_path, Interrupt(3, tell()), ModelCheckpoint(folder, every_n_train_steps=3), async_save=async_save
+    )
+    fit_until_told(trainer)
+    assert trainer.received_sigterm
+    assert load_metadata(folder / CHECKPOINT_NAME)["global_step"] == 4
+    resumed = trainer_of(tmp_path, ModelCheckpoint(folder, every_n_train_steps=3))
+    seen: list[int] = []
+    resumed.callbacks.append(Interrupt(4, lambda: seen.append(resumed.global_step)))
+    resumed.fit(TinyLM(), loader(), ckpt_path="last")
+    # Batch 4 of the first epoch was the next one.
+    assert seen[0] == 5
+    assert resumed.global_step == 16
+
+
+def test_without_a_checkpoint_callback_the_root_folder_gets_the_checkpoint_and_last_finds_it(tmp_path: Path) -> None:
+    fit_until_told(trainer_of(tmp_path, Interrupt(1, tell()), enable_checkpointing=False))
+    assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 2
+    resumed = trainer_of(tmp_path, enable_checkpointing=False)
+    seen: list[int] = []
+    resumed.callbacks.append(Interrupt(2, lambda: seen.append(resumed.global_step)))
+    resumed.fit(TinyLM(), loader(), ckpt_path="last")
+    assert seen[0] == 3
+
+
+def test_ranks_agree_at_every_so_many_batches(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, Interrupt(2, tell()), ModelCheckpoint(tmp_path), interval=6)
+    fit_until_told(trainer)
+    assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 5
+
+
+def test_a_second_signal_in_the_middle_of_the_save_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(tmp_path, Interrupt(1, tell()), ModelCheckpoint(tmp_path))
+    save = trainer.strategy.save_checkpoint
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        tell()()
+        save(*args, **kwargs)
+        tell()()
+
+    monkeypatch.setattr(trainer.strategy, "save_checkpoint", interrupted)
+    fit_until_told(trainer)
+    assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 2
+
+
+def test_a_job_that_has_trained_nothing_saves_nothing(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, ModelCheckpoint(tmp_path))
+    trainer.callbacks.append(_AtStart(tell()))
+    fit_until_told(trainer)
+    assert not (tmp_path / CHECKPOINT_NAME).exists()
+
+
+class _AtStart(Callback):
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.action = action
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.action()
+
+
+def test_lightning_has_its_own_handlers_back_after_the_run(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, Interrupt(1, tell()), ModelCheckpoint(tmp_path))
+    before = signal.getsignal(signal.SIGTERM)
+    fit_until_told(trainer)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "advance" not in vars(trainer.fit_loop.epoch_loop)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Pretend to be a SLURM job of one task; return the file that gets the arguments of scontrol."""
+    command, calls = tmp_path / "bin" / "scontrol", tmp_path / "calls"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    command.chmod(0o755)
+    variables = {"NTASKS": 1, "JOB_ID": 4321, "JOB_NAME": "train", "PROCID": 0, "LOCALID": 0, "NODEID": 0, "NNODES": 1}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    return calls
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_slurm_job_is_submitted_again_and_goes_on_by_itself(tmp_path: Path, slurm: Path, number: int) -> None:
+    folder = tmp_path / "checkpoints"
+    for steps in (2, 4):
+        trainer = trainer_of(tmp_path, Interrupt(steps - 1, tell(number)), ModelCheckpoint(folder))
+        # Without ckpt_path: Lightning finds the checkpoint under the name that it would have given it.
+        fit_until_told(trainer)
+        assert load_metadata(folder / CHECKPOINT_NAME)["global_step"] == steps
+        (link,) = tmp_path.glob("hpc_ckpt_*.ckpt")
+        assert link.resolve() == (folder / CHECKPOINT_NAME).resolve()
+        requeued = slurm.read_text().split("\n")[:-1] if slurm.exists() else []
+        # After SIGTERM the scheduler itself decides whether the job runs again.
+        assert requeued == (["requeue 4321"] * (steps // 2) if number == signal.SIGUSR1 else [])
+
+
+def test_a_job_that_cannot_be_submitted_again_keeps_its_checkpoint(
+    tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    trainer = trainer_of(tmp_path, Interrupt(1, tell(signal.SIGUSR1)), ModelCheckpoint(tmp_path))
+    with pytest.warns(UserWarning, match="'4321' could not be submitted again"):
+        fit_until_told(trainer)
+    assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 2
+
+
+class Suicidal(Words):
+    """Send SIGTERM to the worker that reads sample 8, as a scheduler would."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 8 and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().__getitem__(index)
+
+
+def test_workers_that_read_data_outlive_the_signal_until_the_step_is_saved(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, Interrupt(5, tell()), ModelCheckpoint(tmp_path))
+    fit_until_told(trainer, DataLoader(Suicidal(), batch_size=4, num_workers=1))
+    assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 6
+
+
+def test_a_worker_ends_at_the_second_signal() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        survive_one_sigterm()
+        tell()()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_signals_are_remembered_once(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    passed_on: list[int] = []
+    trainer.strategy.launcher.kill = passed_on.append  # type: ignore[union-attr,method-assign]
+    agreement = SignalAgreement(trainer, None, interval=1)  # type: ignore[arg-type]
+    agreement.notify(signal.SIGTERM)
+    agreement.notify(signal.SIGTERM)
+    assert passed_on == [signal.SIGTERM]

@@ -1,0 +1,96 @@
+"""Train a tiny GPT on made-up tokens, logging every step, resuming from the last checkpoint if there is one.
+
+`torchrun --nproc-per-node 2 -m tests.faults.train '{"folder": "/tmp/x", "steps": 20}'`
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Name a training.
+
+    Args:
+        folder: Where the corpus, logs and checkpoints are.
+        steps: Optimizer steps of the whole training.
+        save_every: Steps between two checkpoints.
+        async_save: Whether checkpoints are written behind training.
+        pp: Pipeline stages.
+        devices: Ranks on each node.
+        num_nodes: Nodes.
+        global_batch: Samples of a step.
+        seconds: Least duration of a step, so that there is time to interrupt it (seconds).
+        check_every: Batches between two agreements on signals.
+        num_workers: Processes that read data.
+        timeout: How long a collective may wait for a rank (seconds).
+    """
+
+    folder: str
+    steps: int
+    save_every: int = 5
+    async_save: bool = False
+    pp: int = 1
+    devices: int = 2
+    num_nodes: int = 1
+    global_batch: int = 4
+    seconds: float = 0.0
+    check_every: int = 1
+    num_workers: int = 0
+    timeout: float | None = None
+
+    @property
+    def root(self) -> Path:
+        """Return the folder as a path."""
+        return Path(self.folder)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Return the folder of the checkpoints."""
+        return self.root / "checkpoints"
+
+
+def note(job: Job, rank: int, *words: object) -> None:
+    """Append a line to the log of a rank, in one write: the process may be killed at any moment."""
+    line = (" ".join(map(str, words)) + "\n").encode()
+    file = os.open(job.root / f"log_{rank}.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(file, line)
+    os.close(file)
+
+
+def write_corpus(folder: Path) -> None:
+    """Write a token file of repeatable made-up text: every token says much about the next one."""
+    import numpy as np
+
+    from lightning_megatron.data.token_file import TokenFileWriter
+
+    draw = np.random.RandomState(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    with TokenFileWriter(folder / "corpus", vocab_size=VOCABULARY) as writer:
+        for _ in range(40):
+            tokens = (draw.randint(VOCABULARY) + draw.randint(1, 3, size=40).cumsum()) % VOCABULARY
+            writer.add_document(tokens.tolist())
+
+
+VOCABULARY, LENGTH = 48, 12
+
+
+def main() -> None:
+    """Train."""
+    import json
+
+    job = Job(**json.loads(sys.argv[1]))
+    # Before the slow imports: a rank may be killed while it starts.
+    rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+    note(job, rank, "start", os.getpid())
+    from tests.faults.fit import fit
+
+    fit(job, rank)
+
+
+if __name__ == "__main__":
+    main()
