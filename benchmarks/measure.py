@@ -34,42 +34,56 @@ def flops_per_token(config: GPTConfig, seq_length: int) -> float:
 class Measure(Callback):
     """Write loss and time of every step, and the highest memory of any rank, as JSON.
 
-    The device is synchronised after every step, so that a step's time is its own; the first steps are left out of the
-    median, because they allocate memory and set up communication.
+    Either the host waits for the device after every step, so that a step's time is its own, or steps follow in a row as
+    in a training that reads nothing from the device: then a step is the time between two ends of steps on the device's
+    compute stream, and what a step leaves for the next one, such as parameters on their way, counts there. The first
+    steps are left out of the median, because they allocate memory and set up communication.
 
     Args:
         path: File that rank 0 writes.
         label: Name of the run in the table.
         warmup: Steps left out of the median (steps).
         steps: Steps that count after those; later ones are measured but left out, too. None means all (steps).
+        in_a_row: Whether the host does not wait for the device between the steps.
     """
 
-    def __init__(self, path: str, label: str, warmup: int = 10, steps: int | None = None) -> None:
-        self.path, self.label, self.warmup, self.steps = Path(path), label, warmup, steps
+    def __init__(
+        self, path: str, label: str, warmup: int = 10, steps: int | None = None, in_a_row: bool = False
+    ) -> None:
+        self.path, self.label, self.warmup, self.steps, self.in_a_row = Path(path), label, warmup, steps, in_a_row
         self.figures: dict[str, Any] = {}
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self._tokens, self._last = 0, 0.0
+        self._ends: list[torch.cuda.Event] = []
+        self._losses: list[torch.Tensor] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget the memory of building the model."""
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        self._tokens = 0
         self._last = self._now(trainer)
+        self._end_on_device(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take the time and the loss of the step."""
+        self._tokens = self._tokens or count_tokens(batch) * count_replicas(trainer)
+        logged = trainer.callback_metrics.get("train_loss")
+        loss = outputs["loss"] if logged is None else logged
+        if self._end_on_device(trainer):
+            self._losses.append(loss.detach().clone())
+            return
         now = self._now(trainer)
         self.seconds.append(now - self._last)
-        logged = trainer.callback_metrics.get("train_loss")
-        self.losses.append(float(outputs["loss"] if logged is None else logged))
-        self._tokens = count_tokens(batch) * count_replicas(trainer)
+        self.losses.append(float(loss))
         self._last = self._now(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather the memory of all ranks and write the file."""
+        self._read_device()
         on_gpu = trainer.strategy.root_device.type == "cuda"
         peak = torch.tensor(
             float(torch.cuda.max_memory_allocated() if on_gpu else 0), device=trainer.strategy.root_device
@@ -98,6 +112,22 @@ class Measure(Callback):
         """List the times of the steps that count (s)."""
         stop = None if self.steps is None else self.warmup + self.steps
         return self.seconds[self.warmup : stop] or self.seconds
+
+    def _end_on_device(self, trainer: Trainer) -> bool:
+        """Mark the end of a step on the device's compute stream, if nothing waits there."""
+        if not self.in_a_row or trainer.strategy.root_device.type != "cuda":
+            return False
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._ends.append(event)
+        return True
+
+    def _read_device(self) -> None:
+        """Read what was marked on the device, after the last step."""
+        if self._ends:
+            torch.cuda.synchronize()
+            self.seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(self._ends, self._ends[1:], strict=False)]
+            self.losses = torch.stack(self._losses).tolist()
 
     @staticmethod
     def _now(trainer: Trainer) -> float:

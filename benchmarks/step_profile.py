@@ -2,7 +2,8 @@
 
 Kernels are told apart by their names and communication by NCCL's. Time that a communication kernel runs while any other
 kernel runs is hidden; the rest is exposed. A communication kernel also runs while it waits for other ranks, so exposed
-time includes their unevenness. Idle time is time in which nothing runs on the device.
+time includes their unevenness. Idle time is time in which nothing runs on the device. A step reaches from one optimizer
+step to the next on the device, wherever the host is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ COMMUNICATION = "communication"
 _CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (COMMUNICATION, ("nccl", "symm_mem", "one_shot", "two_shot")),
     ("attention", ("flash", "fmha", "sdpa", "attention")),
-    ("optimizer", ("multi_tensor_apply", "adam", "lpnorm", "fusedoptimizer")),
+    ("optimizer", ("multi_tensor_apply", "adam", "lpnorm", "fusedoptimizer", "_update", "_advance")),
     ("matmul", ("gemm", "nvjet", "cublas", "cutlass", "gemv", "splitk", "matmul", "s16816", "wgmma")),
     ("copy and fill", ("memcpy", "memset", "fillfunctor", "copy_kernel", "direct_copy", "catarray")),
 )
@@ -75,21 +76,30 @@ def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
     return length(both) - length(others)
 
 
-def read_trace(path: str | Path) -> tuple[list[Kernel], list[Interval]]:
-    """Read the kernels, and the spans of the recorded steps, from a trace of torch.profiler (``.json`` or ``.gz``)."""
+def read_trace(path: str | Path) -> list[Kernel]:
+    """Read the kernels from a trace of torch.profiler (``.json`` or ``.gz``), in the order of their starts."""
     opened = gzip.open if str(path).endswith(".gz") else open
     with opened(path, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
-    kernels, steps = [], []
+    kernels = []
     for event in events:
-        if event.get("ph") != "X":
-            continue
-        start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
             kernels.append(Kernel(event["name"], start, stop, int(event.get("args", {}).get("stream", 0))))
-        elif event.get("cat") == "user_annotation" and event["name"].startswith("ProfilerStep"):
-            steps.append((start, stop))
-    return kernels, sorted(steps)
+    return sorted(kernels, key=lambda kernel: kernel.start)
+
+
+def find_steps(kernels: Sequence[Kernel]) -> list[Interval]:
+    """Return the spans between the beginnings of optimizer steps: an optimizer's kernel after matrix products."""
+    starts: list[float] = []
+    has_multiplied = False
+    for kernel in kernels:
+        if kernel.kind == "matmul":
+            has_multiplied = True
+        elif kernel.kind == "optimizer" and has_multiplied:
+            starts.append(kernel.start)
+            has_multiplied = False
+    return list(zip(starts, starts[1:], strict=False))
 
 
 def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, Any]:

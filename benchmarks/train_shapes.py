@@ -4,7 +4,7 @@
 
 The rules are those of a plain training: AdamW (fused, lr 1e-4, decay 0.01), clipping at 1.0, float32 main parameters
 and gradients, random tokens from the CPU. A step's time is from the end of the step before, so it includes loading the
-batch and all that Lightning does; the device is synchronised at its end.
+batch and all that Lightning does. The host waits for the device at its end, or not at all with ``--in-a-row``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.measure import Measure
-from benchmarks.step_profile import analyse, read_trace, report
+from benchmarks.step_profile import analyse, find_steps, read_trace, report
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
@@ -115,14 +115,14 @@ class Trained(LightningModule):
 
 
 class Profile(Callback):
-    """Profile two steps on rank 0 and write what their time is made of.
+    """Profile steps on rank 0 and write what the time between the first and the last optimizer step is made of.
 
     Args:
         path: The trace (``.json.gz``); the analysis is beside it, as ``.txt``.
         first: The step before the profiled ones, in which the profiler warms up.
     """
 
-    num_steps = 2
+    num_steps = 3
 
     def __init__(self, path: Path, first: int) -> None:
         self.path, self.first = path, first
@@ -130,7 +130,7 @@ class Profile(Callback):
         self._profiler: Any = None
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Start, advance or finish the profiler; the device is idle."""
+        """Start, advance or finish the profiler."""
         if not trainer.is_global_zero:
             return
         step = trainer.global_step
@@ -149,7 +149,8 @@ class Profile(Callback):
 
     def _read(self, profiler: Any) -> None:
         profiler.export_chrome_trace(str(self.path))
-        self.result = analyse(*read_trace(self.path))
+        kernels = read_trace(self.path)
+        self.result = analyse(kernels, find_steps(kernels))
         text = report(self.result)
         self.path.with_name(self.path.name.split(".")[0] + ".txt").write_text(text + "\n")
         print(text, flush=True)
@@ -178,11 +179,11 @@ class OptimizerTime(Callback):
             self._start = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Take the time; the device has been synchronised."""
+        """Take the time; gathers of the updated parameters go on beside what follows, on streams of their own."""
         if self._start is None:
             return
         if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
         self.seconds.append(time.perf_counter() - self._start)
         self._start = None
 
@@ -243,7 +244,9 @@ class SaveStall(Callback):
 
 def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int]:
     """Return the callbacks and how many steps they need together."""
-    measure = Measure(str(out), f"{args.model} {args.layout}", warmup=args.warmup, steps=args.steps)
+    measure = Measure(
+        str(out), f"{args.model} {args.layout}", warmup=args.warmup, steps=args.steps, in_a_row=args.in_a_row
+    )
     callbacks, end = [measure], args.warmup + args.steps
     if args.profile:
         callbacks.append(Profile(Path(args.profile), end))
@@ -310,7 +313,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
     result.add_argument("--zero", type=int, default=1, choices=[0, 1])
     result.add_argument("--options", default="{}", help="further arguments of the strategy, as JSON")
-    result.add_argument("--profile", default="", help="write a trace of two steps of rank 0 (FILE.json.gz)")
+    result.add_argument("--in-a-row", action="store_true", help="do not wait for the device between the steps")
+    result.add_argument("--profile", default="", help="write a trace of some steps of rank 0 (FILE.json.gz)")
     result.add_argument("--time-optimizer", action="store_true", help="time the optimizer's step alone")
     result.add_argument("--async-save", default="", help="save in the background to this folder")
     result.add_argument("--save-steps", type=int, default=20, help="steps to look at after each save")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.step_profile import Kernel, analyse, outside, read_trace, report, union
+from benchmarks.step_profile import Kernel, analyse, find_steps, outside, read_trace, report, union
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 GEMM = "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_NTN"
@@ -51,9 +51,18 @@ def test_intervals_join_and_subtract() -> None:
     assert outside([], [(1, 2)]) == 0
 
 
-def test_a_trace_gives_kernels_of_the_recorded_steps(tmp_path: Path) -> None:
+def test_a_step_reaches_from_one_optimizer_step_to_the_next() -> None:
+    adam = "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>"
+    names = [GEMM, adam, adam, GEMM, NCCL, GEMM, "_update", "_advance", GEMM, adam]
+    kernels = [Kernel(name, 10.0 * index, 10.0 * index + 5, 7) for index, name in enumerate(names)]
+    assert find_steps(kernels) == [(10.0, 60.0), (60.0, 90.0)]
+    assert find_steps(kernels[:4]) == []
+
+
+def test_a_trace_gives_kernels_in_order(tmp_path: Path) -> None:
     events = [
         {"ph": "X", "cat": "kernel", "name": GEMM, "ts": 3, "dur": 2, "args": {"stream": 7}},
+        {"ph": "X", "cat": "gpu_memset", "name": "Memset (Device)", "ts": 2, "dur": 1, "args": {"stream": 7}},
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 3, "dur": 2},
         {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#5", "ts": 1, "dur": 9},
         {"ph": "X", "cat": "gpu_user_annotation", "name": "ProfilerStep#5", "ts": 1, "dur": 9},
@@ -62,4 +71,4 @@ def test_a_trace_gives_kernels_of_the_recorded_steps(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)
-    assert read_trace(path) == ([Kernel(GEMM, 3.0, 5.0, 7)], [(1.0, 10.0)])
+    assert read_trace(path) == [Kernel("Memset (Device)", 2.0, 3.0, 7), Kernel(GEMM, 3.0, 5.0, 7)]

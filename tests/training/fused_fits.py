@@ -1,0 +1,163 @@
+"""Fits whose Adam steps run in the fused kernel, beside the same fits on torch's own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from torch import Tensor
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.strategy.precision import MegatronPrecision
+from lightning_megatron.training.loss_scale import DynamicLossScale
+from tests.strategy.tiny import TinyLM, loader
+
+FIND = "lightning_megatron.training.fused_update._find_kernel"
+
+
+class PlainKernel:
+    """Do on any device what the fused kernel does, one operator of torch after the other."""
+
+    num_calls = 0
+
+    def __call__(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        averages: Sequence[Tensor],
+        squares: Sequence[Tensor],
+        steps: Sequence[Tensor],
+        halves: Sequence[Tensor | None],
+        coefficient: Tensor | None,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        is_decoupled: bool,
+    ) -> None:
+        type(self).num_calls += 1
+        rows = zip(parameters, gradients, averages, squares, steps, halves, strict=True)
+        for parameter, gradient, average, square, step, half in rows:
+            step += 1
+            scaled = gradient.float() * (1.0 if coefficient is None else coefficient)
+            if is_decoupled:
+                parameter.mul_(1 - lr * weight_decay)
+            else:
+                scaled = scaled + weight_decay * parameter
+            average.lerp_(scaled.to(average.dtype), 1 - beta1)
+            square.mul_(beta2).add_(scaled.square().to(square.dtype), alpha=1 - beta2)
+            root = (square.float() / (1 - beta2 ** float(step))).sqrt() + eps
+            parameter.sub_(lr / (1 - beta1 ** float(step)) * average.float() / root)
+            if half is not None:
+                half.copy_(parameter)
+
+
+class FusedLM(TinyLM):
+    """Train two groups by torch's fused Adam or AdamW; the last learning rates are a group's own."""
+
+    def __init__(self, make: Any = torch.optim.AdamW, scale: float = 1.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.make, self.scale, self.losses = make, scale, []
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch) * self.scale
+
+    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        vectors = [p for p in self.parameters() if p.ndim <= 1]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 0.005}]
+        optimizer = self.make(groups, lr=0.02, weight_decay=0.1, eps=1e-3, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class OwnClipping(FusedLM):
+    """Clip in the module's own way."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, 0.1, "norm")
+        norms = [p.grad.norm() for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        assert float(torch.stack(norms).norm()) <= 0.1 + 1e-5, "the gradients that a module sees are clipped"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Name a fit.
+
+    Args:
+        precision: Of the Trainer.
+        module: Class of the module.
+        make: The optimizer.
+        scale: What losses are multiplied by.
+        first_scale: First loss scale of ``16-mixed``.
+        trainer: Further arguments of the Trainer.
+    """
+
+    precision: str = "bf16-mixed"
+    module: type[FusedLM] = FusedLM
+    make: Any = torch.optim.AdamW
+    scale: float = 1.0
+    first_scale: float | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+FITS = {
+    "clipped by norm": Fit(trainer={"gradient_clip_val": 0.1}),
+    "clipped by value": Fit(trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "clipped by the module": Fit(module=OwnClipping),
+    "not clipped": Fit(),
+    "Adam in float32": Fit("32-true", make=torch.optim.Adam, trainer={"gradient_clip_val": 0.1}),
+    "accumulated": Fit(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "float16 that overflows": Fit("16-mixed", first_scale=2.0**24, trainer={"gradient_clip_val": 0.1}),
+}
+
+
+def run(fit: Fit, accelerator: str = "cpu") -> tuple[FusedLM, Trainer]:
+    """Train 8 batches."""
+    seed_everything(3, verbose=False)
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    if fit.first_scale is not None:
+        quiet["plugins"] = [MegatronPrecision(fit.precision, DynamicLossScale(fit.first_scale))]
+    else:
+        quiet["precision"] = fit.precision
+    trainer = Trainer(
+        accelerator=accelerator,
+        devices=1,
+        strategy=MegatronStrategy(),
+        max_epochs=1,
+        enable_checkpointing=False,
+        **quiet,
+        **fit.trainer,
+    )
+    module = fit.module(make=fit.make, scale=fit.scale)
+    trainer.fit(module, loader())
+    return module, trainer
+
+
+def check_equal(fit: Fit, monkeypatch: pytest.MonkeyPatch, accelerator: str, tolerance: float) -> None:
+    """Losses, weights and the optimizer's state with the kernel equal those of torch's own steps."""
+    fused, trainer = run(fit, accelerator)
+    with monkeypatch.context() as patch:
+        patch.setattr(FIND, lambda device: (None, "torch steps by itself"))
+        plain, plain_trainer = run(fit, accelerator)
+    assert len(fused.losses) == 8
+    assert fused.losses == pytest.approx(plain.losses, abs=tolerance)
+    assert trainer.global_step == plain_trainer.global_step
+    assert trainer.precision_plugin.values_to_log() == plain_trainer.precision_plugin.values_to_log()
+    weights = plain.state_dict()
+    for name, weight in fused.state_dict().items():
+        torch.testing.assert_close(weight, weights[name], atol=tolerance, rtol=0, msg=name)
+    states, plain_states = (t.optimizers[0].state_dict()["state"] for t in (trainer, plain_trainer))
+    assert states.keys() == plain_states.keys() != set()
+    for index, state in states.items():
+        for name, value in state.items():
+            torch.testing.assert_close(value, plain_states[index][name], atol=tolerance, rtol=0, msg=name)
