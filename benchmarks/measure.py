@@ -31,6 +31,13 @@ def flops_per_token(config: GPTConfig, seq_length: int) -> float:
     return 3 * (config.num_layers * (projections + attention + mlp) + logits)
 
 
+def mark_on_device() -> torch.cuda.Event:
+    """Return an event that takes the time at which the device's compute stream comes to this place."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class Measure(Callback):
     """Write loss and time of every step, and the highest memory of any rank, as JSON.
 
@@ -117,9 +124,7 @@ class Measure(Callback):
         """Mark the end of a step on the device's compute stream, if nothing waits there."""
         if not self.in_a_row or trainer.strategy.root_device.type != "cuda":
             return False
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._ends.append(event)
+        self._ends.append(mark_on_device())
         return True
 
     def _read_device(self) -> None:

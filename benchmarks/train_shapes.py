@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measure import Measure
+from benchmarks.measure import Measure, mark_on_device
 from benchmarks.step_profile import analyse, find_steps, read_trace, report
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models.config import GPTConfig
@@ -157,45 +157,43 @@ class Profile(Callback):
 
 
 class OptimizerTime(Callback):
-    """Time clipping and the optimizer's step alone, between two synchronisations, in steps of their own.
+    """Time clipping and the optimizer's step on the device, from the summed gradients to the updated parts.
+
+    Gathers of the updated parameters go on beside what follows, on streams of their own.
 
     Args:
-        first: Number of the first such step.
-        steps: How many (steps).
+        first: Number of the first step that counts.
+        steps: How many do (steps).
     """
 
     def __init__(self, first: int, steps: int) -> None:
         self.first, self.stop = first, first + steps
-        self.seconds: list[float] = []
         self.result: dict[str, Any] = {}
-        self._start: float | None = None
+        self._spans: list[list[torch.cuda.Event]] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
-        """Wait for the gradients of all ranks."""
-        if self.first <= trainer.global_step < self.stop:
-            if trainer.strategy.root_device.type == "cuda":
-                torch.cuda.synchronize()
-            trainer.strategy.barrier()
-            self._start = time.perf_counter()
+        """Mark where the compute stream has the gradients of all ranks."""
+        if trainer.strategy.root_device.type == "cuda" and self.first <= trainer.global_step < self.stop:
+            self._spans.append([mark_on_device()])
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Take the time; gathers of the updated parameters go on beside what follows, on streams of their own."""
-        if self._start is None:
-            return
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        self.seconds.append(time.perf_counter() - self._start)
-        self._start = None
+        """Mark the end of the step."""
+        if self._spans and len(self._spans[-1]) == 1:
+            self._spans[-1].append(mark_on_device())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare with the time that the memory traffic alone takes."""
+        if not self._spans:
+            return
+        torch.cuda.synchronize()
         groups = trainer.optimizers[0].param_groups
         elements = sum(p.numel() for group in groups for p in group["params"])
-        taken, floor = statistics.median(self.seconds), elements * OPTIMIZER_BYTES / COPY_RATE
+        taken = statistics.median(start.elapsed_time(end) for start, end in self._spans)
+        floor = elements * OPTIMIZER_BYTES / COPY_RATE * 1e3
         self.result = {
             "elements": elements,
-            "optimizer_ms": round(taken * 1e3, 2),
-            "floor_ms": round(floor * 1e3, 2),
+            "optimizer_ms": round(taken, 2),
+            "floor_ms": round(floor, 2),
             "ratio": round(taken / floor, 2),
             "rule": f"{OPTIMIZER_BYTES} bytes an element of this rank's slice / {COPY_RATE / 1e12} TB/s",
         }
@@ -252,9 +250,7 @@ def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int
         callbacks.append(Profile(Path(args.profile), end))
         end += 1 + Profile.num_steps
     if args.time_optimizer:
-        # The profiler's last step ends when the next one has begun.
-        callbacks.append(OptimizerTime(end, 5))
-        end += 5
+        callbacks.append(OptimizerTime(args.warmup, args.steps))
     if args.async_save:
         callbacks.append(SaveStall(Path(args.async_save), measure, end, args.save_steps))
         end += 2 * args.save_steps

@@ -1,4 +1,4 @@
-"""The kernel of Adam against torch's fused one, for tensors of any device."""
+"""The kernel of Adam against torch's optimizers in float64, for tensors of any device."""
 
 from __future__ import annotations
 
@@ -83,27 +83,31 @@ class Slices:
 
 
 def check_case(case: Case, sizes: Sequence[int], device: str, half_roundoff: float | None = None) -> None:
-    """Five steps under a changing learning rate equal torch's fused ones."""
+    """Five steps under a changing learning rate equal torch's in float64.
+
+    Not torch's fused steps: on GPUs these take 1 - beta in float32, 2e-4 off where beta is 0.9999.
+    """
     ours = Slices(sizes, case, device)
-    twins = [parameter.clone().requires_grad_() for parameter in ours.parameters]
-    optimizer = case.make(twins, betas=case.betas, eps=case.eps, weight_decay=case.weight_decay, fused=True)
+    twins = [parameter.double().requires_grad_() for parameter in ours.parameters]
+    optimizer = case.make(twins, betas=case.betas, eps=case.eps, weight_decay=case.weight_decay)
     for twin in twins:
         optimizer.state[twin] = {
-            "step": torch.tensor(float(case.past_steps), device=device),
+            "step": torch.tensor(float(case.past_steps)),
             "exp_avg": torch.zeros_like(twin),
             "exp_avg_sq": torch.zeros_like(twin),
         }
+    coefficient = 1.0 if case.coefficient is None else float(torch.tensor(case.coefficient))
     for number, gradients in enumerate(ours.gradients(5)):
         lr = optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
         before = [gradient.clone() for gradient in gradients]
         ours.step(gradients, lr)
         assert all(map(torch.equal, before, gradients)), f"{case.name}: gradients were changed"
         for twin, gradient in zip(twins, gradients, strict=True):
-            twin.grad = gradient.float() * (1.0 if case.coefficient is None else case.coefficient)
+            twin.grad = gradient.double() * coefficient
         optimizer.step()
     for index, twin in enumerate(twins):
         what, state = f"{case.name}, slice of {sizes[index]}", optimizer.state[twin]
-        assert ours.steps[index] == state["step"], what
+        assert ours.steps[index] == state["step"].to(device), what
         _close(ours.parameters[index], twin.detach(), f"{what}: parameter")
         _close(ours.averages[index], state["exp_avg"], f"{what}: first moment")
         _close(ours.squares[index], state["exp_avg_sq"], f"{what}: second moment")
@@ -116,7 +120,7 @@ def check_case(case: Case, sizes: Sequence[int], device: str, half_roundoff: flo
 def _close(actual: Tensor, expected: Tensor, what: str) -> None:
     # Relative to the usual size of elements: a parameter that decay and steps bring near zero has larger errors.
     distance = float((actual - expected).abs().max() / expected.square().mean().sqrt())
-    assert distance < 3e-6, f"{what}: {distance} from torch's"
+    assert distance < 1e-5, f"{what}: {distance} from torch's"
 
 
 def check_narrow_moments(sizes: Sequence[int], device: str) -> None:

@@ -1,4 +1,4 @@
-"""Adam's kernel, run by Triton's interpreter on the CPU, against torch's fused AdamW and Adam."""
+"""Adam's kernel, run by Triton's interpreter on the CPU, against torch's AdamW and Adam in float64."""
 
 from __future__ import annotations
 

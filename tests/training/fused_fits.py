@@ -63,6 +63,8 @@ class FusedLM(TinyLM):
 
     def __init__(self, make: Any = torch.optim.AdamW, scale: float = 1.0, **options: Any) -> None:
         super().__init__(**options)
+        # A class is no plain value, as checkpoints want them.
+        self.hparams.pop("make", None)
         self.make, self.scale, self.losses = make, scale, []
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
