@@ -26,7 +26,9 @@ class _Buffer:
 class HostCopies:
     """Copy pieces to host memory that is kept for the next time: pinned where they come from a GPU.
 
-    A GPU copies on a stream of its own, beside the computation.
+    A GPU copies on a stream of its own, beside the computation. The way to the host takes longer than a training step,
+    so what fits into memory that the GPU does not need is first copied there, a hundred times faster; only the rest
+    must stay as it is until it is on the host.
 
     Args:
         device: Device of the tensors.
@@ -35,6 +37,7 @@ class HostCopies:
     device: torch.device
     _buffers: list[_Buffer] = field(default_factory=list)
     _stream: torch.cuda.Stream | None = None
+    _originals_read: torch.cuda.Event | None = None
     _copied: torch.cuda.Event | None = None
 
     def copy(self, pieces: Sequence[BoxToWrite]) -> list[BoxToWrite]:
@@ -56,9 +59,9 @@ class HostCopies:
         self._take([piece.view for piece in pieces])
 
     def hold_updates(self) -> None:
-        """Let what the GPU is told from now on wait until the copies are taken; the host does not wait."""
-        if self._copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._copied)
+        """Let what the GPU is told from now on wait until the originals are read; the host does not wait."""
+        if self._originals_read is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._originals_read)
 
     def wait(self) -> None:
         """Wait until the copies are in host memory."""
@@ -72,17 +75,36 @@ class HostCopies:
     def _copy_from_gpu(self, pairs: Sequence[tuple[BoxToWrite, Tensor]]) -> None:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
-        current = torch.cuda.current_stream(self.device)
+        # What the next forward pass may change comes first: without room for it, it is copied in that pass's way.
+        pairs = sorted(pairs, key=lambda pair: not pair[0].changes_in_forward)
+        on_gpu = [(piece, host) for piece, host in pairs if piece.view.device.type == "cuda"]
+        fits = choose_fitting([piece.view.nbytes for piece, _ in on_gpu], spare_memory(self.device))
+        originals: list[tuple[Tensor, Tensor]] = []
+        twins: list[tuple[Tensor, Tensor]] = []
+        for (piece, host), fit in zip(on_gpu, fits, strict=True):
+            if fit:
+                twin = piece.view.clone(memory_format=torch.contiguous_format)
+                # Its memory is used again once the stream that reads it has done so.
+                twin.record_stream(self._stream)
+                twins.append((twin, host))
+            elif piece.changes_in_forward:
+                host.copy_(piece.view, non_blocking=True)
+            else:
+                originals.append((piece.view, host))
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._originals_read = self._send(originals)
+        self._copied = self._send(twins)
         for piece, host in pairs:
-            # What the next forward pass may change is copied in its way; on the host's side it is there at once.
-            if piece.changes_in_forward or piece.view.device.type != "cuda":
-                host.copy_(piece.view, non_blocking=piece.view.device.type == "cuda")
-        self._stream.wait_stream(current)
+            if piece.view.device.type != "cuda":
+                host.copy_(piece.view)
+
+    def _send(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        """Copy to the host on the stream for that."""
+        assert self._stream is not None, "made before the first copy"
         with torch.cuda.stream(self._stream):
-            for piece, host in pairs:
-                if not piece.changes_in_forward and piece.view.device.type == "cuda":
-                    host.copy_(piece.view, non_blocking=True)
-        self._copied = self._stream.record_event()
+            for source, host in pairs:
+                host.copy_(source, non_blocking=True)
+        return self._stream.record_event()
 
     def _take(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return host memory of the shapes and dtypes of tensors; the storage of each is no larger than it."""
@@ -106,3 +128,19 @@ class HostCopies:
         memory = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         self._buffers.append(_Buffer(memory))
         return self._buffers[-1]
+
+
+def spare_memory(device: torch.device) -> int:
+    """Return what a GPU has left beyond the most that the process has taken so far, less a sixteenth of all (bytes)."""
+    free, total = torch.cuda.mem_get_info(device)
+    may_take = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+    return max(0, free - may_take - total // 16)
+
+
+def choose_fitting(sizes: Sequence[int], room: int) -> list[bool]:
+    """Tell which of some sizes go into the room, taken in turn and leaving out what is too large for the rest."""
+    chosen = []
+    for size in sizes:
+        chosen.append(size <= room)
+        room -= size if chosen[-1] else 0
+    return chosen

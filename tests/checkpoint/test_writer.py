@@ -17,10 +17,11 @@ from lightning_megatron.checkpoint import (
     load_metadata,
     load_rank_state,
     read_full,
+    staging,
 )
 from lightning_megatron.checkpoint.entries import boxes_to_write
 from lightning_megatron.checkpoint.save import Save
-from lightning_megatron.checkpoint.staging import HostCopies
+from lightning_megatron.checkpoint.staging import HostCopies, choose_fitting
 from lightning_megatron.errors import CheckpointSaveError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import whole_spec
@@ -212,8 +213,18 @@ def test_reserved_memory_is_what_a_save_takes(tmp_path: Path, writer: Checkpoint
     assert read_full(tmp_path / "a")["4"].tolist() == [4.0] * 4000
 
 
+def test_what_fits_into_spare_memory_is_chosen_in_turn() -> None:
+    assert choose_fitting([5, 3, 4, 1, 1], 9) == [True, True, False, True, False]
+    assert choose_fitting([0, 1], 0) == [True, False]
+    assert choose_fitting([], 7) == []
+
+
 @pytest.mark.gpu
-def test_a_gpu_copies_beside_what_it_computes_and_updates_wait_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [0, 100 << 20, 10 << 30], ids=["no room", "room for some", "room for all"])
+def test_a_gpu_copies_beside_what_it_computes_and_updates_wait_for_it(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "spare_memory", lambda device: room)
     device = torch.device("cuda", 0)
     writer = CheckpointWriter(ParallelMesh.single(device), defer_copies=True)
     tensor = torch.ones(64 << 20, device=device)
