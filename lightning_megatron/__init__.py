@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_megatron.data.datamodule import TokenDataModule as TokenDataModule
     from lightning_megatron.errors import CheckpointMismatchError as CheckpointMismatchError
+    from lightning_megatron.errors import CheckpointSaveError as CheckpointSaveError
     from lightning_megatron.errors import CorruptDataError as CorruptDataError
     from lightning_megatron.errors import MissingExtraError as MissingExtraError
+    from lightning_megatron.errors import NonFiniteGradientError as NonFiniteGradientError
     from lightning_megatron.errors import ParallelPlanError as ParallelPlanError
     from lightning_megatron.errors import RankMismatchError as RankMismatchError
     from lightning_megatron.errors import UnsupportedError as UnsupportedError
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CausalLM": "models.causal_lm",
     "CheckpointMismatchError": "errors",
+    "CheckpointSaveError": "errors",
     "CorruptDataError": "errors",
     "GPT": "models.gpt",
     "GPTConfig": "models.config",
@@ -42,6 +45,7 @@ _HOMES = {
     "MegatronStrategy": "strategy.megatron_strategy",
     "MemoryReport": "strategy.memory_report",
     "MissingExtraError": "errors",
+    "NonFiniteGradientError": "errors",
     "ParallelLayout": "plan.layout",
     "ParallelMesh": "groups.mesh",
     "ParallelPlanError": "errors",
