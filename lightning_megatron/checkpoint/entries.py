@@ -23,8 +23,8 @@ class Entry:
     Args:
         tensor: What this rank has: the local tensor, or one dimension for a ``FlatSlice``.
         placement: Where that lies in the full tensor.
-        is_exclusive: Whether no other data-parallel rank has these elements, so that this rank writes them; if not,
-            the data-parallel ranks have the same and share the writing.
+        is_exclusive: Whether no other data-parallel rank (of an expert's tensor, no rank with the same experts) has
+            these elements, so that this rank writes them; if not, those ranks have the same and share the writing.
         changes_in_forward: Whether a forward pass may change it, as it does the statistics of a batch norm.
     """
 
@@ -35,24 +35,27 @@ class Entry:
 
 
 def boxes_to_write(tensors: Mapping[str, Entry], mesh: ParallelMesh) -> list[BoxToWrite]:
-    """List the pieces that this rank writes: counted ones, those that data ranks share divided by bytes.
+    """List the pieces that this rank writes: counted ones, those that several ranks share divided by bytes.
 
     Args:
         tensors: This rank's entries. Those that are not exclusive must be the same, in the same order, on the data
-            ranks of one place.
+            ranks of one place, those of experts on the ranks with the same experts.
         mesh: The groups of this rank.
     """
     own: list[BoxToWrite] = []
-    shared: list[BoxToWrite] = []
+    shared: dict[bool, list[BoxToWrite]] = {False: [], True: []}
     for name, entry in tensors.items():
         if entry.placement.tied_to is not None:
             continue
         for box, view in entry.placement.local_views(entry.tensor.detach()):
             if box.copy == 0:
                 piece = BoxToWrite(name, entry.placement.full_shape, box, view, entry.changes_in_forward)
-                (own if entry.is_exclusive else shared).append(piece)
-    writers = assign_writers([prod(piece.box.sizes) * piece.view.element_size() for piece in shared], mesh.data.size)
-    return own + [piece for piece, writer in zip(shared, writers, strict=True) if writer == mesh.data.rank]
+                (own if entry.is_exclusive else shared[entry.placement.is_expert]).append(piece)
+    for is_expert, pieces in shared.items():
+        axis = mesh.copies(is_expert)
+        writers = assign_writers([prod(piece.box.sizes) * piece.view.element_size() for piece in pieces], axis.size)
+        own += [piece for piece, writer in zip(pieces, writers, strict=True) if writer == axis.rank]
+    return own
 
 
 def assign_writers(sizes: Sequence[int], num_writers: int) -> list[int]:

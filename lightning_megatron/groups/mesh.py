@@ -72,6 +72,7 @@ class ParallelMesh:
     edp: MeshAxis = MeshAxis("edp")
     world_cpu: MeshAxis = MeshAxis("world_cpu")
     data_cpu: MeshAxis = MeshAxis("data_cpu")
+    edp_cpu: MeshAxis = MeshAxis("edp_cpu")
     model_cpu: MeshAxis = MeshAxis("model_cpu")
     pp_cpu: MeshAxis = MeshAxis("pp_cpu")
     checkpoint_cpu: MeshAxis = MeshAxis("checkpoint_cpu")
@@ -145,6 +146,10 @@ class ParallelMesh:
             owned_groups=tuple(builder.created),
             owns_world=owns_world,
         )
+
+    def copies(self, is_expert: bool) -> MeshAxis:
+        """Return the axis of the ranks that hold the same part of a parameter: ``edp`` for experts, else ``data``."""
+        return self.edp if is_expert else self.data
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
         """Return the mesh itself: a copied module (an averaged model, say) lives in the same groups."""
@@ -235,7 +240,7 @@ class _Builder:
             **{name: layout.expert_groups(name) for name in ("etp", "ep", "edp")},
         }
         axes = {name: self._axis(name, groups, self.backend) for name, groups in lists.items()}
-        for name in ("world", "data", "model", "pp"):
+        for name in ("world", "data", "edp", "model", "pp"):
             axes[f"{name}_cpu"] = self._axis(f"{name}_cpu", lists[name], "gloo")
         axes["checkpoint_cpu"] = self._checkpoint_axis()
         return axes

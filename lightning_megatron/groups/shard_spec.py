@@ -39,7 +39,7 @@ class ShardSpec:
 
     The local tensor is the concatenation, along ``dim``, of ``ranges`` of the full tensor, then padding rows that
     belong to no full tensor (the padded vocabulary). Data-parallel and context-parallel ranks always hold copies and
-    are not listed.
+    are not listed; of an expert's tensor, the expert-data-parallel ranks.
 
     Args:
         full_shape: Shape of the full tensor, without padding (elements).
@@ -49,6 +49,8 @@ class ShardSpec:
             must be added over the tensor axis (norms and biases under sequence parallelism, replicated key/value
             heads).
         tied_to: Name, within the same model, of the first-stage parameter that this last-stage parameter is a copy of.
+        is_expert: Whether the tensor belongs to experts, which are spread over the expert grid: its gradient on a rank
+            is that of the tokens of all ranks that send theirs there.
     """
 
     full_shape: tuple[int, ...]
@@ -56,6 +58,7 @@ class ShardSpec:
     dim: int = 0
     partial: bool = False
     tied_to: str | None = None
+    is_expert: bool = False
 
     @property
     def local_extent(self) -> int:
@@ -185,6 +188,11 @@ class FlatSlice:
     def partial(self) -> bool:
         """Tell whether the tensor-parallel copies each see a part of the gradient."""
         return self.spec.partial
+
+    @property
+    def is_expert(self) -> bool:
+        """Tell whether the tensor belongs to experts."""
+        return self.spec.is_expert
 
     @property
     def size(self) -> int:

@@ -104,8 +104,8 @@ def _counted_gradients(main: MainParameters, names: Collection[str] | None) -> l
         gradient = one.main.grad
         if gradient is None or (names is not None and name not in names):
             continue
-        # Where all data-parallel ranks hold the same gradients, the first one counts them.
-        if one.is_exclusive or main.mesh.data.is_first:
+        # Where several ranks hold the same gradients, the first one counts them.
+        if one.is_exclusive or main.mesh.copies(one.placement.is_expert).is_first:
             counted += one.counted_in(gradient)
     return counted
 

@@ -22,7 +22,7 @@ class MainSlice:
         placement: Where the part lies in the full tensor.
         main: What the optimizer trains: of the parameter's shape where it is whole, else one-dimensional.
         gradient: The part's gradient inside the flat buffer, shaped like ``main``.
-        is_exclusive: Whether no other data-parallel rank holds these elements.
+        is_exclusive: Whether no other rank of its data-parallel axis holds these elements.
         counted: The views of ``gradient`` that only this rank of its model-parallel group counts in a norm.
         half: The part in the model's own parameter, shaped like ``main``; None where that is the main itself.
     """
@@ -59,7 +59,7 @@ class FlatBuffer:
 
     Args:
         members: The model's parameters by name, all of one dtype and device.
-        specs: How each lies in its full tensor.
+        specs: How each lies in its full tensor; all are experts' or none.
         plan: Where each parameter goes, and which part this rank trains.
         part: Index of this rank's part; 0 where the plan has only one.
         main_dtype: Dtype of the mains.
@@ -76,6 +76,8 @@ class FlatBuffer:
         gradient_dtype: torch.dtype,
     ) -> None:
         self.members, self.plan, self.part = dict(members), plan, part
+        #: Whether the parameters are experts', which other ranks hold copies of.
+        self.is_expert = any(spec.is_expert for spec in specs.values())
         first = next(iter(members.values()))
         make = partial(torch.zeros, device=first.device)
         self.parameters = make(plan.size, dtype=first.dtype)

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending, start_all_reduce, start_reduce_scatter
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.training.flat_buffer import FlatBuffer
@@ -49,9 +50,35 @@ class _Bucket:
         """Return the group whose gradients are complete together."""
         return self.buffer.plan.buckets[self.index].group
 
+    def start(self, mesh: ParallelMesh) -> None:
+        """Start the mean over the ranks that hold the same parameters."""
+        axis = mesh.copies(self.buffer.is_expert)
+        buffer, place = self.buffer, self.buffer.plan.buckets[self.index]
+        whole = buffer.gradients[place.start : place.stop]
+        if buffer.plan.num_parts == 1:
+            self.pending = start_all_reduce(whole, axis, "mean")
+        else:
+            self.pending = start_reduce_scatter(self._own, whole, axis, "mean")
+
+    def finish(self, mesh: ParallelMesh) -> None:
+        """Wait for it, and make it the gradient of the mean of the data ranks' losses."""
+        if self.pending is None:
+            return
+        self.pending.wait()
+        num_copies = mesh.copies(self.buffer.is_expert).size
+        if num_copies != mesh.data.size:
+            # Experts on one rank have the tokens of several losses: fewer ranks hold copies than there are losses.
+            self._own.mul_(num_copies / mesh.data.size)
+
+    @property
+    def _own(self) -> Tensor:
+        return self.buffer.own_part(self.buffer.gradients, self.index)
+
 
 class GradientReducer:
     """Sum the gradients of a step over the ranks: every slice ends with its part of the mean over the data ranks.
+
+    Those of experts are summed over the ranks that hold the same experts, and divided by the number of data ranks.
 
     Gradients are summed over the microbatches in the flat buffers, by the layers' own matrix products or after
     autograd has made them. A bucket's reduce-scatter (all-reduce without divided mains) starts when its last gradient
@@ -137,8 +164,7 @@ class GradientReducer:
         for bucket in buckets:
             self._start(bucket)
         for bucket in buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
+            bucket.finish(self._main.mesh)
         self._add_ties(buckets, alone=True)
         finished = [name for bucket in buckets for name in bucket.names]
         dormant = self._unused.agree(finished)
@@ -200,13 +226,7 @@ class GradientReducer:
         if bucket.pending is not None:
             return
         self._fill(bucket.names)
-        buffer, place = bucket.buffer, bucket.buffer.plan.buckets[bucket.index]
-        whole = buffer.gradients[place.start : place.stop]
-        if buffer.plan.num_parts == 1:
-            bucket.pending = start_all_reduce(whole, self._main.mesh.data, "mean")
-        else:
-            own = buffer.own_part(buffer.gradients, bucket.index)
-            bucket.pending = start_reduce_scatter(own, whole, self._main.mesh.data, "mean")
+        bucket.start(self._main.mesh)
 
     def _fill(self, names: Iterable[str]) -> None:
         """Put zeros where no gradient has arrived."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
@@ -170,11 +171,12 @@ class MainParameters:
             return []
         unit = self._unit_of(optimizer)
         made = []
-        by_dtype: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        alike: dict[tuple[torch.dtype, torch.device, bool], list[str]] = {}
         for name in new:
-            by_dtype.setdefault((self._parameters[name].dtype, self._parameters[name].device), []).append(name)
-        for (dtype, _), members in by_dtype.items():
-            made.append(self._make_buffer(members, dtype, unit))
+            parameter = self._parameters[name]
+            alike.setdefault((parameter.dtype, parameter.device, self.spec(name).is_expert), []).append(name)
+        for (dtype, _, is_expert), members in alike.items():
+            made.append(self._make_buffer(members, dtype, unit, self.mesh.copies(is_expert)))
         self._exchange(optimizer)
         self.buffers += made
         return made
@@ -187,11 +189,11 @@ class MainParameters:
                 own before its forward pass, and :meth:`wait` for all.
             stored: Whether this rank's part of the model's parameters is already the rounded mains.
 
-        Communication: one all-gather over the data axis for each bucket, in the order of use.
+        Communication: one all-gather over the data axis, or over that of experts, for each bucket in the order of use.
         """
         for buffer in () if stored else self.buffers:
             buffer.store_mains()
-        self.gather.start(self.buffers, self.mesh.data)
+        self.gather.start(self.buffers, self.mesh)
         if wait:
             self.wait()
 
@@ -251,12 +253,12 @@ class MainParameters:
             )
         return unit if self.division.slices == "auto" else self.division.slices
 
-    def _make_buffer(self, names: list[str], dtype: torch.dtype, unit: Unit) -> FlatBuffer:
+    def _make_buffer(self, names: list[str], dtype: torch.dtype, unit: Unit, axis: MeshAxis) -> FlatBuffer:
         has_mains = self.division.main_dtype is not None and dtype in _HALF
         main_dtype = self.division.main_dtype if has_mains and self.division.main_dtype else dtype
         gradient_dtype = (self.division.gradient_dtype or main_dtype) if has_mains else dtype
-        plan = self._plan(names, unit)
-        part = self.mesh.data.rank if plan.num_parts > 1 else 0
+        plan = self._plan(names, unit, axis.size)
+        part = axis.rank if plan.num_parts > 1 else 0
         members = {name: self._parameters[name] for name in names}
         specs = {name: self.spec(name) for name in names}
         buffer = FlatBuffer(members, specs, plan, part, main_dtype, gradient_dtype)
@@ -268,7 +270,7 @@ class MainParameters:
         self._slices |= buffer.slices
         return buffer
 
-    def _plan(self, names: list[str], unit: Unit) -> BufferPlan:
+    def _plan(self, names: list[str], unit: Unit, num_copies: int) -> BufferPlan:
         late = {name for name in names if self.spec(name).partial and self.mesh.tp.size > 1}
         tied = {name for pair in self.ties or () for name in pair}
         if unit == "elements":
@@ -286,7 +288,7 @@ class MainParameters:
             for name in names
         ]
         pieces.sort(key=lambda piece: piece.group)
-        num_parts = 1 if unit == "model" else self.mesh.data.size
+        num_parts = 1 if unit == "model" else num_copies
         if unit == "parameters":
             return plan_by_parameters(pieces, num_parts)
         return plan_by_elements(pieces, num_parts, self.division.bucket_size)

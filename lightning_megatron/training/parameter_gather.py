@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending, start_all_gather
 from lightning_megatron.training.flat_buffer import FlatBuffer
 
@@ -22,7 +22,7 @@ class ParameterGather:
         self._pending: dict[_Place, Pending] = {}
         self._hooks: list[RemovableHandle] = []
 
-    def start(self, buffers: Sequence[FlatBuffer], axis: MeshAxis) -> None:
+    def start(self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh) -> None:
         """Start one all-gather for every bucket whose parts are spread over the ranks."""
         self.wait()
         for index, buffer in enumerate(buffers):
@@ -33,7 +33,7 @@ class ParameterGather:
                 bucket = buffer.plan.buckets[number]
                 whole = buffer.parameters[bucket.start : bucket.stop]
                 own = buffer.own_part(buffer.parameters, number)
-                self._pending[index, number] = start_all_gather(whole, own, axis)
+                self._pending[index, number] = start_all_gather(whole, own, mesh.copies(buffer.is_expert))
 
     def wait(self) -> None:
         """Wait for all buckets."""

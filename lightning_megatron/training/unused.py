@@ -40,14 +40,19 @@ class UnusedParameters:
     def agree(self, names: Sequence[str]) -> set[str]:
         """Return which of these parameters are dormant, the same on all data-parallel ranks.
 
-        Communication: one all-reduce of flags over the data axis on the CPU, if any of them is new or dormant.
+        Communication: one all-reduce of flags over the data axis on the CPU, if any of them is new or dormant; one more
+        over the ranks with the same experts, if there are any.
         """
         tied = {name for pair in self._main.ties or () for name in pair}
         asked = [name for name in names if (name not in self._known or name in self._dormant) and name not in tied]
         if asked:
-            flags = torch.tensor([int(name in self._without) for name in asked])
-            all_reduce_(flags, self._main.mesh.data_cpu, "min")
-            unused = {name for name, flag in zip(asked, flags.tolist(), strict=True) if flag}
+            mesh, unused = self._main.mesh, set()
+            for is_expert, axis in ((False, mesh.data_cpu), (True, mesh.edp_cpu)):
+                alike = [name for name in asked if self._main.spec(name).is_expert == is_expert]
+                flags = torch.tensor([int(name in self._without) for name in alike])
+                if alike:
+                    all_reduce_(flags, axis, "min")
+                unused |= {name for name, flag in zip(alike, flags.tolist(), strict=True) if flag}
             self._tell(unused - self._dormant, "had no gradient on any rank, and are left as they are until they do")
             self._dormant = (self._dormant - set(asked)) | unused
             self._known.update(asked)
