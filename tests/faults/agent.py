@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -32,16 +33,22 @@ class Attempt:
     Args:
         pid: Its process.
         resumed: Step from which it went on; None if it did not come so far.
+        num_ranks: Ranks that went on.
         losses: Loss of each step, exactly.
+        samples: What identifies the samples that this rank took in each step.
         begun: Steps whose saves began.
         saved: Steps after whose saves training went on.
+        error: Kind and text of the exception that ended it; empty without one.
     """
 
     pid: int
     resumed: int | None = None
+    num_ranks: int = 0
     losses: dict[int, str] = field(default_factory=dict)
+    samples: dict[int, list[str]] = field(default_factory=dict)
     begun: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
+    error: str = ""
 
     @property
     def last_step(self) -> int:
@@ -58,9 +65,11 @@ def attempts(job: Job, rank: int = 0) -> list[Attempt]:
         if kind == "start":
             found.append(Attempt(int(number)))
         elif kind == "resume":
-            found[-1].resumed = int(number)
+            found[-1].resumed, found[-1].num_ranks = int(number), int(rest[0])
         elif kind == "step":
-            found[-1].losses[int(number)] = rest[0]
+            found[-1].losses[int(number)], *found[-1].samples[int(number)] = rest
+        elif kind == "error":
+            found[-1].error = " ".join(rest)
         else:
             (found[-1].begun if kind == "save" else found[-1].saved).append(int(number))
     return found
@@ -207,3 +216,26 @@ def kill_one(job: Job, process: subprocess.Popen, target: int, draw: random.Rand
 def tensors_of(job: Job) -> dict[str, torch.Tensor]:
     """Read the end of a training: parameters and states of optimizers."""
     return read_full(job.root / "final")
+
+
+def again(job: Job, folder: Path, **changes: object) -> Job:
+    """Return the same training in a folder of its own."""
+    for file in ("corpus.bin", "corpus.idx"):
+        shutil.copy(job.root / file, folder)
+    return replace(job, folder=str(folder), **changes)  # type: ignore[arg-type]
+
+
+def assert_same_end(job: Job, whole: Job) -> None:
+    """Compare the losses of all steps, however often each was done, and the weights and moments at the end."""
+    (reference,) = attempts(whole)
+    done: dict[int, str] = {}
+    for attempt in attempts(job):
+        for step, loss in attempt.losses.items():
+            assert loss == reference.losses[step], f"step {step} of the attempt that resumed at {attempt.resumed}"
+        done |= attempt.losses
+    assert done.keys() == reference.losses.keys()
+    found, expected = tensors_of(job), tensors_of(whole)
+    assert found.keys() == expected.keys()
+    assert len(found) > 50, "parameters and two moments of each"
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
+import zlib
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from lightning_megatron import GPTConfig, MegatronStrategy
 from lightning_megatron.data.datamodule import TokenDataModule
@@ -18,18 +21,25 @@ from tests.faults.train import LENGTH, VOCABULARY, Job, note
 
 
 class Log(Callback):
-    """Write down where a fit begins, and the loss of every step, exactly."""
+    """Write down where a fit begins, the loss of every step, exactly, with its samples, and what ended the fit."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        note(self.job, self.rank, "resume", trainer.global_step)
+        note(self.job, self.rank, "resume", trainer.global_step, trainer.world_size)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
         loss = float(trainer.callback_metrics["train_loss"])
-        note(self.job, self.rank, "step", trainer.global_step, loss.hex())
+        samples = (zlib.crc32(tokens.numpy().tobytes()) for tokens in batch["tokens"])
+        note(self.job, self.rank, "step", trainer.global_step, loss.hex(), *samples)
         time.sleep(self.job.seconds)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        text = " ".join(str(exception).split())
+        note(self.job, self.rank, "error", trainer.global_step, f"{type(exception).__name__}: {text}")
 
 
 class SavesLogged(MegatronStrategy):
@@ -59,10 +69,15 @@ def fit(job: Job, rank: int) -> None:
         timeout=job.timeout,
     )
     strategy.job, strategy.rank = job, rank
+    devices, num_nodes = job.devices, job.num_nodes
+    if job.elastic:
+        devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        num_nodes = int(os.environ["WORLD_SIZE"]) // devices
     trainer = Trainer(
         accelerator="cpu",
-        devices=job.devices,
-        num_nodes=job.num_nodes,
+        devices=devices,
+        num_nodes=num_nodes,
+        precision=job.precision,  # type: ignore[arg-type]
         strategy=strategy,
         max_steps=job.steps,
         logger=False,
@@ -73,11 +88,11 @@ def fit(job: Job, rank: int) -> None:
         default_root_dir=job.folder,
     )
     sizes = {"vocab_size": VOCABULARY, "max_seq_length": 16, "num_layers": 2, "hidden_size": 16, "num_heads": 2}
-    module = CausalLM(GPTConfig.gpt2(**sizes, vocab_multiple=16, hidden_dropout=0.1), learning_rate=0.01)
+    module = CausalLM(GPTConfig.gpt2(**sizes, vocab_multiple=16, hidden_dropout=job.dropout), learning_rate=0.01)
     data = TokenDataModule(
         train=str(job.root / "corpus"),
         seq_length=LENGTH,
-        batch_size=job.global_batch * job.pp // (job.devices * job.num_nodes),
+        batch_size=job.global_batch * job.pp // (devices * num_nodes),
         num_workers=job.num_workers,
     )
     trainer.fit(module, datamodule=data, ckpt_path="last")

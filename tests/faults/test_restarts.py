@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import time
 from contextlib import suppress
@@ -15,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.faults.agent import (
+    again,
+    assert_same_end,
     attempts,
     finish,
     kill_one,
@@ -25,7 +25,6 @@ from tests.faults.agent import (
     outputs,
     standalone,
     started,
-    tensors_of,
     wait_until,
 )
 from tests.faults.train import Job, write_corpus
@@ -47,29 +46,6 @@ def undisturbed(num_kills: int, tmp_path_factory: pytest.TempPathFactory) -> Job
     with started(job, *standalone()) as process:
         assert finish(process) == 0, outputs(job)
     return job
-
-
-def again(job: Job, folder: Path, **changes: object) -> Job:
-    """Return the same training in a folder of its own."""
-    for file in ("corpus.bin", "corpus.idx"):
-        shutil.copy(job.root / file, folder)
-    return replace(job, folder=str(folder), **changes)  # type: ignore[arg-type]
-
-
-def assert_same_end(job: Job, whole: Job) -> None:
-    """Compare the losses of all steps, however often each was done, and the weights and moments at the end."""
-    (reference,) = attempts(whole)
-    done: dict[int, str] = {}
-    for attempt in attempts(job):
-        for step, loss in attempt.losses.items():
-            assert loss == reference.losses[step], f"step {step} of the attempt that resumed at {attempt.resumed}"
-        done |= attempt.losses
-    assert done.keys() == reference.losses.keys()
-    found, expected = tensors_of(job), tensors_of(whole)
-    assert found.keys() == expected.keys()
-    assert len(found) > 50, "parameters and two moments of each"
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])

@@ -22,12 +22,15 @@ class Job:
         async_save: Whether checkpoints are written behind training.
         pp: Pipeline stages.
         devices: Ranks on each node.
-        num_nodes: Nodes.
+        num_nodes: Nodes; with ``elastic`` the most there are.
+        elastic: Whether nodes come and go: torchrun says how many there are.
         global_batch: Samples of a step.
         seconds: Least duration of a step, so that there is time to interrupt it (seconds).
         check_every: Batches between two agreements on signals.
         num_workers: Processes that read data.
         timeout: How long a collective may wait for a rank (seconds).
+        precision: The Trainer's.
+        dropout: Share of activations; which ones depends on the number of data-parallel ranks.
     """
 
     folder: str
@@ -37,11 +40,14 @@ class Job:
     pp: int = 1
     devices: int = 2
     num_nodes: int = 1
+    elastic: bool = False
     global_batch: int = 4
     seconds: float = 0.0
     check_every: int = 1
     num_workers: int = 0
     timeout: float | None = None
+    precision: str = "32-true"
+    dropout: float = 0.1
 
     @property
     def root(self) -> Path:

@@ -1,0 +1,158 @@
+"""A disk that takes no more ends a training with its name, and costs only the steps since the last whole checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.checkpoint import list_checkpoints, verify_checkpoint
+from lightning_megatron.checkpoint.directory import LocalPlace
+from tests.checkpoint.pieces import names_in
+from tests.faults.agent import (
+    again,
+    assert_same_end,
+    attempts,
+    finish,
+    newest_step,
+    outputs,
+    started,
+    wait_until,
+)
+from tests.faults.disk import Disk, small_disk
+from tests.faults.train import Job, write_corpus
+from tests.strategy.tiny import TinyLM, loader
+
+SAVE_EVERY = 4
+modes = pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_corpus(folder)
+    job = Job(folder=str(folder), steps=16, save_every=SAVE_EVERY)
+    with started(job) as process:
+        assert finish(process) == 0, outputs(job)
+    return job
+
+
+@pytest.fixture
+def disk(undisturbed: Job, tmp_path: Path) -> Iterator[Disk]:
+    """Mount a disk with room for one checkpoint and half of another."""
+    (checkpoint,) = list_checkpoints(undisturbed.checkpoints)
+    page = 4096
+    size = sum(-(-file.stat().st_size // page) * page for file in Path(checkpoint).rglob("*") if file.is_file())
+    with small_disk(tmp_path / "checkpoints", size * 3 // 2) as made:
+        yield made
+
+
+def failed_step(job: Job, disk: Disk, reason: str) -> int:
+    """Return the step whose save ended the training, once all ranks have said so and the one before is seen whole.
+
+    Args:
+        job: The training.
+        disk: Its disk.
+        reason: What the system says.
+    """
+    begun = attempts(job)[0].begun
+    steps = set()
+    for rank in range(job.devices):
+        (attempt,) = attempts(job, rank)
+        assert attempt.error.startswith("CheckpointSaveError: "), outputs(job)
+        path = re.search(r"saving (\S+-step=(\d+)\.ckpt) failed on \d of \d rank\(s\): rank \d: OSError", attempt.error)
+        assert path is not None, attempt.error
+        where = f"{job.checkpoints}/.{Path(path[1]).name}.unfinished"
+        assert f"{reason}: '{where}" in attempt.error
+        steps.add(int(path[2]))
+    (step,) = steps
+    assert step in begun
+    assert newest_step(disk.view(job)) == step - SAVE_EVERY
+    for kept in list_checkpoints(disk.view(job).checkpoints):
+        verify_checkpoint(kept)
+    return step
+
+
+def go_on(job: Job, disk: Disk, step: int) -> None:
+    """Train from a step to the end, on a disk that was put right, and look at what is left."""
+    with started(job, before=disk.command) as process:
+        assert finish(process) == 0, outputs(job)
+    assert attempts(job)[-1].resumed == step
+    # Lightning does not remove the checkpoint that a run began with.
+    kept = {f"epoch=0-step={one}.ckpt" for one in (step, job.steps)}
+    assert set(names_in(disk.view(job).checkpoints)) == kept
+
+
+@pytest.mark.slow
+@modes
+def test_a_full_disk_ends_the_training_and_a_larger_one_lets_it_go_on(
+    async_save: bool, undisturbed: Job, disk: Disk, tmp_path: Path
+) -> None:
+    job = again(undisturbed, tmp_path, async_save=async_save)
+    with started(job, before=disk.command) as process:
+        assert finish(process) != 0
+    assert failed_step(job, disk, "[Errno 28] No space left on device") == 2 * SAVE_EVERY
+    disk.remount("size=64m")
+    go_on(job, disk, SAVE_EVERY)
+    assert_same_end(job, undisturbed)
+
+
+@pytest.mark.slow
+@modes
+def test_a_disk_that_became_read_only_ends_the_training_and_a_writable_one_lets_it_go_on(
+    async_save: bool, undisturbed: Job, disk: Disk, tmp_path: Path
+) -> None:
+    job = again(undisturbed, tmp_path, async_save=async_save, devices=1, steps=1000, seconds=0.2)
+    disk.remount("size=64m")
+    with started(job, before=disk.command) as process:
+        wait_until(lambda: newest_step(disk.view(job)) > 0, "the first checkpoint", process)
+        disk.remount("ro")
+        assert finish(process) != 0
+    step = failed_step(job, disk, "[Errno 30] Read-only file system") - SAVE_EVERY
+    disk.remount("rw")
+    go_on(replace(job, steps=step + 2 * SAVE_EVERY, seconds=0.0), disk, step)
+
+
+@modes
+def test_the_older_checkpoint_is_removed_when_the_newer_one_is_complete(
+    async_save: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str, list[str]]] = []
+
+    def watched(name: str) -> None:
+        method = getattr(LocalPlace, name)
+
+        def watch(self: LocalPlace, *arguments: Any) -> None:
+            complete = list_checkpoints(tmp_path)
+            for path in complete:
+                verify_checkpoint(path)
+            events.append((name, self.path.name, [Path(path).name for path in complete]))
+            method(self, *arguments)
+
+        monkeypatch.setattr(LocalPlace, name, watch)
+
+    watched("publish")
+    watched("remove")
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=MegatronStrategy(microbatch_size=2, async_save=async_save),
+        max_epochs=1,
+        callbacks=[ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=1)],
+        **quiet,
+    )
+    trainer.fit(TinyLM(), loader(32, 4))
+    names = [f"step={step}.ckpt" for step in (2, 4, 6, 8)]
+    expected: list[tuple[str, str, list[str]]] = [("publish", names[0], [])]
+    for older, newer in zip(names, names[1:], strict=False):
+        expected += [("publish", newer, [older]), ("remove", older, [older, newer])]
+    assert events == expected
+    assert names_in(tmp_path) == [names[-1]]
