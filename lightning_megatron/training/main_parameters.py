@@ -185,8 +185,9 @@ class MainParameters:
         """Write the mains into the model's parameters, rounding once, and gather the parts of all data-parallel ranks.
 
         Args:
-            wait: Whether the parameters are whole when this returns; otherwise each module of the model waits for its
-                own before its forward pass, and :meth:`wait` for all.
+            wait: Whether all parameters are whole when this returns; otherwise each module that
+                :meth:`ParameterGather.wait_before` was told of waits for its own before its forward pass, and
+                :meth:`wait` for all.
             stored: Whether this rank's part of the model's parameters is already the rounded mains.
 
         Communication: one all-gather over the data axis, or over that of experts, for each bucket in the order of use.

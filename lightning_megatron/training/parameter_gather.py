@@ -21,9 +21,14 @@ class ParameterGather:
     def __init__(self) -> None:
         self._pending: dict[_Place, Pending] = {}
         self._hooks: list[RemovableHandle] = []
+        # Buckets of which every parameter is waited for by the module that reads it.
+        self._awaited: set[_Place] = set()
 
     def start(self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh) -> None:
-        """Start one all-gather for every bucket whose parts are spread over the ranks."""
+        """Start one all-gather for every bucket whose parts are spread over the ranks.
+
+        Buckets with a parameter that no module waits for are whole when this returns.
+        """
         self.wait()
         for index, buffer in enumerate(buffers):
             if buffer.plan.num_parts == 1:
@@ -34,6 +39,7 @@ class ParameterGather:
                 whole = buffer.parameters[bucket.start : bucket.stop]
                 own = buffer.own_part(buffer.parameters, number)
                 self._pending[index, number] = start_all_gather(whole, own, mesh.copies(buffer.is_expert))
+        self._wait_for([place for place in self._pending if place not in self._awaited])
 
     def wait(self) -> None:
         """Wait for all buckets."""
@@ -46,11 +52,14 @@ class ParameterGather:
             units: Modules that read no parameter of another one, unless that ran before them.
             buffers: As they will be given to :meth:`start`.
         """
-        places = _places_by_parameter(buffers)
+        places, read = _places_by_parameter(buffers), set[int]()
         for unit in units:
             needed = tuple(dict.fromkeys(place for p in unit.parameters() for place in places.get(id(p), ())))
             if needed:
                 self._hooks.append(unit.register_forward_pre_hook(_waiting(self._wait_for, needed)))
+            read.update(map(id, unit.parameters()))
+        elsewhere = {place for parameter, held_in in places.items() if parameter not in read for place in held_in}
+        self._awaited |= {place for held_in in places.values() for place in held_in} - elsewhere
 
     def release(self) -> None:
         """Take the hooks off the modules."""
@@ -58,6 +67,7 @@ class ParameterGather:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._awaited.clear()
 
     def _wait_for(self, places: Iterable[_Place]) -> None:
         if not self._pending:
