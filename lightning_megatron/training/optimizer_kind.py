@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +20,19 @@ logger = logging.getLogger(__name__)
 Unit = Literal["elements", "parameters", "model"]
 
 _STEPS = 3
+_COARSER: tuple[Unit, ...] = ("elements", "parameters", "model")
 _SPEED_ONLY = frozenset({"fused", "foreach", "capturable", "differentiable"})
+_CANNOT_RUN = (TypeError, ValueError, RuntimeError, NotImplementedError)
+#: What groups have besides settings, or what schedulers move: a rate of zero would show nothing.
+_NOT_TRIED = frozenset({"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr"})
 
 
 def smallest_unit(optimizer: Optimizer) -> Unit:
     """Find the smallest part of a model that an optimizer trains without looking at the rest.
 
     A new optimizer of the same class and settings trains two small matrices as they are, each in an optimizer of its
-    own, and cut into flat pieces; the finest division that changes nothing but rounding is the answer.
+    own, and cut into flat pieces; the finest division that changes nothing but rounding is the answer. Groups whose
+    settings differ are tried one by one, because a setting may choose another algorithm; the coarsest answer counts.
 
     Args:
         optimizer: The user's; it is not touched.
@@ -34,17 +40,27 @@ def smallest_unit(optimizer: Optimizer) -> Unit:
     if isinstance(optimizer, LBFGS):
         # Its search direction is one for the whole model, and it needs a closure to step.
         return "model"
+    tried: dict[str, Unit] = {}
+    for group in optimizer.param_groups:
+        own = _own_settings(group, optimizer.defaults)
+        if repr(own) not in tried:
+            tried[repr(own)] = _unit_with(optimizer, own)
+    return max(tried.values(), key=_COARSER.index)
+
+
+def _unit_with(optimizer: Optimizer, own: Mapping[str, Any]) -> Unit:
+    """Find the smallest unit of an optimizer with the settings of one of its groups."""
     try:
-        together = _train([_matrices()], optimizer)
-        apart = _train([[matrix] for matrix in _matrices()], optimizer)
-    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, NotImplementedError) as error:
+        together = _train([_matrices()], optimizer, own)
+        apart = _train([[matrix] for matrix in _matrices()], optimizer, own)
+    except (*_CANNOT_RUN, KeyError, AttributeError, AssertionError) as error:
         logger.info("%s could not be tried out (%s): whole parameters.", type(optimizer).__name__, error)
         return "parameters"
     if not all(map(torch.allclose, together, apart)):
         return "model"
     try:
-        pieces = _train([[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()], optimizer)
-    except (TypeError, ValueError, RuntimeError, IndexError, NotImplementedError):
+        pieces = _train([[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()], optimizer, own)
+    except (*_CANNOT_RUN, IndexError, AssertionError):
         return "parameters"
     joined = [torch.cat(pieces[i : i + 2]) for i in (0, 2)]
     return "elements" if all(map(torch.allclose, (one.flatten() for one in together), joined)) else "parameters"
@@ -75,12 +91,22 @@ def _matrices() -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 3), (5, 6))]
 
 
-def _train(owners: list[list[Tensor]], like: Optimizer) -> list[Tensor]:
+def _own_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a group sets otherwise than its optimizer does for all groups."""
+    own = {key: value for key, value in group.items() if key not in _NOT_TRIED | _SPEED_ONLY}
+    return {
+        key: value
+        for key, value in own.items()
+        if not isinstance(value, Tensor) and (key not in defaults or repr(defaults[key]) != repr(value))
+    }
+
+
+def _train(owners: list[list[Tensor]], like: Optimizer, own: Mapping[str, Any]) -> list[Tensor]:
     """Train copies of tensors, each inner list in an optimizer of its own, with gradients that belong to elements."""
     trained: list[Tensor] = []
     for tensors in owners:
         parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
-        optimizer = _new(like, parameters)
+        optimizer = _new(like, parameters, own)
         for step in range(_STEPS):
             for parameter in parameters:
                 # A function of the element's value alone, the same however the tensor is cut.
@@ -90,7 +116,7 @@ def _train(owners: list[list[Tensor]], like: Optimizer) -> list[Tensor]:
     return trained
 
 
-def _new(like: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
+def _new(like: Optimizer, parameters: list[nn.Parameter], own: Mapping[str, Any]) -> Optimizer:
     """Make an optimizer of the same class and settings; what only concerns speed is left out."""
     accepted = inspect.signature(type(like)).parameters
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
@@ -99,4 +125,6 @@ def _new(like: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
         for key, value in like.defaults.items()
         if key not in _SPEED_ONLY and not isinstance(value, Tensor) and (takes_all or key in accepted)
     }
-    return type(like)(parameters, **settings)
+    # Some optimizers take no groups, so none is made where it would say nothing.
+    groups = [{"params": parameters, **copy.deepcopy(dict(own))}] if own else parameters
+    return type(like)(groups, **settings)

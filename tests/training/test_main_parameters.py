@@ -253,6 +253,27 @@ def test_the_smallest_unit_of_an_optimizer_is_found_by_trying(make: Any, unit: s
     assert smallest_unit(make([nn.Parameter(torch.ones(3, 2))])) == unit
 
 
+class Mixed(Lamb):
+    """Scale updates in the groups that say so, and follow the gradient in others, as Muon with Adam beside it does."""
+
+    def __init__(self, params: Any, lr: float = 0.1, whole: bool = False) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "whole": whole})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in (p for p in group["params"] if p.grad is not None):
+                    p.sub_(p.grad * group["lr"] / (p.grad.norm() if group["whole"] else 1.0))
+
+
+@pytest.mark.parametrize(("whole", "unit"), [(True, "parameters"), (False, "elements")])
+def test_every_group_of_an_optimizer_is_tried_with_its_own_settings(whole: bool, unit: str) -> None:
+    matrix, bias = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
+    optimizer = Mixed([{"params": [bias]}, {"params": [matrix], "whole": whole, "lr": 0.3}])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # its first rate is zero
+    assert smallest_unit(optimizer) == unit
+
+
 def test_an_optimizer_that_looks_at_whole_parameters_needs_them() -> None:
     lamb = Lamb([nn.Parameter(torch.ones(1))])
     check_unit(lamb, "parameters", cut=False)
