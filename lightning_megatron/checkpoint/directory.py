@@ -102,7 +102,8 @@ class LocalPlace:
             self.path.rename(replaced)
         unfinished.rename(self.path)
         sync_folder(self.path.parent)
-        remove_path(replaced)
+        # The new checkpoint is there: what cannot be removed now, such as files that others read, is no failure of it.
+        _remove_leftover(replaced)
 
     def discard(self, token: str | None) -> None:
         """Remove what was written of a checkpoint that will not be finished."""
@@ -212,8 +213,8 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
 def clean_unfinished(folder: str | os.PathLike[str]) -> None:
     """Remove what interrupted saves and removals left in a folder, and nothing else.
 
-    A checkpoint that was being replaced when its process died gets its name back. Must not be called while a save is
-    under way in the folder.
+    A checkpoint that was being replaced when its process died gets its name back. What cannot be removed is warned of.
+    Must not be called while a save is under way in the folder.
     """
     if is_url(folder):
         inside = folder_at(folder)
@@ -227,8 +228,8 @@ def clean_unfinished(folder: str | os.PathLike[str]) -> None:
         if match["kind"] == _REPLACED and not os.path.lexists(Path(folder) / match["name"]):
             path.rename(Path(folder) / match["name"])
             continue
-        remove_path(path)
-        logger.info("removed %s, which an interrupted save left", path)
+        if _remove_leftover(path):
+            logger.info("removed %s, which an interrupted save left", path)
 
 
 def unfinished_path(path: Path) -> Path:
@@ -241,6 +242,16 @@ def _readable(path: str | os.PathLike[str]) -> Folder:
         return folder_at(path)
     local, replaced = Path(path), _hidden(Path(path), _REPLACED)
     return LocalFolder(local if local.exists() or not replaced.exists() else replaced)
+
+
+def _remove_leftover(path: Path) -> bool:
+    """Remove what no longer is a checkpoint; if that fails, leave it to the next save and return False."""
+    try:
+        remove_path(path)
+    except OSError as error:
+        logger.warning("%s could not be removed, the next save tries again: %s", path, error)
+        return False
+    return True
 
 
 def _hidden(path: Path, kind: str) -> Path:

@@ -145,10 +145,11 @@ class CheckpointWriter:
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint, on rank 0; while a save is being written, after its success.
 
-        Until a new checkpoint is complete the old one may be the last: if the save fails, it stays.
+        Until a new checkpoint is complete the old one may be the last: if the save fails, it stays. What cannot be
+        removed is warned of: it is no reason to end a training.
         """
         if self._mesh.world.rank == 0 and not (self._running is not None and self._running.also_remove(path)):
-            place_of(path).remove()
+            _remove(path)
 
     def _settle(self) -> None:
         running, self._running = self._running, None
@@ -237,10 +238,7 @@ class _Background:
             if self.failure is not None:
                 self._keep(path)
                 continue
-            with Caught() as caught:
-                place_of(path).remove()
-            if caught.error is not None:
-                logger.warning("%s could not be removed: %s", os.fspath(path), describe(caught.error))
+            _remove(path)
 
     def _keep(self, path: str | os.PathLike[str]) -> None:
         logger.warning("%s is kept, because the save of %s failed", os.fspath(path), os.fspath(self.save.path))
@@ -256,3 +254,10 @@ class _Background:
         with self._changed:
             self._exchanging, self._over_at = False, most + 1
             self._changed.notify_all()
+
+
+def _remove(path: str | os.PathLike[str]) -> None:
+    with Caught() as caught:
+        place_of(path).remove()
+    if caught.error is not None:
+        logger.warning("%s could not be removed: %s", os.fspath(path), describe(caught.error))

@@ -14,6 +14,7 @@ from typing import IO
 import pytest
 
 from lightning_megatron.checkpoint import (
+    CheckpointWriter,
     clean_unfinished,
     find_newest,
     is_sharded_checkpoint,
@@ -181,6 +182,32 @@ def test_a_real_disk_without_room_is_named(tmp_path: Path) -> None:
         assert value_in(disk / "a") == 1.0
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_cannot_be_removed_is_left_to_the_next_save_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    writer = CheckpointWriter(MESH)
+    writer.save(tmp_path / "a", entries(1.0), {}, {})
+    writer.save(tmp_path / "b", entries(2.0), {}, {})
+    # As where another machine reads the old files over NFS.
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    writer.save(tmp_path / "b", entries(3.0), {"global_step": 2}, {}, background=background)
+    writer.remove(tmp_path / "a")
+    writer.wait()
+    assert names_in(tmp_path) == [".a.removed", ".b.replaced", "b"]
+    assert value_in(tmp_path / "b") == 3.0
+    writer.save(tmp_path / "c", entries(4.0), {}, {}, background=background)
+    writer.wait()
+    assert caplog.text.count("could not be removed") == 4
+    monkeypatch.undo()
+    writer.save(tmp_path / "d", entries(5.0), {}, {})
+    assert names_in(tmp_path) == ["b", "c", "d"]
+    writer.close()
 
 
 def test_cleaning_removes_what_saves_left_and_nothing_else(tmp_path: Path) -> None:
