@@ -172,14 +172,16 @@ class Kill:
     Args:
         rank: The rank.
         moment: ``start``, ``step`` or ``save``.
+        attempt: Number of the attempt that follows, of rank 0.
         complete: Step of the newest complete checkpoint just before.
-        last_step: Last step that rank 0 had finished before.
+        last_step: Last step that rank 0 had finished when it ended.
     """
 
     rank: int
     moment: str
+    attempt: int
     complete: int
-    last_step: int
+    last_step: int = 0
 
 
 def kill_one(job: Job, process: subprocess.Popen, target: int, draw: random.Random) -> Kill:
@@ -203,13 +205,16 @@ def kill_one(job: Job, process: subprocess.Popen, target: int, draw: random.Rand
             wait_until(lambda: len(attempts(job)[-1].begun) > num_begun, "the next save", process)
         time.sleep(draw.uniform(0.0, 0.15))
     rank = draw.choice(ranks)
-    kill = Kill(rank, moment, newest_step(job), attempts(job)[-1].last_step)
+    kill = Kill(rank, moment, before[0], newest_step(job))
     os.kill(attempts(job, rank)[-1].pid, signal.SIGKILL)
     wait_until(
         lambda: all(len(attempts(job, rank)) > count for rank, count in zip(ranks, before, strict=True)),
         f"the restart after {kill}",
         process,
     )
+    # Known only now: training went on while the checkpoints were looked at. An attempt that did not resume counts as
+    # little as the one before it.
+    kill.last_step = next((one.last_step for one in reversed(attempts(job)[: kill.attempt]) if one.last_step), 0)
     return kill
 
 

@@ -62,9 +62,10 @@ def test_killed_ranks_cost_only_the_steps_since_the_last_complete_save(
             kills.append(kill_one(job, process, target, draw))
             print(f"{time.strftime('%X')} {number + 1}: {kills[-1]}", flush=True)
         assert finish(process) == 0, outputs(job)
-    resumed = attempts(job)[1:]
-    assert len(resumed) >= num_kills
-    for kill, attempt in zip(kills, resumed, strict=False):
+    assert len(attempts(job)) > num_kills
+    for kill in kills:
+        attempt = attempts(job)[kill.attempt]
+        # Killed early, an attempt has not resumed anything. Rank 0 saves a step before it writes down its end.
         assert attempt.resumed is None or kill.complete <= attempt.resumed <= kill.last_step + 1, (kill, attempt)
         # One save may be under way in the background when the next one is due.
         assert attempt.resumed is None or kill.last_step - attempt.resumed <= SAVE_EVERY * (2 if async_save else 1)
