@@ -31,8 +31,10 @@ def smallest_unit(optimizer: Optimizer) -> Unit:
     """Find the smallest part of a model that an optimizer trains without looking at the rest.
 
     A new optimizer of the same class and settings trains two small matrices as they are, each in an optimizer of its
-    own, and cut into flat pieces; the finest division that changes nothing but rounding is the answer. Groups whose
-    settings differ are tried one by one, because a setting may choose another algorithm; the coarsest answer counts.
+    own, and cut into flat pieces; the finest division that changes nothing but rounding is the answer. State of another
+    shape than the parameter's (a scale for every block of elements) could not be saved in pieces, so parameters stay
+    whole. Groups whose settings differ are tried one by one, because a setting may choose another algorithm; the
+    coarsest answer counts.
 
     Args:
         optimizer: The user's; it is not touched.
@@ -51,15 +53,17 @@ def smallest_unit(optimizer: Optimizer) -> Unit:
 def _unit_with(optimizer: Optimizer, own: Mapping[str, Any]) -> Unit:
     """Find the smallest unit of an optimizer with the settings of one of its groups."""
     try:
-        together = _train([_matrices()], optimizer, own)
-        apart = _train([[matrix] for matrix in _matrices()], optimizer, own)
+        together, is_cut_alike = _train([_matrices()], optimizer, own)
+        apart, _ = _train([[matrix] for matrix in _matrices()], optimizer, own)
     except (*_CANNOT_RUN, KeyError, AttributeError, AssertionError) as error:
         logger.info("%s could not be tried out (%s): whole parameters.", type(optimizer).__name__, error)
         return "parameters"
     if not all(map(torch.allclose, together, apart)):
         return "model"
+    if not is_cut_alike:
+        return "parameters"
     try:
-        pieces = _train([[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()], optimizer, own)
+        pieces, _ = _train([[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()], optimizer, own)
     except (*_CANNOT_RUN, IndexError, AssertionError):
         return "parameters"
     joined = [torch.cat(pieces[i : i + 2]) for i in (0, 2)]
@@ -101,9 +105,14 @@ def _own_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
     }
 
 
-def _train(owners: list[list[Tensor]], like: Optimizer, own: Mapping[str, Any]) -> list[Tensor]:
-    """Train copies of tensors, each inner list in an optimizer of its own, with gradients that belong to elements."""
+def _train(owners: list[list[Tensor]], like: Optimizer, own: Mapping[str, Any]) -> tuple[list[Tensor], bool]:
+    """Train copies of tensors, each inner list in an optimizer of its own, with gradients that belong to elements.
+
+    Returns:
+        The tensors, and whether all state is shaped like its parameter or a scalar, so that it can be saved in parts.
+    """
     trained: list[Tensor] = []
+    is_cut_alike = True
     for tensors in owners:
         parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
         optimizer = _new(like, parameters, own)
@@ -113,7 +122,12 @@ def _train(owners: list[list[Tensor]], like: Optimizer, own: Mapping[str, Any]) 
                 parameter.grad = torch.sin(parameter.detach() * (step + 2))
             optimizer.step()
         trained += [parameter.detach() for parameter in parameters]
-    return trained
+        is_cut_alike &= all(_is_like(value, one) for one, state in optimizer.state.items() for value in state.values())
+    return trained, is_cut_alike
+
+
+def _is_like(value: object, parameter: Tensor) -> bool:
+    return not isinstance(value, Tensor) or value.shape in (parameter.shape, (), (1,))
 
 
 def _new(like: Optimizer, parameters: list[nn.Parameter], own: Mapping[str, Any]) -> Optimizer:
