@@ -60,7 +60,8 @@ def consolidate(
         unsafe: Unpickle whatever the checkpoint holds beside tensors.
 
     Raises:
-        CheckpointMismatchError: If there is no complete checkpoint, or it does not say what one process would have.
+        CheckpointMismatchError: If there is no complete checkpoint, it does not say what one process would have, or
+            ``out`` is a directory.
         CorruptDataError: If it is damaged, naming the file.
         UnsupportedError: If it holds more than tensors and plain values, and ``unsafe`` is not set.
     """
@@ -72,7 +73,7 @@ def consolidate(
             "does not. An earlier version saved it. Load it with MegatronStrategy and save it again."
         )
     metadata = without_training(metadata) if weights_only else metadata
-    target = Path(out)
+    target = _new_file(out)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         tensors = _TensorsOnDisk(Path(folder), one_process["padded_rows"], saved)
         names = [name for name in saved if name.startswith(MODEL) or (not weights_only and _STATE.match(name))]
@@ -94,6 +95,16 @@ def consolidate(
         torch.save(plain, unfinished)
         os.replace(unfinished, target)
         return Written(tensors.num_tensors, tensors.num_bytes)
+
+
+def _new_file(out: str | os.PathLike[str]) -> Path:
+    target = Path(out)
+    if target.is_dir():
+        raise CheckpointMismatchError(
+            f"a checkpoint is written as one file: {target} is a directory. What is in it would have to be removed "
+            "first. Use the name of a file that is there or not."
+        )
+    return target
 
 
 def without_training(metadata: Mapping[str, Any]) -> dict[str, Any]:

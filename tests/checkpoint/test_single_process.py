@@ -24,7 +24,9 @@ from lightning_megatron.checkpoint import (
     optimizer_tensors,
     read_full,
     save_checkpoint,
+    verify_checkpoint,
 )
+from lightning_megatron.checkpoint.consolidate import ONE_PROCESS, consolidate
 from lightning_megatron.checkpoint.directory import unfinished_path
 from lightning_megatron.checkpoint.header import HEADER
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
@@ -245,3 +247,12 @@ def test_a_plain_file_or_an_empty_directory_is_not_a_checkpoint(tmp_path: Path) 
     assert not is_sharded_checkpoint(tmp_path / "file.ckpt")
     assert not is_sharded_checkpoint(tmp_path)
     assert not is_sharded_checkpoint(tmp_path / "absent")
+
+
+def test_a_file_does_not_take_the_place_of_a_directory(tmp_path: Path) -> None:
+    path = tmp_path / "sharded"
+    save_checkpoint(path, {}, {ONE_PROCESS: {}}, {}, MESH)
+    with pytest.raises(CheckpointMismatchError, match=f"{path} is a directory"):
+        consolidate(path, path)
+    verify_checkpoint(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["sharded"]
