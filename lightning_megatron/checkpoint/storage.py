@@ -14,6 +14,8 @@ from typing import IO, Any, Protocol
 
 import fsspec
 
+from lightning_megatron.errors import UnsupportedError
+
 _BLOCK = 1 << 22
 
 
@@ -174,11 +176,22 @@ class RemoteFolder:
         return self.url
 
     @property
+    def _opened(self) -> tuple[Any, str]:
+        try:
+            system, root = fsspec.core.url_to_fs(self.url)
+        except (ValueError, ImportError) as error:
+            raise UnsupportedError(
+                f"a URL must be of a kind that fsspec can open: {self.url!r} is not ({error}). Without its package "
+                "nothing is read or written there. Install that, or correct the beginning of the URL."
+            ) from error
+        return system, root
+
+    @property
     def _fs(self) -> Any:
-        return fsspec.core.url_to_fs(self.url)[0]
+        return self._opened[0]
 
     def _path(self, name: str = "") -> str:
-        root: str = fsspec.core.url_to_fs(self.url)[1]
+        root = self._opened[1]
         return f"{root.rstrip('/')}/{name}" if name else root
 
     def child(self, name: str) -> Folder:

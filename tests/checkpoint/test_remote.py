@@ -25,7 +25,7 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.checkpoint.directory import RemotePlace
 from lightning_megatron.checkpoint.storage import RemoteFolder
-from lightning_megatron.errors import CheckpointMismatchError, CheckpointSaveError, CorruptDataError
+from lightning_megatron.errors import CheckpointMismatchError, CheckpointSaveError, CorruptDataError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from tests.checkpoint.pieces import entries, value_in
 
@@ -149,3 +149,9 @@ def test_a_writer_saves_behind_training_and_removes(memory: Any) -> None:
     assert list_checkpoints(ROOT) == [f"{ROOT}/b"]
     writer.remove(f"{ROOT}/b")
     assert files(memory) == []
+
+
+@pytest.mark.parametrize("read", [is_sharded_checkpoint, verify_checkpoint, list_checkpoints])
+def test_a_url_that_nothing_can_open_is_refused(read: Any) -> None:
+    with pytest.raises(UnsupportedError, match="nosuch://run.*Protocol not known"):
+        read("nosuch://run")
