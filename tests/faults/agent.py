@@ -108,12 +108,15 @@ def started(
     """
     number = len(list(job.root.glob(f"{name}_*.txt")))
     launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
+    # What failed jobs leave for their other ranks, and torchrun's logs, go with the folder of the test.
+    temporary = job.root / "tmp"
+    temporary.mkdir(exist_ok=True)
     command = [*before, sys.executable, *launcher, "-m", "tests.faults.train", json.dumps(asdict(job))]
     with (job.root / f"{name}_{number}.txt").open("w") as output:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment(**(variables or {})),
+            env=environment(**{"TMPDIR": str(temporary), **(variables or {})}),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
