@@ -34,6 +34,7 @@ from lightning_megatron.strategy.precision import MegatronPrecision
 from lightning_megatron.strategy.private import (
     accumulates,
     call_after_backward_hooks,
+    forward_zero_grad,
     skips_backward,
     total_batch_index,
 )
@@ -147,8 +148,7 @@ class ModelStrategy(MeshStrategy):
         self.setup_precision_plugin()
         if not fitting:
             return
-        # Lightning wraps optimizers with the attributes that they have at that time.
-        self.optimizers = self.optimizers
+        forward_zero_grad(self)
         self.precision_plugin.gathers_late = self._gathers_late(trainer)
         if self.precision_plugin.gathers_late:
             self._state.overlap_gathers()
@@ -208,6 +208,9 @@ class ModelStrategy(MeshStrategy):
         if self.user_module.automatic_optimization:
             check_train_loaders(trainer, self.options, self.layout)
         check_same_everywhere(self.mesh.world_cpu, data_fields(trainer))
+        if self._state is not None:
+            # Hooks of the user's code may have filled weights since the mains were made of them.
+            self._state.main.take_written(hidden=True)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

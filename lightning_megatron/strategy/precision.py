@@ -185,6 +185,7 @@ class MegatronPrecision(Precision):
             result = closure()
             self.finish_gradients(optimizer)
             self._after_closure(model, optimizer)
+            state.main.take_written()
             return result
 
         try:

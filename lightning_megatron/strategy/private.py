@@ -6,6 +6,7 @@ The rest of the room reads the loops through the functions below and imports not
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -21,6 +22,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure as Closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
 from lightning.pytorch.plugins.precision import MixedPrecision as MixedPrecision
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
@@ -29,6 +31,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMEx
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch.optim import Optimizer
 
 __all__ = [
     "AutomaticOptimization",
@@ -126,6 +129,19 @@ def call_after_backward_hooks(trainer: Trainer) -> None:
 def call_strategy_step(trainer: Trainer, args: tuple[Any, ...]) -> Any:
     """Run the strategy's training step under the profiler and with the hook's name set for logging."""
     return call._call_strategy_hook(trainer, "training_step", *args)
+
+
+def forward_zero_grad(strategy: Strategy) -> None:
+    """Let ``zero_grad`` of the wrapped optimizers, which manual optimization gets, be that of those inside of them.
+
+    The wrappers' own is that of the optimizer's class, and knows nothing of a method that an optimizer was given.
+    """
+    for wrapper in strategy._lightning_optimizers:
+        wrapper.zero_grad = partial(_zero_grad_of, wrapper._optimizer)  # type: ignore[attr-defined]
+
+
+def _zero_grad_of(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    optimizer.zero_grad(set_to_none)
 
 
 def publish_device_mesh(module: LightningModule, mesh: Any) -> None:

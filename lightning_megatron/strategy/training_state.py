@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule
@@ -120,6 +121,7 @@ class TrainingState:
         Communication: that of :meth:`GradientReducer.finish`; with a loss scale one all-reduce over the world, with
         token counts one over the data axis, with checks one over the world.
         """
+        self._see_raw_backward(loss_scale)
         names = self._unfinished if optimizer is None else self._unfinished & self.names_of(optimizer)
         if not names:
             return
@@ -158,6 +160,18 @@ class TrainingState:
             else:
                 optimizer.zero_grad = original  # type: ignore[method-assign]
         self._zero_grads.clear()
+
+    def _see_raw_backward(self, loss_scale: DynamicLossScale | None) -> None:
+        """Notice gradients that a plain ``loss.backward()`` has left."""
+        if self._unfinished or not self._reducer.unreduced(self.main.trained):
+            return
+        if loss_scale is not None:
+            raise UnsupportedError(
+                "precision 16-mixed needs self.manual_backward(loss): there are gradients of a plain loss.backward(), "
+                f"and the loss must be multiplied by the scale ({loss_scale.scale:g}) before. Without it small "
+                "gradients vanish. Call self.manual_backward(loss), or use precision bf16-mixed or 32-true."
+            )
+        self.gradients_changed()
 
     def _divide_by_tokens(self, names: frozenset[str]) -> None:
         if self._num_tokens is None:

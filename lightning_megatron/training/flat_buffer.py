@@ -91,6 +91,8 @@ class FlatBuffer:
             parameter.data = view
         self.slices = {one.name: self._slice(one, specs[one.name]) for one in plan.slices(part)}
         self.load_mains()
+        self._versions: dict[str, int] = {}
+        self._note_versions()
 
     def gradient_of(self, name: str) -> Tensor:
         """Return the gradient of a whole local parameter, of its shape."""
@@ -113,6 +115,27 @@ class FlatBuffer:
         """Round the mains into this rank's part of the model's parameters."""
         for own, main in self._own_parts():
             own.copy_(main)
+
+    @torch.no_grad()
+    def take_written(self, *, hidden: bool = False) -> None:
+        """Take over what others have written into the model's parameters, such as loaded or scaled weights.
+
+        Elements that are their rounded mains stay as they are. A parameter counts as written if torch has seen an
+        operation in place on it since the last call; nothing in a training step is one.
+
+        Args:
+            hidden: Look at every parameter, to find what was written through ``parameter.data`` as well.
+        """
+        if self.mains is None:
+            return
+        for name, one in self.slices.items():
+            if one.half is not None and (hidden or self.members[name]._version != self._versions[name]):
+                is_main = one.main.to(one.half.dtype) == one.half
+                one.main.copy_(torch.where(is_main, one.main, one.half.to(one.main.dtype)))
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = {name: parameter._version for name, parameter in self.members.items()}
 
     @property
     def still_holds(self) -> bool:

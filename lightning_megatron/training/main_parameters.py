@@ -198,6 +198,15 @@ class MainParameters:
         if wait:
             self.wait()
 
+    def take_written(self, *, hidden: bool = False) -> None:
+        """Take over what the user's code has written into the model's parameters; before they are trained further.
+
+        Args:
+            hidden: Also find what was written through ``parameter.data``, by looking at every element.
+        """
+        for buffer in self.buffers:
+            buffer.take_written(hidden=hidden)
+
     def wait(self) -> None:
         """Let everything that follows see whole parameters."""
         self.gather.wait()

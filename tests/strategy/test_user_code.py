@@ -1,0 +1,203 @@
+"""What a user's code does between and around steps has the effect that it has under plain Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron import MegatronStrategy, UnsupportedError
+from lightning_megatron.strategy.precision import MegatronPrecision
+from tests.world import run_world
+
+Act = Callable[[LightningModule], None]
+
+
+class Net(LightningModule):
+    """A generator and a critic of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.generator, self.critic = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.critic(torch.tanh(self.generator(x))), y)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Adversaries(Manual):
+    """Each step of one leaves gradients in the other, which must be forgotten."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, y = batch
+        first, second = self.optimizers()
+        first.zero_grad()
+        self.manual_backward(-self.critic(torch.tanh(self.generator(x))).mean())
+        first.step()
+        second.zero_grad()
+        self.manual_backward(self.loss(batch))
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (self.generator, self.critic)]
+
+
+class RawBackward(Manual):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        optimizer.step()
+
+
+class Writes(Callback):
+    """Change weights at one of Lightning's hooks."""
+
+    def __init__(self, hook: str, act: Act) -> None:
+        setattr(self, hook, lambda trainer, module, *args: act(module))
+
+
+def halve(module: LightningModule) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+
+
+def fill(module: LightningModule) -> None:
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, 0.25)
+
+
+def fill_data(module: LightningModule) -> None:
+    for parameter in module.parameters():
+        parameter.data.fill_(0.25)
+
+
+def load(module: LightningModule) -> None:
+    module.load_state_dict({name: torch.full_like(value, 0.125) for name, value in module.state_dict().items()})
+
+
+WRITES = {
+    "weights halved after every step": ("on_train_batch_end", halve),
+    "filled when the fit starts": ("on_fit_start", fill),
+    "filled through .data when the training starts": ("on_train_start", fill_data),
+    "loaded when the first epoch starts": ("on_train_epoch_start", load),
+    "halved before the optimizer steps": ("on_before_optimizer_step", halve),
+}
+
+
+def data(rank: int = 0, size: int = 1) -> DataLoader:
+    generator = torch.Generator().manual_seed(2)
+    x, y = torch.randn(32, 6, generator=generator), torch.randn(32, 1, generator=generator)
+    # Every rank gets its rows of each batch of 8.
+    order = torch.arange(32).view(4, size, 8 // size)[:, rank].flatten()
+    return DataLoader(TensorDataset(x[order], y[order]), batch_size=8 // size)
+
+
+def fit(module: Net, strategy: Any, *callbacks: Callback, place: tuple[int, int] = (0, 1), **options: Any) -> Net:
+    seed_everything(1, verbose=False)
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=place[1],
+        strategy=strategy,
+        max_epochs=2,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        callbacks=list(callbacks),
+        **quiet,
+        **options,
+    )
+    trainer.fit(module, data(*place))
+    return module
+
+
+def distance(module: Net, other: Net) -> float:
+    weights = {name: value.float() for name, value in other.state_dict().items()}
+    return max(float((value.float() - weights[name]).abs().max()) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [Adversaries, RawBackward])
+def test_manual_optimization_equals_plain_lightning(kind: type[Net]) -> None:
+    start = kind()
+    plain = fit(kind(), "auto")
+    assert distance(start, plain) > 0.01
+    assert distance(fit(kind(), MegatronStrategy(microbatch_size=8)), plain) < 1e-6
+
+
+def test_a_plain_backward_pass_is_refused_where_losses_are_scaled() -> None:
+    options = {"plugins": [MegatronPrecision("16-mixed")]}
+    with pytest.raises(UnsupportedError, match="needs self.manual_backward"):
+        fit(RawBackward().half(), MegatronStrategy(microbatch_size=8), **options)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", WRITES)
+def test_written_weights_are_trained_further(name: str, precision: str) -> None:
+    plain = fit(Net(), "auto", Writes(*WRITES[name]))
+    untouched = fit(Net(), "auto")
+    assert distance(plain, untouched) > 0.05
+    ours = fit(Net(), MegatronStrategy(microbatch_size=8), Writes(*WRITES[name]), precision=precision)
+    assert distance(ours, plain) < (1e-6 if precision == "32-true" else 0.02)
+
+
+def test_what_nobody_wrote_keeps_its_precision() -> None:
+    """Steps far below what bfloat16 tells apart add up in the mains, also of parameters that are read and copied."""
+
+    class Slow(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-5)
+
+    def look(module: LightningModule) -> None:
+        assert all(parameter.clone().isfinite().all() for parameter in module.parameters())
+
+    module = fit(
+        Slow(), MegatronStrategy(microbatch_size=8), Writes("on_train_batch_end", look), precision="bf16-mixed"
+    )
+    mains = module.trainer.strategy._state.main.slices  # type: ignore[union-attr]
+    plain = fit(Slow(), "auto").state_dict()
+    start = {name: value.to(torch.bfloat16).float() for name, value in Slow().state_dict().items()}
+    for name, one in mains.items():
+        moved = (plain[name] - Slow().state_dict()[name]).norm()
+        own = one.main.detach().view_as(start[name]) - start[name]
+        assert float(own.norm() / moved) == pytest.approx(1, abs=0.1), name
+
+
+def two_ranks(rank: int, size: int) -> dict[str, float]:
+    found = {}
+    for name in ("weights halved after every step", "filled when the fit starts"):
+        ours = fit(
+            Net(),
+            MegatronStrategy(microbatch_size=4, bucket_size=10),
+            Writes(*WRITES[name]),
+            place=(rank, size),
+            precision="bf16-mixed",
+        )
+        found[name] = distance(ours, fit(Net(), "auto", Writes(*WRITES[name]))) if rank == 0 else 0.0
+    ours = fit(Adversaries(), MegatronStrategy(microbatch_size=4), place=(rank, size))
+    found["adversaries"] = distance(ours, fit(Adversaries(), "auto")) if rank == 0 else 0.0
+    return found
+
+
+def test_two_data_ranks_do_as_one_process() -> None:
+    found = run_world(two_ranks, 2)[0]
+    assert found.pop("adversaries") < 1e-6
+    assert max(found.values()) < 0.02, found
