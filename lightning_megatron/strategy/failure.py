@@ -37,6 +37,10 @@ _GRACE_SECONDS = 4.0
 #: How long callbacks and clean-up of a failed rank may take while other ranks have not failed (seconds).
 _CLEANUP_SECONDS = 10.0
 
+#: The folder of a job that has failed is removed by a later one after this time; ranks write to theirs all the time
+#: (seconds).
+_OLD_SECONDS = 7 * 24 * 3600.0
+
 
 class FailureWatch:
     """Watch over the ranks of one job.
@@ -78,7 +82,9 @@ class FailureWatch:
         """
         if self._stop.is_set():
             return None
-        folder = Path(tempfile.gettempdir()) / f"lightning_megatron_{os.getuid()}_{job}"
+        prefix = f"lightning_megatron_{os.getuid()}_"
+        folder = Path(tempfile.gettempdir()) / f"{prefix}{job}"
+        _remove_old(folder.parent, prefix)
         folder.mkdir(exist_ok=True)
         self._notices, self._folder = notices, folder
         return folder
@@ -232,6 +238,14 @@ def _daemon_timer(seconds: float, function: Callable[[], Any]) -> threading.Time
     timer.daemon = True
     timer.start()
     return timer
+
+
+def _remove_old(parent: Path, prefix: str) -> None:
+    """Remove what failed jobs have left: their last ranks could not know that nobody looks there any more."""
+    with suppress(OSError):
+        for folder in parent.glob(f"{prefix}*"):
+            if time.time() - folder.stat().st_mtime > _OLD_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill(position: Position) -> None:

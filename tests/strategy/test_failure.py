@@ -102,3 +102,18 @@ def test_launched_ranks_end_after_the_process_that_launched_them() -> None:
             assert launcher.poll() is None
         launcher.kill()
     wait_until(lambda: not processes_with(marker), 60)
+
+
+def test_what_failed_jobs_left_is_removed_a_week_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ours = f"lightning_megatron_{os.getuid()}_"
+    for name, age in ((f"{ours}old", 8), (f"{ours}young", 6), ("lightning_megatron_another_users", 8), ("other", 8)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "first").touch()
+        os.utime(folder, (time.time() - age * 86400,) * 2)
+    watch = FailureWatch(0)
+    with watch.guard():
+        watch.join_job("now")
+        left = {folder.name for folder in tmp_path.iterdir()}
+    assert left == {f"{ours}young", f"{ours}now", "lightning_megatron_another_users", "other"}
