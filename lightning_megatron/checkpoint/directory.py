@@ -199,6 +199,22 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(os.fspath(path), header, root.child(header.folder))
 
 
+def link_checkpoint(link: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Let a path on a mounted file system lead to a checkpoint, in place of what it is now.
+
+    Args:
+        link: The path; a checkpoint that is there is removed, a link or file is replaced without a moment between.
+        target: The checkpoint.
+    """
+    place = Path(link)
+    new = unfinished_path(place)
+    remove_path(new)
+    new.symlink_to(os.path.relpath(target, place.parent))
+    if place.is_dir() and not place.is_symlink():
+        LocalPlace(place).remove()
+    new.replace(place)
+
+
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
     """List the paths of the complete checkpoints directly in a folder, in the order of their names."""
     inside = folder_at(folder)

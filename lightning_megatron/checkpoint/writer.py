@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.checkpoint.directory import place_of
+from lightning_megatron.checkpoint.directory import link_checkpoint, place_of
 from lightning_megatron.checkpoint.entries import Entry, boxes_to_write
 from lightning_megatron.checkpoint.save import Content, Save, gather_content
 from lightning_megatron.checkpoint.staging import HostCopies
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class CheckpointWriter:
     """Save checkpoints, at once or behind training, at most one at a time.
 
-    Every method but :meth:`remove`, :meth:`reserve` and :meth:`hold_updates` is called on all ranks, in the same order.
+    Every method but :meth:`reserve` and :meth:`hold_updates` is called on all ranks, in the same order.
 
     Args:
         mesh: The groups of this rank.
@@ -40,6 +40,7 @@ class CheckpointWriter:
         self._copies = HostCopies(mesh.device)
         self._running: _Background | None = None
         self._told: set[str] = set()
+        self._foreseen: dict[str, bool] = {}
 
     @property
     def pending(self) -> str | None:
@@ -93,7 +94,7 @@ class CheckpointWriter:
             return
         if not self._defer_copies:
             self.hold_updates()
-        self._running = _Background(save)
+        self._running, self._foreseen = _Background(save), {_key(path): True}
         self._running.start()
         if caught.error is not None and not isinstance(caught.error, Exception):
             raise caught.error
@@ -148,11 +149,35 @@ class CheckpointWriter:
         Until a new checkpoint is complete the old one may be the last: if the save fails, it stays. What cannot be
         removed is warned of: it is no reason to end a training.
         """
-        if self._mesh.world.rank == 0 and not (self._running is not None and self._running.also_remove(path)):
-            _remove(path)
+        self._change(_Change(path))
+
+    def link(self, path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+        """Let a path lead to a checkpoint, on rank 0; while a save is being written, after its success.
+
+        Until then the path leads to the checkpoint before; what cannot be linked is warned of.
+
+        Args:
+            path: The link to make or replace, on a mounted file system.
+            target: The checkpoint, perhaps the one that is being written.
+        """
+        self._change(_Change(path, target))
+
+    def foresees(self, path: str | os.PathLike[str]) -> bool | None:
+        """Tell, on every rank alike, whether a path will be there when what is being written is complete.
+
+        Returns:
+            None if that changes nothing about the path.
+        """
+        return self._foreseen.get(_key(path))
+
+    def _change(self, change: _Change) -> None:
+        if self._running is not None:
+            self._foreseen[_key(change.path)] = change.target is not None
+        if self._mesh.world.rank == 0 and not (self._running is not None and self._running.also_make(change)):
+            change.make()
 
     def _settle(self) -> None:
-        running, self._running = self._running, None
+        running, self._running, self._foreseen = self._running, None, {}
         assert running is not None, "a save is settled once"
         if running.failure is not None:
             raise running.failure
@@ -166,6 +191,25 @@ class CheckpointWriter:
                     "tensors, or load with torch.serialization.add_safe_globals([...]) or weights_only=False.",
                     key,
                 )
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Hold what is to happen to a path once a newer checkpoint is complete: it is removed, or leads to a target."""
+
+    path: str | os.PathLike[str]
+    target: str | os.PathLike[str] | None = None
+
+    def make(self) -> None:
+        """Remove or link; warn of what fails."""
+        with Caught() as caught:
+            if self.target is None:
+                place_of(self.path).remove()
+            else:
+                link_checkpoint(self.path, self.target)
+        if caught.error is not None:
+            what = "removed" if self.target is None else f"linked to {os.fspath(self.target)}"
+            logger.warning("%s could not be %s: %s", os.fspath(self.path), what, describe(caught.error))
 
 
 @dataclass
@@ -182,7 +226,7 @@ class _Background:
     _asked: int = 0
     _over_at: int | None = None
     _exchanging: bool = False
-    _removals: list[str | os.PathLike[str]] | None = field(default_factory=list)
+    _changes: list[_Change] | None = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def start(self) -> None:
@@ -205,14 +249,14 @@ class _Background:
         """Wait for the end."""
         self._thread.join()
 
-    def also_remove(self, path: str | os.PathLike[str]) -> bool:
-        """Have a checkpoint removed after success; tell whether that is seen to."""
+    def also_make(self, change: _Change) -> bool:
+        """Have a change made after success; tell whether that is seen to."""
         with self._changed:
-            if self._removals is not None:
-                self._removals.append(path)
+            if self._changes is not None:
+                self._changes.append(change)
                 return True
         if self.failure is not None:
-            self._keep(path)
+            self._keep(change)
         return self.failure is not None
 
     def _work(self) -> None:
@@ -228,20 +272,23 @@ class _Background:
                 "are as they were. Look for the rank that failed first."
             )
             self.failure.__cause__ = caught.error
-        self._remove()
+        self._make_changes()
         self._agree_on_end()
 
-    def _remove(self) -> None:
+    def _make_changes(self) -> None:
         with self._changed:
-            removals, self._removals = self._removals or [], None
-        for path in removals:
+            changes, self._changes = self._changes or [], None
+        # What leads to the new checkpoint comes first: what is removed may be what it has led to.
+        for change in sorted(changes, key=lambda change: change.target is None):
             if self.failure is not None:
-                self._keep(path)
+                self._keep(change)
                 continue
-            _remove(path)
+            change.make()
 
-    def _keep(self, path: str | os.PathLike[str]) -> None:
-        logger.warning("%s is kept, because the save of %s failed", os.fspath(path), os.fspath(self.save.path))
+    def _keep(self, change: _Change) -> None:
+        logger.warning(
+            "%s is kept as it is, because the save of %s failed", os.fspath(change.path), os.fspath(self.save.path)
+        )
 
     def _agree_on_end(self) -> None:
         axis, most = self.save.mesh.checkpoint_cpu, 0
@@ -256,8 +303,7 @@ class _Background:
             self._changed.notify_all()
 
 
-def _remove(path: str | os.PathLike[str]) -> None:
-    with Caught() as caught:
-        place_of(path).remove()
-    if caught.error is not None:
-        logger.warning("%s could not be removed: %s", os.fspath(path), describe(caught.error))
+def _key(path: str | os.PathLike[str]) -> str:
+    """Spell a path in one way."""
+    text = os.fspath(path)
+    return text.rstrip("/") if "://" in text else os.path.abspath(text)

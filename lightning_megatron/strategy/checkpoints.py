@@ -153,6 +153,17 @@ class RunCheckpoints:
         if writer is not None and not abandon:
             writer.close()
 
+    def foresees(self, path: str | os.PathLike[str]) -> bool | None:
+        """Tell whether a path will be there when what is being written is complete; None if it is as the disk says."""
+        return None if self._writer is None else self._writer.foresees(path)
+
+    def link(self, target: str | os.PathLike[str], path: str | os.PathLike[str]) -> bool:
+        """Let a path lead to a checkpoint once what is being written is complete; False if nothing is."""
+        if self._writer is None or self._writer.pending is None:
+            return False
+        self._writer.link(path, target)
+        return True
+
     def remove(self, path: str | os.PathLike[str], mesh: ParallelMesh | None) -> None:
         """Remove a checkpoint, as soon as no newer one is on its way that may still fail; on all ranks."""
         if self._writer is not None:

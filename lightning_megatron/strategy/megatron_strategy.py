@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -17,7 +18,13 @@ from lightning_megatron.strategy import plain_checkpoint
 from lightning_megatron.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.options import StrategyOptions
-from lightning_megatron.strategy.private import find_last_checkpoint_by, publish_device_mesh, training_loader_states
+from lightning_megatron.strategy.private import (
+    find_last_checkpoint_by,
+    foresee_no_saves,
+    foresee_saves,
+    publish_device_mesh,
+    training_loader_states,
+)
 from lightning_megatron.strategy.weight_changes import only_steps_change_weights
 
 
@@ -156,6 +163,12 @@ class MegatronStrategy(ModelStrategy):
         find_last_checkpoint_by(arguments["trainer"], self._find_last_checkpoint)
 
     @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if self.options.async_save:
+            foresee_saves(trainer, self._checkpoints.foresees, self._checkpoints.link)
+
+    @override
     def on_train_start(self) -> None:
         super().on_train_start()
         self._checkpoints.restore_random_states(self.root_device)
@@ -275,6 +288,8 @@ class MegatronStrategy(ModelStrategy):
         if self._state is not None:
             self._state.release()
         self._steps = None
+        if self.options.async_save and self.lightning_module is not None:
+            foresee_no_saves(self.lightning_module.trainer)
         self._checkpoints.close(abandon=self._watch.has_failed)
         self.leave_mesh()
         if self.lightning_module is not None:

@@ -18,6 +18,7 @@ from lightning.fabric.utilities.distributed import _sync_ddp_if_available as red
 from lightning.fabric.utilities.seed import pl_worker_init_function as seed_worker
 from lightning.fabric.utilities.seed import reset_seed as reset_seed
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import Closure as Closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
@@ -203,6 +204,43 @@ def find_last_checkpoint_by(trainer: Trainer, find: Callable[[], str | None]) ->
 
     connector._parse_ckpt_path = parse_later  # type: ignore[method-assign,assignment]
     connector.resume_start = start_with_found  # type: ignore[method-assign]
+
+
+def foresee_saves(trainer: Trainer, foresees: Callable[[str], bool | None], link: Callable[[str, str], bool]) -> None:
+    """Let the callbacks that save take what is being written behind the training for what is there.
+
+    Args:
+        trainer: The trainer.
+        foresees: Tells, on every rank alike, whether a path will be there; None if that is as the file system says.
+        link: Has (target, link) linked when the target is complete; False if it is complete.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            _foresee(callback, foresees, link)
+
+
+def _foresee(
+    callback: ModelCheckpoint, foresees: Callable[[str], bool | None], link: Callable[[str, str], bool]
+) -> None:
+    kind = type(callback)
+
+    def file_exists(filepath: Any, trainer: Trainer) -> bool:
+        foreseen = foresees(filepath)
+        return kind.file_exists(callback, filepath, trainer) if foreseen is None else foreseen
+
+    def link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if not link(filepath, linkpath):
+            kind._link_checkpoint(trainer, filepath, linkpath)
+
+    callback.file_exists = file_exists  # type: ignore[method-assign]
+    callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]
+
+
+def foresee_no_saves(trainer: Trainer) -> None:
+    """Undo :func:`foresee_saves`."""
+    for callback in trainer.checkpoint_callbacks:
+        for name in ("file_exists", "_link_checkpoint"):
+            vars(callback).pop(name, None)
 
 
 def announce_sigterm(trainer: Trainer) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron.strategy import private
 
@@ -42,6 +43,15 @@ def test_the_epoch_loop_calls_the_methods_that_we_replace(trainer: Trainer) -> N
     loop = type(trainer.fit_loop.epoch_loop)
     assert "self.advance(data_fetcher)" in inspect.getsource(loop.run)
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance)
+
+
+def test_the_callback_that_saves_calls_the_methods_that_we_replace() -> None:
+    callback = ModelCheckpoint
+    assert list(inspect.signature(callback.file_exists).parameters) == ["self", "filepath", "trainer"]
+    assert list(inspect.signature(callback._link_checkpoint).parameters) == ["trainer", "filepath", "linkpath"]
+    source = inspect.getsource(callback)
+    assert "self.file_exists(filepath, trainer)" in source
+    assert "self._link_checkpoint(trainer, self._last_checkpoint_saved, filepath)" in source
 
 
 def test_private_names_are_imported_in_one_file_only() -> None:
