@@ -32,6 +32,7 @@ from lightning_megatron.strategy import plain_checkpoint
 from lightning_megatron.strategy.last_checkpoint import find_last
 from lightning_megatron.strategy.one_process import describe_for_one_process
 from lightning_megatron.strategy.random_states import random_states, restore_random_states
+from lightning_megatron.strategy.saved_weights import weights_to_save
 from lightning_megatron.training.main_parameters import MainParameters
 
 
@@ -72,8 +73,8 @@ class RunCheckpoints:
 
         Args:
             path: The directory or URL.
-            checkpoint: What Lightning collected; tensors are taken from the module and the optimizers, as far as the
-                checkpoint still names them after the user's ``on_save_checkpoint``.
+            checkpoint: What Lightning collected; tensors are taken from the module and the optimizers, but weights
+                that ``on_save_checkpoint`` has left out, changed or added are saved as it wants them.
             module: The module that is saved.
             optimizers: Its optimizers, over the mains.
             main: Its parameters.
@@ -83,17 +84,20 @@ class RunCheckpoints:
 
         Raises:
             CheckpointSaveError: On all ranks, if one cannot write; with ``background`` :meth:`poll` raises it.
+            UnsupportedError: On all ranks, if weights were changed to what cannot be saved.
 
         Communication: collective over all ranks.
         """
-        kept = {f"{plain_checkpoint.PREFIX}{name}" for name in checkpoint.pop("state_dict", {})}
-        tensors = {name: entry for name, entry in model_tensors(module, main).items() if name in kept}
+        weights = weights_to_save(checkpoint.pop("state_dict", {}), module, main, mesh)
+        tensors = dict(weights.tensors)
         trains = checkpoint.pop("optimizer_states", None) is not None
         if trains:
             for index, optimizer in enumerate(optimizers):
                 tensors |= optimizer_tensors(index, optimizer, main)
             checkpoint[OPTIMIZERS] = [optimizer_metadata(optimizer, main, mesh) for optimizer in optimizers]
-        checkpoint[ONE_PROCESS] = describe_for_one_process(module, optimizers if trains else (), main, mesh)
+        one_process = describe_for_one_process(module, optimizers if trains else (), main, mesh)
+        names = [name for name in one_process["order"] if name not in weights.removed]
+        checkpoint[ONE_PROCESS] = {**one_process, "order": [*names, *weights.added]}
         rank_state = {
             "random": mesh.random.state_dict(),
             "generators": random_states(mesh.device),

@@ -1,0 +1,176 @@
+"""What ``on_save_checkpoint`` has made of the weights in a checkpoint: left out, changed, added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_megatron.checkpoint import model_tensors
+from lightning_megatron.checkpoint.entries import Entry
+from lightning_megatron.checkpoint.model import STATE_DICT
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import ShardSpec, whole_spec
+from lightning_megatron.strategy.checks import digest_of
+from lightning_megatron.training.main_parameters import MainParameters
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Hold what is saved of a model.
+
+    Args:
+        tensors: This rank's entries.
+        removed: Names that no rank saves.
+        added: Names of tensors that the model does not have.
+    """
+
+    tensors: dict[str, Entry]
+    removed: frozenset[str] = frozenset()
+    added: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """List what one rank's ``state_dict`` has otherwise than its module; ``added`` with a digest of each tensor."""
+
+    removed: frozenset[str] = frozenset()
+    changed: frozenset[str] = frozenset()
+    added: Mapping[str, str] = field(default_factory=dict)
+    complaints: tuple[str, ...] = ()
+
+
+def weights_to_save(
+    given: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh
+) -> SavedWeights:
+    """Compare the ``state_dict`` of a checkpoint with the module's own and list what is saved.
+
+    Tensors that are as the module has them are saved from the mains, in full precision. What is otherwise counts as
+    the first data-parallel rank has it, as Lightning's other strategies save what rank 0 has.
+
+    Args:
+        given: The checkpoint's ``state_dict`` after all hooks.
+        module: The module that is saved.
+        main: Its parameters.
+        mesh: The groups of this rank.
+
+    Raises:
+        UnsupportedError: On all ranks, for values of which it is not known how they lie in the full tensors.
+
+    Communication: one gather of names over the world.
+    """
+    own = module.state_dict()
+    changes = _compare(given, own, main, mesh)
+    reports = all_gather_objects(changes, mesh.world_cpu)
+    first: dict[tuple[int, int], _Changes] = {}
+    for rank, report in zip(mesh.world.ranks, reports, strict=True):
+        coordinates = mesh.layout.coordinates(rank)
+        first.setdefault((coordinates["pp"], coordinates["tp"]), report)
+    _check(reports, first)
+    decided = first[mesh.pp.rank, mesh.tp.rank]
+    tensors = {
+        name: entry
+        for name, entry in model_tensors(module, main).items()
+        if name.removeprefix(STATE_DICT) not in decided.removed | decided.changed
+    }
+    for name, first_name in _first_names(own).items():
+        if name in decided.changed and name in given and name == first_name:
+            placement = _placement(name, given[name], own[name], main)
+            if mesh.copies(placement.is_expert).is_first:
+                tensors[f"{STATE_DICT}{name}"] = Entry(given[name].detach(), placement, is_exclusive=True)
+    added = {name: place for place, report in reversed(first.items()) for name in report.added}
+    for name, place in added.items():
+        # Several stages may have it.
+        if place[0] == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
+            tensors[f"{STATE_DICT}{name}"] = Entry(given[name].detach(), whole_spec(given[name]), is_exclusive=True)
+    removed = frozenset().union(*(report.removed for report in first.values()))
+    return SavedWeights(tensors, removed, tuple(sorted(added)))
+
+
+def _compare(given: Mapping[str, Any], own: Mapping[str, Any], main: MainParameters, mesh: ParallelMesh) -> _Changes:
+    changed, added, complaints = set(), {}, []
+    first_names = _first_names(own)
+    for name, value in given.items():
+        now = own.get(name)
+        if name in own and not isinstance(now, Tensor):
+            continue
+        if not isinstance(value, Tensor):
+            complaints.append(
+                f"what on_save_checkpoint puts into checkpoint['state_dict'] must be tensors: {name!r} is a "
+                f"{type(value).__name__}. The state_dict is saved as tensors that every layout can load. Put other "
+                "values into the checkpoint under a key of their own."
+            )
+        elif now is None:
+            added[name] = digest_of(value) if mesh.model.size > 1 else ""
+        elif not _is_same(value, now, main.main(name).dtype if name in main.names else now.dtype):
+            changed.add(name)
+            if mesh.tp.size > 1 and value.shape != now.shape:
+                complaints.append(
+                    f"with tp ({mesh.tp.size}) above 1 on_save_checkpoint may replace a tensor of "
+                    f"checkpoint['state_dict'] by one of its shape alone: {name!r} was {tuple(now.shape)} and is "
+                    f"{tuple(value.shape)}. It is not known which part of the full tensor each rank has. Keep the "
+                    "shape, put the tensor into the checkpoint under a key of its own, or change it in the file that "
+                    "'lightning-megatron checkpoint consolidate' writes."
+                )
+            elif not _is_equal(value, given.get(first_names[name])):
+                complaints.append(
+                    f"names that share one parameter must have one value: on_save_checkpoint has changed {name!r} "
+                    "otherwise than the first of its names. They are saved once. Change all of them alike."
+                )
+    return _Changes(frozenset(own.keys() - given.keys()), frozenset(changed), added, tuple(complaints))
+
+
+def _check(reports: list[_Changes], first: Mapping[tuple[int, int], _Changes]) -> None:
+    """Refuse, on all ranks alike, what cannot be put together."""
+    complaints = [complaint for report in reports for complaint in report.complaints]
+    by_name: dict[str, str] = {}
+    for (pp, _), report in first.items():
+        whole = first[pp, 0]
+        odd = (report.removed ^ whole.removed) | (report.changed ^ whole.changed) | (report.added.keys() ^ whole.added)
+        complaints += [
+            f"on_save_checkpoint must change checkpoint['state_dict'] alike on all tensor-parallel ranks: {name!r} is "
+            "changed, added or left out on some of them. Each has a part of the full tensor. Do it on every rank."
+            for name in sorted(odd)
+        ]
+        complaints += [
+            f"a tensor that on_save_checkpoint adds to checkpoint['state_dict'] must be the same on all tensor and "
+            f"pipeline-parallel ranks: {name!r} is not. It is not known how parts lie in a full tensor. Add whole "
+            "tensors, or use a key of their own in the checkpoint."
+            for name, digest in report.added.items()
+            if by_name.setdefault(name, digest) != digest
+        ]
+    if complaints:
+        raise UnsupportedError(complaints[0])
+
+
+def _is_same(value: Tensor, now: Tensor, main_dtype: torch.dtype) -> bool:
+    """Tell whether a tensor is what the module has, by itself or a copy of it, also one in the mains' precision."""
+    if value.shape != now.shape or value.dtype not in (now.dtype, main_dtype):
+        return False
+    alike = value.dtype == now.dtype and value.device == now.device and value.stride() == now.stride()
+    return (alike and value.data_ptr() == now.data_ptr()) or torch.equal(value, now.to(value.device, value.dtype))
+
+
+def _first_names(own: Mapping[str, Any]) -> dict[str, str]:
+    """Return, for every tensor, the name under which it is saved: the first of those that it has."""
+    seen: dict[tuple[Any, ...], str] = {}
+    return {
+        name: seen.setdefault((one.data_ptr(), one.shape, one.stride()), name) if one.numel() else name
+        for name, one in own.items()
+        if isinstance(one, Tensor)
+    }
+
+
+def _is_equal(value: Tensor, other: Any) -> bool:
+    return isinstance(other, Tensor) and other.shape == value.shape and torch.equal(other, value.to(other))
+
+
+def _placement(name: str, value: Tensor, now: Tensor, main: MainParameters) -> ShardSpec:
+    spec = main.spec(name) if name in main.names else whole_spec(now)
+    return spec if value.shape == now.shape else whole_spec(value)

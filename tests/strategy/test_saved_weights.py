@@ -1,0 +1,207 @@
+"""What `on_save_checkpoint` makes of the weights is saved as it wants, or refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_megatron.checkpoint import read_full
+from lightning_megatron.checkpoint.consolidate import consolidate
+from lightning_megatron.errors import UnsupportedError
+from tests.proof.training import Tokens
+from tests.strategy.checkpoint_runs import Trained, trainer_of
+from tests.world import run_world
+
+NAME = "model.layers.0.attention.qkv.weight"
+
+State = dict[str, Any]
+
+
+class Saves(Trained):
+    """Change the state dict on its way into the checkpoint."""
+
+    change: Callable[[Saves, State], None]
+
+    def on_save_checkpoint(self, checkpoint: State) -> None:
+        type(self).change(self, checkpoint["state_dict"])
+
+
+def halves(module: Saves, state: State) -> None:
+    for name in state:
+        state[name] = state[name] / 2
+
+
+def copies(module: Saves, state: State) -> None:
+    for name in state:
+        state[name] = state[name].clone().float()
+
+
+def adds(module: Saves, state: State) -> None:
+    state["extra"] = torch.arange(6.0).view(2, 3)
+
+
+def removes(module: Saves, state: State) -> None:
+    del state[NAME]
+
+
+def first_rank_halves(module: Saves, state: State) -> None:
+    if module.trainer.global_rank == 0:
+        halves(module, state)
+
+
+def last_rank_halves(module: Saves, state: State) -> None:
+    if module.trainer.global_rank == module.trainer.world_size - 1:
+        halves(module, state)
+
+
+def transposes(module: Saves, state: State) -> None:
+    state[NAME] = state[NAME].t().contiguous()
+
+
+def adds_a_shard(module: Saves, state: State) -> None:
+    state["shard"] = state[NAME].clone()
+
+
+def adds_a_number(module: Saves, state: State) -> None:
+    state["number"] = 3
+
+
+def saved(
+    change: Callable[[Saves, State], None],
+    path: Path | str,
+    layout: State,
+    size: int,
+    weights_only: bool = False,
+    **options: Any,
+) -> State:
+    """Train one step, save with the change and without, and return the full tensors of both."""
+    kind = type("Saves", (Saves,), {"change": change})
+    trainer, module = trainer_of(layout, size, 1, **options), kind()
+    trainer.fit(module, DataLoader(Tokens(), batch_size=8 // trainer.strategy.data_parallel_size))
+    trainer.save_checkpoint(f"{path}/changed", weights_only)
+    kind.change = lambda module, state: None
+    trainer.save_checkpoint(f"{path}/plain", weights_only)
+    return {which: weights(f"{path}/{which}") for which in ("changed", "plain")}
+
+
+def weights(path: str) -> dict[str, Tensor]:
+    """Return the full weights by name."""
+    return {
+        name.removeprefix("state_dict."): one for name, one in read_full(path).items() if name.startswith("state_dict.")
+    }
+
+
+def in_one_process(path: Path) -> State:
+    consolidate(path, path.parent / "file.ckpt", weights_only=True)
+    found: State = torch.load(path.parent / "file.ckpt")["state_dict"]
+    return found
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_changed_values_are_saved(weights_only: bool, tmp_path: Path) -> None:
+    found = saved(halves, tmp_path, {}, 1, weights_only)
+    for name, value in found["plain"].items():
+        torch.testing.assert_close(found["changed"][name], value / 2, rtol=0, atol=0)
+
+
+def test_copies_are_saved_in_the_precision_of_the_mains(tmp_path: Path) -> None:
+    found = saved(copies, tmp_path, {}, 1, precision="bf16-mixed")
+    for name, value in found["plain"].items():
+        assert torch.equal(found["changed"][name], value)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in found["plain"].values())
+
+
+def test_added_and_removed_names_are_those_of_the_checkpoint_and_its_plain_file(tmp_path: Path) -> None:
+    found = saved(adds, tmp_path, {}, 1)
+    assert torch.equal(found["changed"].pop("extra"), torch.arange(6.0).view(2, 3))
+    assert found["changed"].keys() == found["plain"].keys()
+    plain = in_one_process(tmp_path / "changed")
+    assert torch.equal(plain["extra"], torch.arange(6.0).view(2, 3))
+    module = Trained()
+    module.strict_loading = False
+    trainer_of({}, 1, 2).fit(module, [], ckpt_path=tmp_path / "changed")
+    found = saved(removes, tmp_path, {}, 1)
+    assert found["plain"].keys() - found["changed"].keys() == {NAME}
+    assert NAME not in in_one_process(tmp_path / "changed")
+
+
+def test_another_shape_is_saved_as_it_is(tmp_path: Path) -> None:
+    found = saved(transposes, tmp_path, {}, 1)
+    assert torch.equal(found["changed"][NAME], found["plain"][NAME].t())
+
+
+class Tied(pl.LightningModule):
+    """One parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4, bias=False)
+        self.second = torch.nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.factor = 3.0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.second(self.first(batch)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def on_save_checkpoint(self, checkpoint: State) -> None:
+        checkpoint["state_dict"]["first.weight"] = self.first.weight.detach() * 3
+        checkpoint["state_dict"]["second.weight"] = self.first.weight.detach() * self.factor
+
+
+def test_names_of_one_parameter_are_changed_alike_or_refused(tmp_path: Path) -> None:
+    trainer, module = trainer_of({}, 1, 1), Tied()
+    trainer.fit(module, DataLoader(torch.ones(2, 4).double(), batch_size=2))
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    plain = in_one_process(tmp_path / "checkpoint")
+    assert all(torch.equal(plain[f"{name}.weight"], module.first.weight * 3) for name in ("first", "second"))
+    module.factor = 2.0
+    with pytest.raises(UnsupportedError, match=r"'second\.weight' otherwise than the first of its names"):
+        trainer.save_checkpoint(tmp_path / "other")
+
+
+def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"'number' is a int.*key of their own"):
+        saved(adds_a_number, tmp_path, {}, 1)
+
+
+def _on_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, change, layout in (
+        ("tp2 dp2", halves, {"tp": 2}),
+        ("pp2 dp2", adds, {"pp": 2}),
+        ("dp4 first", first_rank_halves, {}),
+        ("dp4 last", last_rank_halves, {}),
+        ("tp2 first", first_rank_halves, {"tp": 2}),
+        ("tp2 transposed", transposes, {"tp": 2}),
+        ("tp2 shard", adds_a_shard, {"tp": 2}),
+        ("tp2 pp2", adds, {"tp": 2, "pp": 2}),
+    ):
+        try:
+            found[name] = saved(change, f"{folder}/{name}", layout, size)
+        except UnsupportedError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_ranks_save_what_they_agree_on_and_refuse_what_is_not_known(tmp_path: Path) -> None:
+    ranks = run_world(_on_ranks, 4, str(tmp_path))
+    for found in ranks:
+        for name, factor in (("tp2 dp2", 0.5), ("dp4 first", 0.5), ("dp4 last", 1.0)):
+            for key, value in found[name]["plain"].items():
+                torch.testing.assert_close(found[name]["changed"][key], value * factor, rtol=0, atol=0)
+        for name in ("pp2 dp2", "tp2 pp2"):
+            assert torch.equal(found[name]["changed"]["extra"], torch.arange(6.0).view(2, 3))
+            assert found[name]["plain"].keys() == found[name]["changed"].keys() - {"extra"}
+        assert "alike on all tensor-parallel ranks" in found["tp2 first"]
+        assert "by one of its shape alone" in found["tp2 transposed"]
+        assert "'shard' is not" in found["tp2 shard"]
