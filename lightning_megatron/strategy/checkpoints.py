@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -189,6 +189,7 @@ class RunCheckpoints:
         optimizers: Sequence[Optimizer],
         main: MainParameters,
         mesh: ParallelMesh,
+        before_optimizers: Callable[[Mapping[str, Any]], None] = lambda checkpoint: None,
     ) -> dict[str, Any]:
         """Fill module and optimizers from a checkpoint; return what is left for Lightning.
 
@@ -199,6 +200,7 @@ class RunCheckpoints:
             optimizers: Its optimizers, over the mains; empty when not fitting.
             main: Its parameters.
             mesh: The groups of this rank.
+            before_optimizers: Called with what is left, before optimizers are filled: their groups may have to be made.
 
         Raises:
             CheckpointMismatchError: If the checkpoint is not one, or one of another model.
@@ -220,6 +222,7 @@ class RunCheckpoints:
             return metadata
         if saved is None or one_process is None:
             raise _no_optimizers(path)
+        before_optimizers(metadata)
         for index, optimizer in enumerate(optimizers):
             load_optimizer(path, index, optimizer, main, mesh, saved[index])
         self._restore_rank(path, mesh, metadata)

@@ -23,6 +23,7 @@ from lightning_megatron.strategy.private import (
     foresee_no_saves,
     foresee_saves,
     publish_device_mesh,
+    restore_finetuning,
     training_loader_states,
 )
 from lightning_megatron.strategy.weight_changes import only_steps_change_weights
@@ -252,7 +253,9 @@ class MegatronStrategy(ModelStrategy):
         # An earlier fit of this trainer has left optimizers, which evaluation has nothing to do with.
         optimizers = self.optimizers if self.user_module.trainer.state.fn == TrainerFn.FITTING else ()
         path = self.broadcast(os.fspath(checkpoint_path))
-        return self._checkpoints.load(path, self.user_module, optimizers, self._state.main, self.mesh)
+        return self._checkpoints.load(
+            path, self.user_module, optimizers, self._state.main, self.mesh, self._make_groups
+        )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -267,9 +270,16 @@ class MegatronStrategy(ModelStrategy):
         """Fill the optimizers from the file of another strategy; load_checkpoint has filled them from a directory."""
         if "optimizer_states" in checkpoint:
             assert self._state is not None, "setup has run"
+            self._make_groups(checkpoint)
             main, full = self._state.main, checkpoint["state_dict"]
             for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 plain_checkpoint.load_optimizer(optimizer, saved, full, main, self.mesh)
+
+    def _make_groups(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the optimizers the groups that callbacks had added to them by the time of a checkpoint."""
+        assert self._state is not None, "setup has run"
+        restore_finetuning(self.user_module.trainer, self.user_module, checkpoint.get("callbacks", {}))
+        self._state.take_in(self.optimizers)
 
     def _find_last_checkpoint(self) -> str | None:
         self._checkpoints.wait()

@@ -29,12 +29,13 @@ from lightning_megatron.strategy.checks import (
 from lightning_megatron.strategy.mesh_strategy import MeshStrategy
 from lightning_megatron.strategy.modules import MetricGroups, find_models, rebind_mesh
 from lightning_megatron.strategy.options import StrategyOptions
-from lightning_megatron.strategy.parameter_readers import parameter_reader
+from lightning_megatron.strategy.parameter_readers import gradient_reader, parameter_reader
 from lightning_megatron.strategy.precision import MegatronPrecision
 from lightning_megatron.strategy.private import (
     accumulates,
     call_after_backward_hooks,
     forward_zero_grad,
+    let_finetuning_know,
     skips_backward,
     total_batch_index,
 )
@@ -149,9 +150,17 @@ class ModelStrategy(MeshStrategy):
         if not fitting:
             return
         forward_zero_grad(self)
+        let_finetuning_know(trainer, lambda: {} if self._state is None else self._state.main.mains)
         self.precision_plugin.gathers_late = self._gathers_late(trainer)
         if self.precision_plugin.gathers_late:
             self._state.overlap_gathers()
+        reader = gradient_reader(trainer)
+        if reader is not None:
+            rank_zero_info(
+                f"{reader} finds parameter.grad None, because gradients are summed in buffers. The parts of this rank "
+                "are the gradients of what optimizer.param_groups hold; trainer.precision_plugin.last_grad_norm is the "
+                "norm over all ranks, where the Trainer clips by norm."
+            )
         install_scheduled_loop(trainer)
         self._has_checked_batch = False
         self._signals = SignalAgreement(trainer, self.mesh, self.options.signal_check_interval, self.finish_saves)

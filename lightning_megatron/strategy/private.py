@@ -5,7 +5,7 @@ The rest of the room reads the loops through the functions below and imports not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning.fabric.utilities.distributed import _sync_ddp_if_available as red
 from lightning.fabric.utilities.seed import pl_worker_init_function as seed_worker
 from lightning.fabric.utilities.seed import reset_seed as reset_seed
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.loops.optimization.automatic import Closure as Closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
@@ -32,6 +32,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMEx
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import nn
 from torch.optim import Optimizer
 
 __all__ = [
@@ -143,6 +144,47 @@ def forward_zero_grad(strategy: Strategy) -> None:
 
 def _zero_grad_of(optimizer: Optimizer, set_to_none: bool = True) -> None:
     optimizer.zero_grad(set_to_none)
+
+
+def let_finetuning_know(trainer: Trainer, main_of: Callable[[], Mapping[str, nn.Parameter]]) -> None:
+    """Let Lightning's callbacks for finetuning name the mains that optimizers hold, and put mains into their groups.
+
+    Args:
+        trainer: Its callbacks are meant.
+        main_of: Returns the mains by the names of their parameters.
+    """
+    for callback in _finetuning(trainer):
+        apply = type(callback)._apply_mapping_to_param_groups
+        callback._apply_mapping_to_param_groups = partial(_apply_with_mains, apply, main_of)  # type: ignore[method-assign]
+
+
+def _apply_with_mains(
+    apply: Callable[..., list[dict[str, Any]]],
+    main_of: Callable[[], Mapping[str, nn.Parameter]],
+    groups: list[dict[str, Any]],
+    mapping: Mapping[Any, Any],
+) -> list[dict[str, Any]]:
+    mains = main_of()
+    is_by_name = all(isinstance(key, str) for key in mapping)
+    return apply(groups, {**mapping, **(mains if is_by_name else {main: name for name, main in mains.items()})})
+
+
+def restore_finetuning(trainer: Trainer, module: LightningModule, states: Mapping[str, Any]) -> None:
+    """Make the groups that these callbacks had added to optimizers, which Lightning does too early for this strategy.
+
+    Args:
+        trainer: Its callbacks are meant.
+        module: The module that they unfreeze.
+        states: States of all callbacks, of a checkpoint.
+    """
+    for callback in _finetuning(trainer):
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+            callback.on_fit_start(trainer, module)
+
+
+def _finetuning(trainer: Trainer) -> list[BaseFinetuning]:
+    return [one for one in trainer.callbacks if isinstance(one, BaseFinetuning)]  # type: ignore[attr-defined]
 
 
 def publish_device_mesh(module: LightningModule, mesh: Any) -> None:

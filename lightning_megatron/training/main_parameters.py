@@ -103,6 +103,11 @@ class MainParameters:
         """List the parameters of this rank's stage that some data-parallel rank's optimizer trains."""
         return tuple(self._mains)
 
+    @property
+    def mains(self) -> Mapping[str, nn.Parameter]:
+        """What stands for each trained parameter in its optimizer, by name; empty where this rank trains no part."""
+        return self._mains
+
     def parameter(self, name: str) -> nn.Parameter:
         """Return the model's own parameter."""
         return self._parameters[name]
@@ -136,9 +141,9 @@ class MainParameters:
         return all(id(p) in self._names_by_id for group in optimizer.param_groups for p in group["params"])
 
     def waits_for_attach(self, optimizer: Optimizer) -> bool:
-        """Tell whether an optimizer holds a parameter that can be trained and has no place in a buffer."""
+        """Tell whether an optimizer holds a parameter that can be trained, in place of a main."""
         return any(
-            parameter.requires_grad and self._names_by_id.get(id(parameter)) not in self._mains
+            parameter.requires_grad and self._mains.get(self._names_by_id.get(id(parameter), "")) is not parameter
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
@@ -168,6 +173,7 @@ class MainParameters:
         names = [name for group in self.names_of(optimizer) for name in group]
         new = [n for n in self.names if n in set(names) and n not in self._mains and self._parameters[n].requires_grad]
         if not new:
+            self._exchange(optimizer)
             return []
         unit = self._unit_of(optimizer)
         made = []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,6 +70,22 @@ class RawBackward(Manual):
         optimizer.step()
 
 
+class HalfTrained(Net):
+    """Train the critic, until a callback adds the generator."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+
+class Finetuning(BaseFinetuning):
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.generator)
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.generator, optimizer, lr=0.02)
+
+
 class Writes(Callback):
     """Change weights at one of Lightning's hooks."""
 
@@ -112,21 +130,30 @@ def data(rank: int = 0, size: int = 1) -> DataLoader:
     return DataLoader(TensorDataset(x[order], y[order]), batch_size=8 // size)
 
 
-def fit(module: Net, strategy: Any, *callbacks: Callback, place: tuple[int, int] = (0, 1), **options: Any) -> Net:
+def fit(
+    module: Net,
+    strategy: Any,
+    *callbacks: Callback,
+    place: tuple[int, int] = (0, 1),
+    epochs: int = 2,
+    resume_from: Path | None = None,
+    weights_only: bool | None = None,
+    **options: Any,
+) -> Net:
     seed_everything(1, verbose=False)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = Trainer(
         accelerator="cpu",
         devices=place[1],
         strategy=strategy,
-        max_epochs=2,
-        enable_checkpointing=False,
+        max_epochs=epochs,
+        enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
         use_distributed_sampler=False,
         callbacks=list(callbacks),
         **quiet,
         **options,
     )
-    trainer.fit(module, data(*place))
+    trainer.fit(module, data(*place), ckpt_path=resume_from, weights_only=weights_only)
     return module
 
 
@@ -181,6 +208,40 @@ def test_what_nobody_wrote_keeps_its_precision() -> None:
         assert float(own.norm() / moved) == pytest.approx(1, abs=0.1), name
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_parameters_that_lightnings_finetuning_adds_are_trained_and_resumed(precision: str, tmp_path: Path) -> None:
+    def tuned(strategy: Any, folder: str, **options: Any) -> Net:
+        saves = ModelCheckpoint(tmp_path / folder, save_top_k=-1, filename="{epoch}")
+        return fit(HalfTrained(), strategy, Finetuning(), saves, epochs=3, **options)
+
+    tolerance = 1e-6 if precision == "32-true" else 0.02
+    plain, ours = tuned("auto", "plain"), tuned(MegatronStrategy(microbatch_size=8), "ours", precision=precision)
+    assert distance(plain, fit(HalfTrained(), "auto", epochs=3)) > 0.01
+    assert distance(ours, plain) < tolerance
+    for saved in ("epoch=0.ckpt", "epoch=1.ckpt"):
+        # Resumed after the generator was added, Lightning has its group, and has it frozen again.
+        plain_again = tuned("auto", "plain again", resume_from=tmp_path / "plain" / saved, weights_only=False)
+        again = tuned(
+            MegatronStrategy(microbatch_size=8), "again", precision=precision, resume_from=tmp_path / "ours" / saved
+        )
+        assert distance(again, plain_again) < tolerance, saved
+
+
+def test_hooks_that_look_for_gradients_are_told_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit(Net(), MegatronStrategy(microbatch_size=8), Writes("on_train_batch_end", lambda module: None), epochs=1)
+    assert "parameter.grad None" not in caplog.text
+
+    class Looks(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            assert all(parameter.grad is None for parameter in self.parameters())
+            assert all(one.grad is not None for group in optimizer.param_groups for one in group["params"])
+
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit(Looks(), MegatronStrategy(microbatch_size=8), epochs=1)
+    assert "Looks.on_before_optimizer_step finds parameter.grad None" in caplog.text
+
+
 def two_ranks(rank: int, size: int) -> dict[str, float]:
     found = {}
     for name in ("weights halved after every step", "filled when the fit starts"):
@@ -193,6 +254,9 @@ def two_ranks(rank: int, size: int) -> dict[str, float]:
         )
         found[name] = distance(ours, fit(Net(), "auto", Writes(*WRITES[name]))) if rank == 0 else 0.0
     ours = fit(Adversaries(), MegatronStrategy(microbatch_size=4), place=(rank, size))
+    strategy = MegatronStrategy(microbatch_size=4, bucket_size=10)
+    tuned = fit(HalfTrained(), strategy, Finetuning(), place=(rank, size), precision="bf16-mixed")
+    found["finetuning"] = distance(tuned, fit(HalfTrained(), "auto", Finetuning())) if rank == 0 else 0.0
     found["adversaries"] = distance(ours, fit(Adversaries(), "auto")) if rank == 0 else 0.0
     return found
 
