@@ -21,11 +21,14 @@ from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 #: Keys of the metadata beside Lightning's own: hyperparameters of the optimizers, and the model in one process.
 OPTIMIZERS, ONE_PROCESS = "megatron_optimizers", "megatron_one_process"
 MODEL = "state_dict."
+#: The weights that training goes on from, where those of the model are averages.
+CURRENT = "current_model_state."
 _STATE = re.compile(r"optimizer\.\d+\.state\.")
+_TRAINING = re.compile(rf"{_STATE.pattern}|{re.escape(CURRENT)}")
 #: Tensors are read in turns of this size (bytes).
 _BATCH = 1 << 30
 #: What Lightning leaves out of a checkpoint with ``save_weights_only=True``.
-_TRAINING_KEYS = (OPTIMIZERS, "callbacks", "lr_schedulers", "MegatronPrecision")
+_TRAINING_KEYS = (OPTIMIZERS, "callbacks", "lr_schedulers", "MegatronPrecision", "averaging_state")
 
 
 @dataclass(frozen=True)
@@ -76,15 +79,18 @@ def consolidate(
     target = _new_file(out)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         tensors = _TensorsOnDisk(Path(folder), one_process["padded_rows"], saved)
-        names = [name for name in saved if name.startswith(MODEL) or (not weights_only and _STATE.match(name))]
+        names = [name for name in saved if name.startswith(MODEL) or (not weights_only and _TRAINING.match(name))]
         for entry, full in read_one_by_one(path, names, saved):
-            is_weight = entry.startswith(MODEL)
-            name = entry.removeprefix(MODEL) if is_weight else _STATE.sub("", entry).rpartition(".")[0]
+            is_weight = entry.startswith((MODEL, CURRENT))
+            name = entry.removeprefix(MODEL).removeprefix(CURRENT) if is_weight else _parameter_of(entry)
             converted = is_weight and dtype is not None and full.is_floating_point()
             tensors.add(entry, name, full.to(dtype) if converted else full)
         plain = _without_division(metadata, find_checkpoint(path).header.layout.dp)
         aliases = one_process["aliases"]
-        plain["state_dict"] = {name: tensors.get(f"{MODEL}{aliases.get(name, name)}") for name in one_process["order"]}
+        order = {name: aliases.get(name, name) for name in one_process["order"]}
+        plain["state_dict"] = {name: tensors.get(f"{MODEL}{first}") for name, first in order.items()}
+        if not weights_only and any(name.startswith(CURRENT) for name in names):
+            plain["current_model_state"] = {name: tensors.get(f"{CURRENT}{first}") for name, first in order.items()}
         if not weights_only:
             plain["optimizer_states"] = [
                 _numbered(index, optimizer, one_process["numbering"][index], tensors)
@@ -95,6 +101,11 @@ def consolidate(
         torch.save(plain, unfinished)
         os.replace(unfinished, target)
         return Written(tensors.num_tensors, tensors.num_bytes)
+
+
+def _parameter_of(entry: str) -> str:
+    """Return the parameter that an entry is a state of."""
+    return _STATE.sub("", entry).rpartition(".")[0]
 
 
 def _new_file(out: str | os.PathLike[str]) -> Path:

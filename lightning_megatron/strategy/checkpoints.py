@@ -33,6 +33,7 @@ from lightning_megatron.strategy.last_checkpoint import find_last
 from lightning_megatron.strategy.one_process import describe_for_one_process
 from lightning_megatron.strategy.random_states import random_states, restore_random_states
 from lightning_megatron.strategy.saved_weights import weights_to_save
+from lightning_megatron.strategy.weight_averaging import averaging_callback, current_weights, load_averages
 from lightning_megatron.training.main_parameters import MainParameters
 
 
@@ -90,6 +91,10 @@ class RunCheckpoints:
         """
         weights = weights_to_save(checkpoint.pop("state_dict", {}), module, main, mesh)
         tensors = dict(weights.tensors)
+        if "averaging_state" in checkpoint:
+            # A callback has put averages in place of the weights, which are needed to go on.
+            current = weights_to_save(checkpoint.pop("current_model_state", {}), module, main, mesh)
+            tensors |= current_weights(current.tensors)
         trains = checkpoint.pop("optimizer_states", None) is not None
         if trains:
             for index, optimizer in enumerate(optimizers):
@@ -217,6 +222,8 @@ class RunCheckpoints:
             verify_checkpoint(path, mesh=mesh)
         metadata = load_metadata(path, self.weights_only)
         load_model(path, module, main, mesh, strict=module.strict_loading)
+        if optimizers and averaging_callback(module.trainer) is not None:
+            load_averages(path, metadata, module, main, mesh)
         saved, one_process = metadata.pop(OPTIMIZERS, None), metadata.pop(ONE_PROCESS, None)
         if not optimizers:
             return metadata

@@ -26,6 +26,12 @@ from lightning_megatron.strategy.private import (
     restore_finetuning,
     training_loader_states,
 )
+from lightning_megatron.strategy.weight_averaging import (
+    average_mains,
+    average_models,
+    averaging_callback,
+    check_averaging,
+)
 from lightning_megatron.strategy.weight_changes import only_steps_change_weights
 
 
@@ -142,6 +148,8 @@ class MegatronStrategy(ModelStrategy):
         )
         super().__init__(options)
         self._checkpoints = RunCheckpoints()
+        #: Whose callbacks are told of what this strategy does.
+        self._prepared: Trainer | None = None
 
     # ---- checkpoints
 
@@ -161,11 +169,17 @@ class MegatronStrategy(ModelStrategy):
         super().check_run(arguments)
         # Lightning does not pass it on to a strategy that loads after its setup.
         self._checkpoints.weights_only = arguments.get("weights_only")
+        if "train_dataloaders" in arguments:
+            check_averaging(arguments["trainer"], self.layout)
         find_last_checkpoint_by(arguments["trainer"], self._find_last_checkpoint)
 
     @override
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
+        self._prepared = trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            assert self._state is not None, "setup has run"
+            average_mains(trainer, self.user_module, self._state.main, self.mesh)
         if self.options.async_save:
             foresee_saves(trainer, self._checkpoints.foresees, self._checkpoints.link)
 
@@ -260,9 +274,11 @@ class MegatronStrategy(ModelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         # Sharded checkpoints are in the module already; files of other strategies come with full tensors.
-        if "state_dict" in checkpoint:
+        if self._checkpoints.is_plain and "state_dict" in checkpoint:
             assert self._state is not None, "setup has run"
-            full = checkpoint["state_dict"]
+            trainer, full = self.user_module.trainer, checkpoint["state_dict"]
+            if trainer.state.fn == TrainerFn.FITTING and averaging_callback(trainer) is not None:
+                full = checkpoint.get("current_model_state", full)
             plain_checkpoint.load_state_dict(full, self.user_module, self._state.main, self.mesh, strict)
 
     @override
@@ -298,8 +314,10 @@ class MegatronStrategy(ModelStrategy):
         if self._state is not None:
             self._state.release()
         self._steps = None
-        if self.options.async_save and self.lightning_module is not None:
-            foresee_no_saves(self.lightning_module.trainer)
+        if self._prepared is not None:
+            foresee_no_saves(self._prepared)
+            average_models(self._prepared)
+            self._prepared = None
         self._checkpoints.close(abandon=self._watch.has_failed)
         self.leave_mesh()
         if self.lightning_module is not None:

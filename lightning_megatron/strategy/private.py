@@ -18,7 +18,7 @@ from lightning.fabric.utilities.distributed import _sync_ddp_if_available as red
 from lightning.fabric.utilities.seed import pl_worker_init_function as seed_worker
 from lightning.fabric.utilities.seed import reset_seed as reset_seed
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loops.optimization.automatic import Closure as Closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
@@ -283,6 +283,27 @@ def foresee_no_saves(trainer: Trainer) -> None:
     for callback in trainer.checkpoint_callbacks:
         for name in ("file_exists", "_link_checkpoint"):
             vars(callback).pop(name, None)
+
+
+def average_by(callback: WeightAveraging, source: Any, swap: Callable[[nn.Module, nn.Module], None]) -> None:
+    """Let a callback average what ``source`` shows of the model, and put averages into the model by ``swap``.
+
+    Args:
+        callback: One whose copy of the model is made.
+        source: Has ``parameters`` and ``buffers`` like the model.
+        swap: Called with the model and the averages, to put these in and, the next time, to take them out.
+    """
+    average = callback._average_model
+    assert average is not None, "the callback's setup comes before the strategy's"
+    update = type(average).update_parameters
+    average.update_parameters = lambda model: update(average, source)  # type: ignore[method-assign]
+    callback._swap_models = lambda pl_module: swap(pl_module, average.module)  # type: ignore[method-assign]
+
+
+def average_as_before(callback: WeightAveraging) -> None:
+    """Undo :func:`average_by`."""
+    vars(callback).pop("_swap_models", None)
+    vars(callback._average_model or callback).pop("update_parameters", None)
 
 
 def announce_sigterm(trainer: Trainer) -> None:

@@ -79,7 +79,7 @@ def weights_to_save(
         for name, entry in model_tensors(module, main).items()
         if name.removeprefix(STATE_DICT) not in decided.removed | decided.changed
     }
-    for name, first_name in _first_names(own).items():
+    for name, first_name in first_names(own).items():
         if name in decided.changed and name in given and name == first_name:
             placement = _placement(name, given[name], own[name], main)
             if mesh.copies(placement.is_expert).is_first:
@@ -95,7 +95,7 @@ def weights_to_save(
 
 def _compare(given: Mapping[str, Any], own: Mapping[str, Any], main: MainParameters, mesh: ParallelMesh) -> _Changes:
     changed, added, complaints = set(), {}, []
-    first_names = _first_names(own)
+    first_name = first_names(own)
     for name, value in given.items():
         now = own.get(name)
         if name in own and not isinstance(now, Tensor):
@@ -118,7 +118,7 @@ def _compare(given: Mapping[str, Any], own: Mapping[str, Any], main: MainParamet
                     "shape, put the tensor into the checkpoint under a key of its own, or change it in the file that "
                     "'lightning-megatron checkpoint consolidate' writes."
                 )
-            elif not _is_equal(value, given.get(first_names[name])):
+            elif not _is_equal(value, given.get(first_name[name])):
                 complaints.append(
                     f"names that share one parameter must have one value: on_save_checkpoint has changed {name!r} "
                     "otherwise than the first of its names. They are saved once. Change all of them alike."
@@ -157,7 +157,7 @@ def _is_same(value: Tensor, now: Tensor, main_dtype: torch.dtype) -> bool:
     return (alike and value.data_ptr() == now.data_ptr()) or torch.equal(value, now.to(value.device, value.dtype))
 
 
-def _first_names(own: Mapping[str, Any]) -> dict[str, str]:
+def first_names(own: Mapping[str, Any]) -> dict[str, str]:
     """Return, for every tensor, the name under which it is saved: the first of those that it has."""
     seen: dict[tuple[Any, ...], str] = {}
     return {

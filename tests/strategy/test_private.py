@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from lightning import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 
 from lightning_megatron.strategy import private
 
@@ -52,6 +52,13 @@ def test_the_callback_that_saves_calls_the_methods_that_we_replace() -> None:
     source = inspect.getsource(callback)
     assert "self.file_exists(filepath, trainer)" in source
     assert "self._link_checkpoint(trainer, self._last_checkpoint_saved, filepath)" in source
+
+
+def test_the_callback_that_averages_calls_the_methods_that_we_replace() -> None:
+    source = inspect.getsource(WeightAveraging)
+    assert source.count("self._swap_models(pl_module)") == 2
+    assert source.count("self._average_model.update_parameters(pl_module)") == 2
+    assert list(inspect.signature(WeightAveraging._swap_models).parameters) == ["self", "pl_module"]
 
 
 def test_private_names_are_imported_in_one_file_only() -> None:

@@ -1,0 +1,173 @@
+"""Lightning's ``WeightAveraging`` callbacks: averages in full precision, saved and loaded like weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+
+from lightning_megatron.checkpoint import model_placements, model_tensors
+from lightning_megatron.checkpoint.consolidate import CURRENT
+from lightning_megatron.checkpoint.entries import Entry
+from lightning_megatron.checkpoint.load import load_tensors, saved_tensors
+from lightning_megatron.checkpoint.model import STATE_DICT
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import FlatSlice, whole_spec
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.private import average_as_before, average_by
+from lightning_megatron.strategy.saved_weights import first_names
+from lightning_megatron.training.main_parameters import MainParameters
+
+
+def averaging_callback(trainer: Trainer) -> WeightAveraging | None:
+    """Find the callback that averages weights."""
+    found = (one for one in trainer.callbacks if isinstance(one, WeightAveraging))  # type: ignore[attr-defined]
+    return next(found, None)
+
+
+def check_averaging(trainer: Trainer, layout: ParallelLayout) -> None:
+    """Refuse to average weights that are cut.
+
+    Raises:
+        UnsupportedError: If there is such a callback, and a rank does not hold the whole model.
+    """
+    callback = averaging_callback(trainer)
+    if callback is not None and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
+        raise UnsupportedError(
+            f"{type(callback).__name__} needs the whole model on every rank: tp is {layout.tp}, pp {layout.pp} and ep "
+            f"{layout.ep}. Lightning's callback makes its copy of the model before it is cut. Use tp=1, pp=1 and ep=1, "
+            "with any number of data-parallel ranks, or leave the callback out."
+        )
+
+
+def load_averages(
+    path: str | os.PathLike[str], metadata: dict[str, Any], module: LightningModule, main: MainParameters, mesh: Any
+) -> None:
+    """Give the callback the averages of a checkpoint, and the model the weights that it goes on from.
+
+    Args:
+        path: A checkpoint of this library whose ``state_dict``, the averages if it has some, the model holds now.
+        metadata: What the callback will look at; ``state_dict`` and ``current_model_state`` are put in.
+        module: The module that is trained.
+        main: Its parameters.
+        mesh: The groups of this rank.
+
+    Raises:
+        CheckpointMismatchError: On all ranks, naming tensors and shapes.
+
+    Communication: as that of ``load_model``.
+    """
+    own, saved = module.state_dict(), saved_tensors(path)
+    entries: dict[str, Entry] = {}
+    names = first_names(own)
+    for name, first in names.items():
+        if name == first and f"{STATE_DICT}{name}" in saved:
+            average = own[name].detach().to(saved[f"{STATE_DICT}{name}"].dtype, copy=True)
+            spec = main.spec(name) if name in main.names else whole_spec(average)
+            entries[f"{STATE_DICT}{name}"] = Entry(average, spec)
+    load_tensors(path, entries, mesh, strict=False, prefix=STATE_DICT)
+    metadata["state_dict"] = {
+        name: entries[f"{STATE_DICT}{names[name]}"].tensor if f"{STATE_DICT}{names.get(name)}" in entries else value
+        for name, value in own.items()
+    }
+    if any(name.startswith(CURRENT) for name in saved):
+        current = {_current(name): entry for name, entry in model_tensors(module, main).items()}
+        expected = {_current(name): place for name, place in model_placements(module, main).items()}
+        load_tensors(path, current, mesh, module.strict_loading, CURRENT, expected)
+        main.publish()
+        # The callback copies it to the model, where it is.
+        metadata["current_model_state"] = module.state_dict()
+
+
+def current_weights(weights: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the entries of a model under the names that they have beside those of its averages."""
+    return {_current(name): entry for name, entry in weights.items()}
+
+
+def _current(name: str) -> str:
+    return f"{CURRENT}{name.removeprefix(STATE_DICT)}"
+
+
+def average_mains(trainer: Trainer, module: LightningModule, main: MainParameters, mesh: ParallelMesh) -> None:
+    """Let the callback average the main parameters, where the model's own are rounded to half precision.
+
+    Args:
+        trainer: Its callback is meant, if it has one.
+        module: The module that is trained.
+        main: Its parameters.
+        mesh: The groups of this rank.
+    """
+    callback = averaging_callback(trainer)
+    if callback is not None and any(main.main(name).dtype != main.parameter(name).dtype for name in main.trained):
+        average_by(callback, _FullMains(module, main, mesh), _Swap())
+
+
+def average_models(trainer: Trainer) -> None:
+    """Undo :func:`average_mains`."""
+    callback = averaging_callback(trainer)
+    if callback is not None:
+        average_as_before(callback)
+
+
+class _FullMains:
+    """Show a module's parameters as whole mains, to whoever reads ``parameters`` and ``buffers``."""
+
+    def __init__(self, module: nn.Module, main: MainParameters, mesh: ParallelMesh) -> None:
+        self._module, self._main, self._mesh = module, main, mesh
+
+    def parameters(self) -> Iterator[Tensor]:
+        """List the parameters of the module, in full precision; a sum over the data axis if ranks have parts."""
+        full = {id(self._main.parameter(name)): name for name in self._main.trained}
+        mains = self._gathered()
+        for parameter in self._module.parameters():
+            yield mains[full[id(parameter)]] if id(parameter) in full else parameter
+
+    def buffers(self) -> Iterator[Tensor]:
+        """List the buffers of the module."""
+        return self._module.buffers()
+
+    def _gathered(self) -> dict[str, Tensor]:
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in self._main.trained:
+            by_dtype.setdefault(self._main.main(name).dtype, []).append(name)
+        found: dict[str, Tensor] = {}
+        for dtype, names in by_dtype.items():
+            parameters = [self._main.parameter(name) for name in names]
+            sizes = [parameter.numel() for parameter in parameters]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
+            for name, parameter, part in zip(names, parameters, flat.split(sizes), strict=True):
+                self._write_own(name, part)
+                found[name] = part.view(parameter.shape)
+            # Each element is written by one rank; zeros are added to it.
+            all_reduce_(flat, self._mesh.data)
+        return found
+
+    def _write_own(self, name: str, flat: Tensor) -> None:
+        one = self._main.slices.get(name)
+        if one is None or not (one.is_exclusive or self._mesh.data.is_first):
+            return
+        place = one.placement
+        start, stop = (place.start, place.stop) if isinstance(place, FlatSlice) else (0, flat.numel())
+        flat[start:stop].copy_(one.main.detach().reshape(-1))
+
+
+class _Swap:
+    """Put averages into a model and take them out again, without rounding the averages."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] | None = None
+
+    def __call__(self, module: nn.Module, average: nn.Module) -> None:
+        kept, self._kept = self._kept, None
+        current = [*module.parameters(), *module.buffers()]
+        if kept is None:
+            kept, self._kept = [*average.parameters(), *average.buffers()], [one.data.clone() for one in current]
+        for one, value in zip(current, kept, strict=True):
+            one.data.copy_(value)
