@@ -19,7 +19,7 @@ from lightning_megatron.checkpoint.rewrite import rewrite
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-#: What `verify` ends with for a damaged checkpoint; arguments that cannot be used end with 2.
+#: What commands end with for a damaged checkpoint; arguments that cannot be used end with 2.
 DAMAGED = 1
 
 EXAMPLE = """examples:
@@ -30,16 +30,18 @@ EXAMPLE = """examples:
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the command with the arguments after its name.
+    """Run the command with the arguments after its name; end the process with 1 if a checkpoint is damaged.
 
     Raises:
         CheckpointMismatchError: If a path is no complete checkpoint.
-        CorruptDataError: If a checkpoint is damaged; `verify` ends with 1 instead.
         UnsupportedError: If a checkpoint holds objects that are not read safely.
     """
     options = checkpoint_parser().parse_args(args)
     try:
         options.run(options)
+    except CorruptDataError as error:
+        print(f"lightning-megatron checkpoint {options.name}: damaged: {error}", file=sys.stderr)
+        sys.exit(DAMAGED)
     except UnsupportedError as error:
         if "weights_only=False" not in str(error):
             raise
@@ -94,22 +96,19 @@ def run_show(options: argparse.Namespace) -> None:
 
 
 def run_verify(options: argparse.Namespace) -> None:
-    """Read a checkpoint and say whether it is as it was written; end the process with 1 if it is not."""
-    try:
-        if Path(options.path).is_file():
-            num_files, size = 1, verify_file(options.path)
-        else:
-            verify_checkpoint(options.path)
-            files = read_header(options.path).files
-            num_files, size = len(files), sum(one.size for one in files.values())
-    except CorruptDataError as error:
-        print(f"lightning-megatron checkpoint verify: damaged: {error}", file=sys.stderr)
-        sys.exit(DAMAGED)
+    """Read a checkpoint and say whether it is as it was written."""
+    if Path(options.path).is_file():
+        num_files, size = 1, verify_file(options.path)
+    else:
+        verify_checkpoint(options.path)
+        files = read_header(options.path).files
+        num_files, size = len(files), sum(one.size for one in files.values())
     print(f"{options.path}: {_plural(num_files, 'file')}, {_size(size)}, as written")
 
 
 def run_consolidate(options: argparse.Namespace) -> None:
     """Write a checkpoint as one file."""
+    _check_sharded(options.path)
     _check_new(options.out, options.overwrite)
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     written = consolidate(options.path, options.out, options.weights_only, dtype, options.unsafe)
@@ -118,6 +117,7 @@ def run_consolidate(options: argparse.Namespace) -> None:
 
 def run_reshard(options: argparse.Namespace) -> None:
     """Write a checkpoint again."""
+    _check_sharded(options.path)
     if options.dtype is not None and not options.weights_only:
         raise UnsupportedError(
             f"--dtype {options.dtype} needs --weights-only, because a training that continues needs the weights as "
@@ -207,8 +207,16 @@ def _describe_file(options: argparse.Namespace) -> list[str]:
 def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], None], summary: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=f"{summary}.".capitalize())
     parser.add_argument("path", metavar="PATH", help="a checkpoint")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, name=name)
     return parser
+
+
+def _check_sharded(path: str) -> None:
+    if Path(path).is_file():
+        raise CheckpointMismatchError(
+            f"what is converted must be a directory that this library saved: {path} is one plain file already, or no "
+            "checkpoint. Every layout loads plain files as they are. Use it where the result would be used."
+        )
 
 
 def _check_new(out: Path, overwrite: bool) -> None:

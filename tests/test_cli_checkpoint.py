@@ -130,3 +130,22 @@ def test_the_command_needs_no_lightning(saved: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_a_file_that_is_no_checkpoint_ends_every_command_that_reads_it_with_1(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "notes.ckpt"
+    path.write_text("no checkpoint")
+    with pytest.raises(SystemExit, match="^1$"):
+        main(["checkpoint", command, str(path)])
+    assert f"checkpoint {command}: damaged: a checkpoint file must be as torch.save wrote it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["consolidate", "reshard"])
+def test_plain_files_need_no_conversion(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")
+    with pytest.raises(SystemExit, match="^2$"):
+        main(["checkpoint", command, str(tmp_path / "plain.ckpt"), str(tmp_path / "out")])
+    assert "is one plain file already" in capsys.readouterr().err

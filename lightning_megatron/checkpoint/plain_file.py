@@ -33,7 +33,9 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
             with fsspec.open(text, "rb") as file:
                 found = torch.load(file, map_location="cpu", weights_only=safe)
     except pickle.UnpicklingError as error:
-        lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
+        # What is no archive of torch.save is most likely no checkpoint, and not one of unknown objects.
+        signs = ("GLOBAL", "Unsupported") if "://" in text or zipfile.is_zipfile(text) else ("GLOBAL",)
+        lines = [line.strip() for line in str(error).splitlines() if any(sign in line for sign in signs)]
         if not safe or not lines:
             raise _damaged(text, error) from error
         raise UnsupportedError(
