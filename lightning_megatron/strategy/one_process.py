@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.errors import CheckpointMismatchError
@@ -41,7 +41,8 @@ def describe_for_one_process(
     first_name: dict[int, str] = {}
     names, aliases = [], {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if name in main.names and main.spec(name).tied_to is not None:
+        is_tied_copy = name in main.names and main.spec(name).tied_to is not None
+        if is_tied_copy or not isinstance(tensor, Tensor):
             continue
         names.append(name)
         original = first_name.setdefault(id(tensor), name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron.checkpoint import model_tensors
@@ -66,6 +67,7 @@ def weights_to_save(
     Communication: one gather of names over the world.
     """
     own = module.state_dict()
+    _warn_of_extra_states(own)
     changes = _compare(given, own, main, mesh)
     reports = all_gather_objects(changes, mesh.world_cpu)
     first: dict[tuple[int, int], _Changes] = {}
@@ -91,6 +93,16 @@ def weights_to_save(
             tensors[f"{STATE_DICT}{name}"] = Entry(given[name].detach(), whole_spec(given[name]), is_exclusive=True)
     removed = frozenset().union(*(report.removed for report in first.values()))
     return SavedWeights(tensors, removed, tuple(sorted(added)))
+
+
+def _warn_of_extra_states(own: Mapping[str, Any]) -> None:
+    names = [name for name, value in own.items() if not isinstance(value, Tensor)]
+    if names:
+        rank_zero_warn(
+            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} of the module's state_dict ({len(names)} in "
+            "all) cannot be saved: only tensors can. Put such values into the checkpoint in on_save_checkpoint, under "
+            "a key of their own."
+        )
 
 
 def _compare(given: Mapping[str, Any], own: Mapping[str, Any], main: MainParameters, mesh: ParallelMesh) -> _Changes:

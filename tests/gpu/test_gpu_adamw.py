@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.adam import (
+pytest.importorskip("triton", reason="needs triton, which comes with the CUDA builds of torch")
+
+from tests.kernels.adam import (  # noqa: E402
     CASES,
     Case,
     Slices,
@@ -14,7 +16,7 @@ from tests.kernels.adam import (
     check_narrow_steps,
     check_new_addresses,
 )
-from tests.training.fused_fits import FITS, check_equal
+from tests.training.fused_fits import FITS, check_equal  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

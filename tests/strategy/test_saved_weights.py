@@ -174,6 +174,24 @@ def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
         saved(adds_a_number, tmp_path, {}, 1)
 
 
+class Extra(Tied):
+    """A module with a state that is no tensor."""
+
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("no checkpoint has it")
+
+
+def test_a_state_that_is_no_tensor_is_named_and_not_saved(tmp_path: Path) -> None:
+    trainer, module = trainer_of({}, 1, 1), Extra()
+    trainer.fit(module, DataLoader(torch.ones(2, 4).double(), batch_size=2))
+    with pytest.warns(UserWarning, match="_extra_state of the module's state_dict .1 in all. cannot be saved"):
+        trainer.save_checkpoint(tmp_path / "checkpoint")
+    assert {"first.weight", "second.weight"} >= set(in_one_process(tmp_path / "checkpoint"))
+
+
 def _on_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, change, layout in (
