@@ -163,7 +163,7 @@ class TrainingState:
 
     def _see_raw_backward(self, loss_scale: DynamicLossScale | None) -> None:
         """Notice gradients that a plain ``loss.backward()`` has left."""
-        if self._unfinished or not self._reducer.unreduced(self.main.trained):
+        if self._unfinished or not self._reducer.has_unreduced:
             return
         if loss_scale is not None:
             raise UnsupportedError(

@@ -91,8 +91,7 @@ class FlatBuffer:
             parameter.data = view
         self.slices = {one.name: self._slice(one, specs[one.name]) for one in plan.slices(part)}
         self.load_mains()
-        self._versions: dict[str, int] = {}
-        self._note_versions()
+        self._versions = {name: members[name]._version for name in self.slices}
 
     def gradient_of(self, name: str) -> Tensor:
         """Return the gradient of a whole local parameter, of its shape."""
@@ -129,13 +128,11 @@ class FlatBuffer:
         if self.mains is None:
             return
         for name, one in self.slices.items():
-            if one.half is not None and (hidden or self.members[name]._version != self._versions[name]):
+            version = self.members[name]._version
+            if one.half is not None and (hidden or version != self._versions[name]):
                 is_main = one.main.to(one.half.dtype) == one.half
                 one.main.copy_(torch.where(is_main, one.main, one.half.to(one.main.dtype)))
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        self._versions = {name: parameter._version for name, parameter in self.members.items()}
+                self._versions[name] = version
 
     @property
     def still_holds(self) -> bool:

@@ -185,6 +185,11 @@ class GradientReducer:
         """Return this rank's own sums over the microbatches, as far as there are any that are not finished."""
         return {name: slot.gradient for name, slot in self._slots.items() if name in names and not slot.is_empty}
 
+    @property
+    def has_unreduced(self) -> bool:
+        """Tell whether this rank has any sum that is not finished."""
+        return any(not slot.is_empty for slot in self._slots.values())
+
     def release(self) -> None:
         """Leave gradients with the module's own parameters again."""
         for hook in self._hooks:
