@@ -6,13 +6,14 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from tests.faults.agent import PATIENCE, ROOT, wait_until
+from tests.faults.agent import ROOT, wait_until
+from tests.faults.holder import namespace
 from tests.faults.train import Job
 
 TOOLS = ("mount", "unshare", "nsenter")
@@ -63,22 +64,13 @@ def small_disk(folder: Path, size: int) -> Iterator[Disk]:
     if os.geteuid() or missing:
         pytest.skip(f"a disk of one's own needs root and {', '.join(TOOLS)}: user {os.geteuid()}, missing {missing}")
     folder.mkdir(parents=True, exist_ok=True)
-    script = 'mount -t tmpfs -o "size=$1" tmpfs "$0" && echo ready && exec cat'
-    # It waits for its input to end, which also happens if this process is killed.
-    command = ["unshare", "--mount", "--propagation=private", "sh", "-c", script, os.fspath(folder), str(size)]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None, "there is a pipe"
-    try:
-        if process.stdout.readline() != "ready\n":
-            pytest.skip(f"a small disk cannot be mounted here: {process.communicate(timeout=PATIENCE)[1].strip()}")
+    script = 'mount -t tmpfs -o "size=$1" tmpfs "$0"'
+    with ExitStack() as stack:
+        try:
+            opened = namespace(
+                "--mount", "--propagation=private", script=script, arguments=(os.fspath(folder), str(size))
+            )
+            process = stack.enter_context(opened)
+        except RuntimeError as error:
+            pytest.skip(f"a small disk cannot be mounted here: {error}")
         yield Disk(folder.resolve(), process.pid)
-    finally:
-        process.kill()
-        process.communicate()

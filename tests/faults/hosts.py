@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.holder import namespace
+
 TOOLS = ("ip", "unshare", "nsenter")
 
 
@@ -80,30 +82,12 @@ def run(*command: str) -> None:
 @contextmanager
 def host(name: str, address: str) -> Iterator[Host]:
     """Start a host without network for the length of the block."""
-    script = 'hostname "$0" && echo ready && exec cat'
-    # It waits for its input to end, which also happens if this process is killed.
-    command = ["unshare", "--net", "--uts", "sh", "-c", script, name]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout is not None, "there is a pipe"
-    assert process.stderr is not None, "there is a pipe"
-    try:
-        if process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"{' '.join(command)}: {process.stderr.read().strip()}")
+    with namespace("--net", "--uts", script='hostname "$0"', arguments=(name,)) as process:
         made = Host(name, address, process.pid)
         try:
             yield made
         finally:
             made.kill()
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @contextmanager
