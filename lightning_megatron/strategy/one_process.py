@@ -41,7 +41,7 @@ def describe_for_one_process(
     first_name: dict[int, str] = {}
     names, aliases = [], {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        is_tied_copy = name in main.names and main.spec(name).tied_to is not None
+        is_tied_copy = main.holds(name) and main.spec(name).tied_to is not None
         if is_tied_copy or not isinstance(tensor, Tensor):
             continue
         names.append(name)

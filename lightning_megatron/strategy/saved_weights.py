@@ -120,7 +120,7 @@ def _compare(given: Mapping[str, Any], own: Mapping[str, Any], main: MainParamet
             )
         elif now is None:
             added[name] = digest_of(value) if mesh.model.size > 1 else ""
-        elif not _is_same(value, now, main.main(name).dtype if name in main.names else now.dtype):
+        elif not _is_same(value, now, main.main(name).dtype if main.holds(name) else now.dtype):
             changed.add(name)
             if mesh.tp.size > 1 and value.shape != now.shape:
                 complaints.append(
@@ -184,5 +184,5 @@ def _is_equal(value: Tensor, other: Any) -> bool:
 
 
 def _placement(name: str, value: Tensor, now: Tensor, main: MainParameters) -> ShardSpec:
-    spec = main.spec(name) if name in main.names else whole_spec(now)
+    spec = main.spec(name) if main.holds(name) else whole_spec(now)
     return spec if value.shape == now.shape else whole_spec(value)

@@ -70,7 +70,7 @@ def load_averages(
     for name, first in names.items():
         if name == first and f"{STATE_DICT}{name}" in saved:
             average = own[name].detach().to(saved[f"{STATE_DICT}{name}"].dtype, copy=True)
-            spec = main.spec(name) if name in main.names else whole_spec(average)
+            spec = main.spec(name) if main.holds(name) else whole_spec(average)
             entries[f"{STATE_DICT}{name}"] = Entry(average, spec)
     load_tensors(path, entries, mesh, strict=False, prefix=STATE_DICT)
     metadata["state_dict"] = {

@@ -93,6 +93,10 @@ class MainParameters:
         """List the names of this rank's parameters, frozen ones included, in the order of the model."""
         return tuple(self._parameters)
 
+    def holds(self, name: str) -> bool:
+        """Tell whether a name is one of :attr:`names`, without listing them."""
+        return name in self._parameters
+
     @property
     def slices(self) -> Mapping[str, MainSlice]:
         """What this rank's optimizers train, by name."""
