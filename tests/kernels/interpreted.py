@@ -5,9 +5,7 @@ A program of its own, because Triton decides between interpreter and compiler wh
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
 from collections.abc import Callable
 
 import numpy as np
@@ -19,6 +17,7 @@ from lightning_megatron.kernels import norm
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.kernels.checks import CHECKS, ROUNDOFF, SMALL, Draw, use_kernels_everywhere
 from tests.kernels.models import KINDS, compare_model
+from tests.kernels.program import report_checks
 from tests.oracles import assert_equal
 from tests.world import run_world
 
@@ -78,17 +77,8 @@ def main(selected: list[str]) -> None:
     }
     checks["models"] = lambda: check_models(ParallelMesh.single(seed=0), WHOLE)
     checks["shards"] = lambda: run_world(check_shards, 2)
-    failed = {}
-    for name, check in checks.items():
-        if selected and not any(word in name for word in selected):
-            continue
-        try:
-            check()
-            failed[name] = ""
-        except BaseException:
-            # Whatever went wrong belongs into the report of the test that started this program.
-            failed[name] = traceback.format_exc()
-    print(json.dumps(failed))
+    chosen = {name: check for name, check in checks.items() if not selected or any(w in name for w in selected)}
+    report_checks(chosen)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ A program of its own, because Triton decides between interpreter and compiler wh
 
 from __future__ import annotations
 
-import json
-import traceback
 from collections.abc import Callable
 
 import torch
 
 from lightning_megatron.kernels import adamw
 from tests.kernels.adam import CASES, check_case, check_narrow_moments, check_narrow_steps, check_new_addresses
+from tests.kernels.program import report_checks
 
 SIZES = (1, 15, 256, 900)
 # Small programs, so that a slice has several.
@@ -29,15 +28,7 @@ def main() -> None:
     checks["narrow moments"] = lambda: check_narrow_moments((1, 700, 1000), "cpu")
     checks["narrow steps"] = lambda: check_narrow_steps((700, 500), "cpu")
     checks["new addresses"] = lambda: check_new_addresses("cpu")
-    failed = {}
-    for name, check in checks.items():
-        try:
-            check()
-            failed[name] = ""
-        except BaseException:
-            # Whatever went wrong belongs into the report of the test that started this program.
-            failed[name] = traceback.format_exc()
-    print(json.dumps(failed))
+    report_checks(checks)
 
 
 if __name__ == "__main__":
