@@ -61,6 +61,8 @@ CASES: dict[str, Case] = {
     "llama8_dp2": Case("llama8b_half", 2, 1, 1, layers=8),
     "llama8_tp2": Case("llama8b_half", 2, 4, 2, layers=8, options={"tp": 2}),
     "llama8_tp2_no_sp": Case("llama8b_half", 2, 4, 2, layers=8, options={"tp": 2, "sequence_parallel": False}),
+    "llama8_pp2": Case("llama8b_half", 2, 8, 1, layers=8, options={"pp": 2}),
+    "llama8_pp2_vpp2": Case("llama8b_half", 2, 8, 1, layers=8, options={"pp": 2, "vpp": 2}),
     "llama16_dp4": Case("llama8b_half", 4, 1, 1),
     "llama16_tp4": Case("llama8b_half", 4, 4, 4, options={"tp": 4}),
     "llama16_tp2_pp2": Case("llama8b_half", 4, 8, 1, options={"tp": 2, "pp": 2}),

@@ -68,22 +68,25 @@ def test_layouts_of_four_gpus_train_as_one():
     _compare(4)
 
 
+# Ranks: the layout that saves, and those that go on.
+CHANGES = {2: ("pp2", ("tp2+sp", "dp2", "pp2 vpp2")), 4: ("tp2 pp2", ("tp4+sp", "pp4", "dp4"))}
+
+
 def _save_and_go_on(rank: int, size: int, folder: str) -> dict[str, Report]:
-    job = Job("gpt2-tied", "bf16-mixed", LAYOUTS[4]["tp2 pp2"])
-    train(job, size, "gpu", folder, steps=3)
-    layouts = ("tp4+sp", "pp4", "dp4")
+    first, others = CHANGES[size]
+    train(Job("gpt2-tied", "bf16-mixed", LAYOUTS[size][first]), size, "gpu", folder, steps=3)
     return {
-        name: train(Job("gpt2-tied", "bf16-mixed", LAYOUTS[4][name]), size, "gpu", resume_from=folder)
-        for name in layouts
+        name: train(Job("gpt2-tied", "bf16-mixed", LAYOUTS[size][name]), size, "gpu", resume_from=folder)
+        for name in others
     }
 
 
-@pytest.mark.gpu4
-def test_a_checkpoint_continues_under_other_layouts(tmp_path: Path):
-    if torch.cuda.device_count() < 4:
-        pytest.skip(f"needs 4 GPUs, found {torch.cuda.device_count()}")
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)])
+def test_a_checkpoint_continues_under_other_layouts(size: int, tmp_path: Path):
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
     whole = train(Job("gpt2-tied", "32-true"), 1, "gpu")
-    for reports in run_world(_save_and_go_on, 4, str(tmp_path / "saved"), backend="nccl"):
+    for reports in run_world(_save_and_go_on, size, str(tmp_path / "saved"), backend="nccl"):
         for layout, report in reports.items():
             gaps = [abs(a - b) for a, b in zip(report.losses, whole.losses[3:], strict=True)]
             assert max(gaps) < TOLERANCE["bf16-mixed"], f"{layout}: {gaps}"

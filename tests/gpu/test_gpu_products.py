@@ -90,8 +90,8 @@ def _products(rank: int, size: int) -> None:
     mesh.destroy()
 
 
-@pytest.mark.gpu4
-def test_pipelined_products_equal_plain_ones() -> None:
-    if torch.cuda.device_count() < 4:
-        pytest.skip(f"needs 4 GPUs, found {torch.cuda.device_count()}")
-    run_world(_products, 4, backend="nccl")
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)])
+def test_pipelined_products_equal_plain_ones(size: int) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
+    run_world(_products, size, backend="nccl")
