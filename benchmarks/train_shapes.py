@@ -238,6 +238,7 @@ class SaveStall(Callback):
                 "stall_ms": round(sum(s - median for s in after) * 1e3, 1),
                 "in_steps": round(sum(s - median for s in after) / median, 2),
                 "looked_at_steps": len(after),
+                "first_steps_ms": [round(s * 1e3, 1) for s in after[:8]],
             }
         if trainer.is_global_zero:
             print("background save:", self.result, flush=True)

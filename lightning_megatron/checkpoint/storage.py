@@ -17,6 +17,7 @@ import fsspec
 from lightning_megatron.errors import UnsupportedError
 
 _BLOCK = 1 << 22
+_GATHERED = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,44 @@ class FileRecord:
     checksum: str
 
 
-class HashingStream(io.RawIOBase):
+class HashingStream(io.BufferedWriter):
     """Pass what is written on to a file, counting it, summing it up and remembering the error that ended it.
 
-    The serialiser of torch replaces errors of its stream by its own, which do not say why.
+    The serialiser of torch replaces errors of its stream by its own, which do not say why. It writes a tensor's
+    description in some forty pieces, which are gathered here.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
+        self._sink = _Sink(file)
+        super().__init__(self._sink, _GATHERED)
+
+    @property
+    def error(self) -> OSError | None:
+        """Return what ended the writing."""
+        return self._sink.error
+
+    @property
+    def record(self) -> FileRecord:
+        """Describe what was written so far."""
+        self.flush()
+        return FileRecord(self._sink.size, f"{self._sink.sum:08x}")
+
+
+class _Sink(io.RawIOBase):
+    """Write to a file all that comes, and sum it up."""
+
+    def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
-        self._file, self._size, self._sum = file, 0, 0
+        self._file, self.size, self.sum = file, 0, 0
         self.error: OSError | None = None
 
     def writable(self) -> bool:
         """Tell that this is for writing."""
         return True
+
+    def tell(self) -> int:
+        """Return how much was written (bytes)."""
+        return self.size
 
     def write(self, data: Any) -> int:
         """Write all of ``data``."""
@@ -60,18 +85,9 @@ class HashingStream(io.RawIOBase):
         except OSError as error:
             self.error = error
             raise
-        self._sum = zlib.crc32(view, self._sum)
-        self._size += len(view)
+        self.sum = zlib.crc32(view, self.sum)
+        self.size += len(view)
         return len(view)
-
-    def tell(self) -> int:
-        """Return how much was written (bytes)."""
-        return self._size
-
-    @property
-    def record(self) -> FileRecord:
-        """Describe what was written so far."""
-        return FileRecord(self._size, f"{self._sum:08x}")
 
 
 class Folder(Protocol):
@@ -263,6 +279,7 @@ def writing(folder: Folder, name: str) -> Iterator[HashingStream]:
         with folder.create(name) as file:
             stream = HashingStream(file)
             yield stream
+            stream.flush()
     except BaseException as caught:
         error = stream.error if stream is not None and stream.error is not None else caught
         if not isinstance(error, OSError) or error.errno is None:

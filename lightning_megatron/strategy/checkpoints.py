@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -113,10 +114,12 @@ class RunCheckpoints:
     def reserve(
         self, module: LightningModule, optimizers: Sequence[Optimizer], main: MainParameters, mesh: ParallelMesh
     ) -> None:
-        """Take host memory for saves in the background, once, when the optimizers have made their states."""
+        """Take what saves in the background need, once, when the optimizers have made their states."""
         if self._has_reserved:
             return
         self._has_reserved = True
+        # Lightning imports it to collect its first checkpoint, a tenth of a second that no later step shall wait for.
+        importlib.import_module("omegaconf")
         tensors = dict(model_tensors(module, main))
         for index, optimizer in enumerate(optimizers):
             tensors |= optimizer_tensors(index, optimizer, main)

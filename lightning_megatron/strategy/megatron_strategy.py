@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_megatron.strategy import plain_checkpoint
 from lightning_megatron.strategy.checkpoints import RunCheckpoints
+from lightning_megatron.strategy.garbage import keep_out_of_collections, return_to_collections
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.private import (
@@ -188,6 +189,7 @@ class MegatronStrategy(ModelStrategy):
         super().on_train_start()
         self._checkpoints.restore_random_states(self.root_device)
         self._checkpoints.defers_copies = only_steps_change_weights(self.user_module, self.user_module.trainer)
+        keep_out_of_collections()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -306,6 +308,7 @@ class MegatronStrategy(ModelStrategy):
     @override
     def teardown(self) -> None:
         """Give back what the run has taken: hooks, signal check, groups."""
+        return_to_collections()
         if self._signals is not None:
             self._signals.remove()
             self._signals = None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -263,3 +265,25 @@ def test_data_that_is_random_depends_on_the_data_rank_alone(monkeypatch: pytest.
         draws.append((prepared.generator.initial_seed(), prepared.worker_init_fn.keywords["rank"]))
         assert prepared.sampler.generator.initial_seed() not in dict(draws)
     assert draws[0] == draws[1] != draws[2] == draws[3]
+
+
+class Frozen(Callback):
+    """Note how many objects garbage collections pass over; fail if asked to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.counts = fails, [gc.get_freeze_count()]
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.counts.append(gc.get_freeze_count())
+        if self.fails:
+            raise RuntimeError("as asked")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_collections_pass_over_what_was_there_before_the_training(fails: bool) -> None:
+    seen = Frozen(fails)
+    with pytest.raises(RuntimeError, match="as asked") if fails else nullcontext():
+        trainer_of(callbacks=[seen]).fit(Plain(), lines())
+    before, *during = seen.counts
+    assert min(during) > before + 10_000, "objects of torch and of the model"
+    assert gc.get_freeze_count() == 0
