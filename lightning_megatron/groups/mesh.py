@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_megatron.errors import ParallelPlanError, RankMismatchError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.journal import Journal
+from lightning_megatron.groups.products import release_workspace
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.layout import ParallelLayout
 
@@ -102,6 +103,7 @@ class ParallelMesh:
         backend: str | None = None,
         timeout: timedelta | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
+        pipelines_products: bool = False,
     ) -> ParallelMesh:
         """Build the groups of a layout; every rank of the job must call this with the same layout.
 
@@ -116,6 +118,8 @@ class ParallelMesh:
             backend: ``nccl`` or ``gloo``; None chooses by the device.
             timeout: How long a collective may wait for a rank before the job fails; None leaves torch's default.
             options: NCCL options by axis name, such as ``{"pp": {"max_ctas": 4, "high_priority": True}}``.
+            pipelines_products: Run products at the border of tensor-parallel regions beside their communication, where
+                ``groups.products`` can.
 
         Raises:
             ParallelPlanError: If an initialised process group has another size than the layout.
@@ -131,6 +135,7 @@ class ParallelMesh:
         # Ranks that want different groups would wait for each other in making them.
         check_same_everywhere(builder.everyone(), _layout_fields(layout, sequence_parallel))
         axes = builder.axes()
+        axes["tp"] = replace(axes["tp"], pipelines_products=pipelines_products)
         where, experts = layout.coordinates(builder.rank), layout.expert_coordinates(builder.rank)
         random = RandomStreams(
             seed, tp=where["tp"], cp=where["cp"], ep=experts["ep"], etp=experts["etp"], device=device
@@ -159,6 +164,7 @@ class ParallelMesh:
         """Give all process groups of this mesh back, so that another one can be built in this process."""
         if not dist.is_initialized():
             return
+        release_workspace(self.tp)
         if self.owns_world:
             dist.destroy_process_group()
             return

@@ -8,7 +8,7 @@ run one after the other. None of them is seen by autograd.
 from __future__ import annotations
 
 import torch
-import torch.distributed._symmetric_memory  # noqa: F401 (registers torch.ops.symm_mem)
+import torch.distributed._symmetric_memory as symmetric_memory  # registers torch.ops.symm_mem
 from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
@@ -54,6 +54,12 @@ def scattered_product(x: Tensor, matrix: Tensor, axis: MeshAxis) -> Tensor:
         name = axis.group.group_name
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), matrix, "sum", 0, name)
     return reduce_scatter_sequence(x @ matrix, axis)
+
+
+def release_workspace(axis: MeshAxis) -> None:
+    """Give back the memory that an axis's ranks share, which torch keeps under the name of their group."""
+    if axis.pipelines_products and axis.group is not None:
+        symmetric_memory._group_name_to_workspace_tensor.pop(axis.group.group_name, None)
 
 
 def _is_pipelined(x: Tensor, matrix: Tensor, axis: MeshAxis) -> bool:

@@ -79,6 +79,9 @@ class MegatronStrategy(ModelStrategy):
         overlap_gradients: Whether the sum over the data-parallel ranks starts inside the backward pass.
         overlap_parameters: Whether updated parameters are gathered while the next forward pass begins. None means
             True unless a callback might read parameters before.
+        overlap_tensor_parallel: Whether the matrix products at the border of a sequence that tp shares are cut into
+            pieces that run beside their communication, through memory that the ranks share: in half precisions on GPUs
+            of one host that reach each other directly (NVLink). It takes two buffers of a microbatch's activation.
         check_gradients: Whether a gradient that is infinite or not a number ends the run, naming parameter and rank;
             costs a wait for the device at every step.
         async_save: Whether checkpoints are written behind the training.
@@ -115,6 +118,7 @@ class MegatronStrategy(ModelStrategy):
         gradient_dtype: Literal["float32", "bfloat16"] = "float32",
         overlap_gradients: bool = True,
         overlap_parameters: bool | None = None,
+        overlap_tensor_parallel: bool = False,
         check_gradients: bool = False,
         async_save: bool = False,
         moments_dtype: Literal["float32", "bfloat16"] = "float32",
@@ -143,6 +147,7 @@ class MegatronStrategy(ModelStrategy):
             gradient_dtype=gradient_dtype,
             overlap_gradients=overlap_gradients,
             overlap_parameters=overlap_parameters,
+            overlap_tensor_parallel=overlap_tensor_parallel,
             check_gradients=check_gradients,
             async_save=async_save,
             moments_dtype=moments_dtype,

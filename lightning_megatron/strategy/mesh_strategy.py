@@ -57,6 +57,7 @@ class MeshStrategy(ParallelStrategy):
         timeout: How long a collective may wait for a rank; None leaves torch's default.
         process_group_backend: ``nccl`` or ``gloo``; None chooses by the device.
         nccl_options: NCCL options by axis.
+        pipelines_products: Whether the mesh cuts products at the border of the sequence's shards.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class MeshStrategy(ParallelStrategy):
         timeout: timedelta | None,
         process_group_backend: str | None,
         nccl_options: Mapping[str, Mapping[str, Any]] | None,
+        pipelines_products: bool = False,
     ) -> None:
         self._sizes = dict(sizes)
         self._sequence_parallel = sequence_parallel
         self._timeout = timeout
         self._backend = process_group_backend
         self._nccl_options = nccl_options
+        self._pipelines_products = pipelines_products
         self._num_nodes = 1
         self._layout: ParallelLayout | None = None
         self._mesh: ParallelMesh | None = None
@@ -228,6 +231,7 @@ class MeshStrategy(ParallelStrategy):
             backend=self._backend,
             timeout=self._timeout,
             options=self._nccl_options,
+            pipelines_products=self._pipelines_products,
         )
         agreed, job = broadcast_object((seed, uuid.uuid4().hex[:12]), mesh.world_cpu)
         if agreed != seed:

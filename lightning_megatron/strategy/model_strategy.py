@@ -41,7 +41,7 @@ from lightning_megatron.strategy.private import (
 )
 from lightning_megatron.strategy.scheduled_loop import install_scheduled_loop
 from lightning_megatron.strategy.signals import SignalAgreement
-from lightning_megatron.strategy.sizes import check_sizes
+from lightning_megatron.strategy.sizes import check_hosts, check_sizes
 from lightning_megatron.strategy.step import StepRunner
 from lightning_megatron.strategy.training_state import TrainingState
 from lightning_megatron.swap import parallelize
@@ -65,6 +65,7 @@ class ModelStrategy(MeshStrategy):
             options.timeout_delta,
             options.process_group_backend,
             options.nccl_options,
+            options.overlap_tensor_parallel,
         )
         self._state: TrainingState | None = None
         self._executor: PipelineExecutor | None = None
@@ -99,6 +100,7 @@ class ModelStrategy(MeshStrategy):
     @override
     def check_run(self, arguments: Mapping[str, Any]) -> None:
         check_sizes(self.user_module, self.options, self.layout, arguments)
+        check_hosts(self.options, self.layout, self.num_processes)
 
     @override
     def setup_environment(self) -> None:
@@ -123,7 +125,8 @@ class ModelStrategy(MeshStrategy):
         for record in parallelize(module, self.mesh, self.options.tensor_parallel_plan):
             rank_zero_info(str(record))
         models = find_models(module, self.options.recompute)
-        for note in self.options.notes(self.precision_plugin.precision, has_models=bool(models)):
+        kind = self.root_device.type
+        for note in self.options.notes(self.precision_plugin.precision, kind, has_models=bool(models)):
             rank_zero_info(note)
         self.precision_plugin.converts_inputs = not models
         self.model = self.precision_plugin.convert_module(module)

@@ -45,6 +45,7 @@ class StrategyOptions:
     gradient_dtype: str
     overlap_gradients: bool
     overlap_parameters: bool | None
+    overlap_tensor_parallel: bool
     check_gradients: bool
     async_save: bool
     moments_dtype: str
@@ -64,6 +65,12 @@ class StrategyOptions:
                 "sequence_parallel (True) needs tp above 1, because it cuts the sequence over the tensor-parallel "
                 "ranks. Use "
                 "tp of 2 or more, or leave sequence_parallel out."
+            )
+        if self.overlap_tensor_parallel and not self.shards_sequence:
+            raise ParallelPlanError(
+                f"overlap_tensor_parallel needs tp above 1 and sequence_parallel: tp is {self.tp}, sequence_parallel "
+                f"{self.shards_sequence}. It cuts the products at the border of a sequence that is shared, which "
+                "there is none of. Use tp of 2 or more with sequence_parallel, or leave it out."
             )
         if self.recompute is not None:
             check_recompute(self.recompute)
@@ -96,7 +103,7 @@ class StrategyOptions:
         """Return all arguments by name."""
         return asdict(self)
 
-    def notes(self, precision: str, has_models: bool) -> list[str]:
+    def notes(self, precision: str, device_type: str, has_models: bool) -> list[str]:
         """Say what was chosen for the user where an argument was left open."""
         notes = []
         if self.sequence_parallel is None and self.tp > 1 and has_models:
@@ -106,6 +113,11 @@ class StrategyOptions:
                 "precision bf16-mixed: bfloat16 parameters with float32 main parameters and gradients, no autocast. "
                 "(On CPU Lightning "
                 "replaces 16-mixed by it.)"
+            )
+        if self.overlap_tensor_parallel and (device_type != "cuda" or precision == "32-true"):
+            notes.append(
+                f"overlap_tensor_parallel has no effect with precision {precision} on {device_type}: products in half "
+                "types on GPUs are cut, others run after or before their communication."
             )
         return notes
 

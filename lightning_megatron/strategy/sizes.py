@@ -43,6 +43,29 @@ def check_sizes(
         check_batch_size(batch_size, options, layout)
 
 
+def check_hosts(options: StrategyOptions, layout: ParallelLayout, ranks_per_host: int) -> None:
+    """Refuse to share memory among tensor-parallel ranks of several hosts.
+
+    Args:
+        options: The strategy's arguments.
+        layout: Sizes and order of the axes.
+        ranks_per_host: Processes on every host (ranks).
+
+    Raises:
+        ParallelPlanError: If overlap_tensor_parallel is on and tp reaches over hosts.
+    """
+    if not options.overlap_tensor_parallel:
+        return
+    for ranks in layout.groups("tp"):
+        if len({rank // ranks_per_host for rank in ranks}) > 1:
+            raise ParallelPlanError(
+                f"with overlap_tensor_parallel the tensor-parallel ranks must be on one host: with {ranks_per_host} "
+                f"ranks on a host, tp ({layout.tp}) and order {options.order!r}, ranks {ranks} are not. They read each "
+                f"other's memory. Use a tp that divides {ranks_per_host} and an order that begins with tp, or leave "
+                "overlap_tensor_parallel out."
+            )
+
+
 def check_optimization(module: LightningModule, pp: int) -> None:
     """Refuse manual optimization of a model in several stages.
 

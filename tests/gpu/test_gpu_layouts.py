@@ -12,9 +12,17 @@ from tests.world import run_world
 
 LAYOUTS = {
     1: {"dp1": {}},
-    2: {"tp2+sp": {"tp": 2}, "pp2": {"pp": 2}, "pp2 vpp2": {"pp": 2, "vpp": 2}, "dp2": {}},
+    2: {
+        "tp2+sp": {"tp": 2},
+        "tp2+sp overlapped": {"tp": 2, "overlap_tensor_parallel": True},
+        "pp2": {"pp": 2},
+        "pp2 vpp2": {"pp": 2, "vpp": 2},
+        "dp2": {},
+    },
     4: {
         "tp4+sp": {"tp": 4},
+        "tp4+sp overlapped": {"tp": 4, "overlap_tensor_parallel": True},
+        "tp2+sp dp2 overlapped": {"tp": 2, "overlap_tensor_parallel": True},
         "tp4": {"tp": 4, "sequence_parallel": False},
         "pp4": {"pp": 4},
         "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},

@@ -71,8 +71,9 @@ def test_the_embedding_sums_its_gradient_alike_in_every_run() -> None:
 
 
 def _products(rank: int, size: int) -> None:
-    mesh = ParallelMesh.create(ParallelLayout(size, tp=size), device=f"cuda:{rank}", sequence_parallel=True)
-    plain, pipelined = mesh.tp, replace(mesh.tp, pipelines_products=True)
+    layout = ParallelLayout(size, tp=size)
+    mesh = ParallelMesh.create(layout, device=f"cuda:{rank}", sequence_parallel=True, pipelines_products=True)
+    plain, pipelined = replace(mesh.tp, pipelines_products=False), mesh.tp
     for rows in (64, 256):
         x, matrix = _draw(rows, 2, 512, seed=rank), _draw(768, 512, seed=9).t()
         full, product = gathered_product(x, matrix, plain, keep=True)

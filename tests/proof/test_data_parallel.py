@@ -30,7 +30,7 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "pp2 dp2, zero 0": SMALL | {"pp": 2, "zero": 0},
     "pp2 dp2, whole parameters": {"pp": 2, "optimizer_slices": "parameters"},
     "pp2 vpp2 dp2, many buckets": SMALL | {"pp": 2, "vpp": 2, "overlap_parameters": True},
-    "tp2 dp2 sp, many buckets": SMALL | {"tp": 2, "overlap_parameters": True},
+    "tp2 dp2 sp, many buckets": SMALL | {"tp": 2, "overlap_parameters": True, "overlap_tensor_parallel": True},
     "tp2 dp2 sp, whole parameters": {"tp": 2, "optimizer_slices": "parameters"},
     "tp2 dp2 sp, zero 0": SMALL | {"tp": 2, "zero": 0},
     "tp2 pp2": SMALL | {"tp": 2, "pp": 2},

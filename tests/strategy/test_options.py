@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_megatron import MegatronStrategy, ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.sizes import check_hosts
 
 
 def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
@@ -33,6 +36,12 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         ({"schedule": "zigzag"}, ParallelPlanError, "one of 1f1b, interleaved, gpipe"),
         ({"microbatch_size": 0}, ParallelPlanError, "microbatch_size must be a positive integer"),
         ({"sequence_parallel": True}, ParallelPlanError, "needs tp above 1"),
+        ({"overlap_tensor_parallel": True}, ParallelPlanError, "needs tp above 1 and sequence_parallel: tp is 1"),
+        (
+            {"tp": 2, "sequence_parallel": False, "overlap_tensor_parallel": True},
+            ParallelPlanError,
+            "sequence_parallel False",
+        ),
         ({"recompute": "some"}, UnsupportedError, "one of none, selective, full"),
     ],
 )
@@ -66,7 +75,36 @@ def test_sequence_parallel_follows_tp_unless_it_is_given() -> None:
     assert MegatronStrategy(tp=2).options.shards_sequence
     assert not MegatronStrategy().options.shards_sequence
     assert not MegatronStrategy(tp=2, sequence_parallel=False).options.shards_sequence
-    assert "sequence_parallel is on" in MegatronStrategy(tp=2).options.notes("32-true", has_models=True)[0]
+    assert "sequence_parallel is on" in MegatronStrategy(tp=2).options.notes("32-true", "cpu", has_models=True)[0]
+
+
+def test_overlap_in_products_is_told_of_where_it_does_nothing() -> None:
+    options = MegatronStrategy(tp=2, overlap_tensor_parallel=True).options
+    for precision, kind in (("bf16-mixed", "cpu"), ("32-true", "cuda")):
+        assert "has no effect" in options.notes(precision, kind, has_models=False)[-1]
+    assert not any("no effect" in note for note in options.notes("bf16-mixed", "cuda", has_models=False))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks_per_host", "across"),
+    [
+        (ParallelLayout(8, tp=4), 4, None),
+        (ParallelLayout(8, tp=2), 4, None),
+        (ParallelLayout(8, tp=8), 4, "[0, 1, 2, 3, 4, 5, 6, 7]"),
+        (ParallelLayout(8, tp=4, order="dp-tp-pp"), 4, "[0, 2, 4, 6]"),
+        (ParallelLayout(6, tp=2), 3, "[2, 3]"),
+    ],
+)
+def test_ranks_that_share_memory_must_be_on_one_host(
+    layout: ParallelLayout, ranks_per_host: int, across: str | None
+) -> None:
+    check_hosts(MegatronStrategy(tp=layout.tp).options, layout, ranks_per_host)
+    options = MegatronStrategy(tp=layout.tp, overlap_tensor_parallel=True).options
+    if across is None:
+        check_hosts(options, layout, ranks_per_host)
+        return
+    with pytest.raises(ParallelPlanError, match=re.escape(f"ranks {across} are not")):
+        check_hosts(options, layout, ranks_per_host)
 
 
 def test_the_schedule_follows_vpp() -> None:
