@@ -51,13 +51,11 @@ class RankState:
         rank: That rank's global rank.
         same_data: Whether the job that saved it cut its data among as many ranks; if not, values that say which samples
             were read are not this rank's.
-        same_layout: Whether it had the same layout altogether.
     """
 
     values: dict[str, Any]
     rank: int
     same_data: bool
-    same_layout: bool
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -211,7 +209,7 @@ def load_rank_state(path: str | os.PathLike[str], mesh: ParallelMesh, weights_on
     ranks = range(saved.rank_offset, saved.rank_offset + saved.world_size)
     rank = next(rank for rank in ranks if saved.coordinates(rank) == place) - saved.rank_offset
     values = load_rank_states(path, [rank], weights_only)[rank]
-    return RankState(values, rank, (saved.dp, saved.cp) == (now.dp, now.cp), saved == now)
+    return RankState(values, rank, (saved.dp, saved.cp) == (now.dp, now.cp))
 
 
 def load_rank_states(

@@ -32,11 +32,6 @@ def reduce_from_axis(x: Tensor, axis: MeshAxis) -> Tensor:
     return x if axis.group is None else _Conjugate.apply(x, axis, _summed, _same, 0)
 
 
-def split_to_axis(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    """Keep this rank's part of a replicated tensor along ``dim``: forward split, backward all-gather."""
-    return x if axis.group is None else _Conjugate.apply(x, axis, _split, _gathered, dim)
-
-
 def gather_from_axis(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     """Join the parts along ``dim`` for a replicated use: forward all-gather, backward split."""
     return x if axis.group is None else _Conjugate.apply(x, axis, _gathered, _split, dim)
@@ -127,14 +122,6 @@ def broadcast_(x: Tensor, axis: MeshAxis, source: int = 0) -> Tensor:
         axis.note("broadcast")
         dist.broadcast(x, axis.ranks[source], group=axis.group)
     return x
-
-
-def all_gather_stack(x: Tensor, axis: MeshAxis) -> Tensor:
-    """Stack the axis's tensors along a new first dimension, without autograd.
-
-    Shapes: x ``(...)``; result ``(axis.size, ...)``.
-    """
-    return x.unsqueeze(0) if axis.group is None else _gathered(x.detach().unsqueeze(0), axis, 0)
 
 
 def all_gather_objects(obj: Any, axis: MeshAxis) -> list[Any]:

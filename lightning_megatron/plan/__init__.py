@@ -3,7 +3,7 @@
 from lightning_megatron.plan.activations import KeptActivations, ModelShape
 from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
 from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
-from lightning_megatron.plan.budget import StageMemory, TrainingShape, estimate_memory, memory_table
+from lightning_megatron.plan.budget import StageMemory, TrainingShape, estimate_memory
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.schedule import Action, Schedule, build_schedule
 from lightning_megatron.plan.shards import (
@@ -44,7 +44,6 @@ __all__ = [
     "even_range",
     "flat_range_boxes",
     "gated_ranges",
-    "memory_table",
     "padded_vocab_size",
     "plan_by_elements",
     "plan_by_parameters",

@@ -165,14 +165,6 @@ class BufferPlan:
         bucket, index = self._places[name]
         return self.buckets[bucket].placed[index]
 
-    def bucket_of(self, name: str) -> int:
-        """Return the index of the bucket that holds a parameter.
-
-        Raises:
-            KeyError: if the buffer has no such parameter.
-        """
-        return self._places[name][0]
-
     @cached_property
     def _places(self) -> dict[str, tuple[int, int]]:
         return {

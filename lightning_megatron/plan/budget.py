@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
@@ -189,20 +189,6 @@ def static_bytes(num_parameters: int, data_ranks: int, training: TrainingShape) 
         "mains": owned * training.main_bytes,
         "optimizer": owned * training.state_bytes,
     }
-
-
-def memory_table(estimates: Iterable[StageMemory]) -> str:
-    """Format estimates as a table in GiB, one column for each stage."""
-    estimates = list(estimates)
-    rows = [("GiB a rank", *(f"stage {one.stage}" for one in estimates))]
-    for field in fields(StageMemory):
-        if field.name not in ("stage", "moment", "in_flight", "num_parameters"):
-            rows.append((field.name, *(f"{getattr(one, field.name) / GIB:.2f}" for one in estimates)))
-    rows.append(("peak", *(f"{one.peak / GIB:.2f}" for one in estimates)))
-    rows.append(("  during", *(one.moment for one in estimates)))
-    rows.append(("  microbatches held", *(str(one.in_flight) for one in estimates)))
-    rows.append(("  parameters (M)", *(f"{one.num_parameters / 1e6:.1f}" for one in estimates)))
-    return align_columns(rows)
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:

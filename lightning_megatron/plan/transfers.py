@@ -73,21 +73,6 @@ class Program:
         require_index("rank", rank, "pp", self.schedule.num_stages)
         return self.rows[rank]
 
-    def peak_in_flight(self, rank: int) -> int:
-        """Return how many forwards' activations a stage holds at most.
-
-        A forward's activations live until its backward (or weight gradient) is done; without a backward, only while it
-        runs.
-        """
-        if self.schedule.forward_only:
-            return min(1, len(self.schedule.actions(rank)))
-        alive = peak = 0
-        change = {"F": 1, "B": -1, "I": 0, "W": -1}
-        for action in self.schedule.actions(rank):
-            alive += change[action.kind]
-            peak = max(peak, alive)
-        return peak
-
 
 @dataclass(frozen=True)
 class _Delivery:

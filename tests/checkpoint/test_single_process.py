@@ -56,7 +56,7 @@ def test_values_tensors_and_rank_state_come_back(tmp_path: Path) -> None:
     assert load_metadata(path, weights_only=True) == {"step": 7, "nested": {"lr": [0.1]}}
     state = load_rank_state(path, MESH)
     assert state.values == {"seen": torch.tensor(5)}
-    assert state.same_layout
+    assert state.same_data
     assert read_full(path)["state_dict.weight"].tolist() == [1.0] * 3
     assert [file.name for file in tmp_path.joinpath("deep").iterdir()] == ["checkpoint"]
 

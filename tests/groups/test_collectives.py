@@ -12,7 +12,6 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import (
     all_gather_objects,
     all_gather_sequence,
-    all_gather_stack,
     all_reduce_,
     broadcast_,
     broadcast_object,
@@ -20,7 +19,6 @@ from lightning_megatron.groups.collectives import (
     gather_from_axis,
     reduce_from_axis,
     reduce_scatter_sequence,
-    split_to_axis,
 )
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -31,8 +29,6 @@ from tests.world import run_world
 PAIRS = [
     copy_to_axis,
     reduce_from_axis,
-    lambda x, axis: split_to_axis(x, axis, 0),
-    lambda x, axis: split_to_axis(x, axis, 1),
     lambda x, axis: gather_from_axis(x, axis, 0),
     lambda x, axis: gather_from_axis(x, axis, 2),
     lambda x, axis: all_gather_sequence(x, axis, 0),
@@ -58,9 +54,6 @@ def _expected(axis: MeshAxis) -> list[tuple[torch.Tensor, torch.Tensor]]:
     rows = []
     rows.append((xs[me], sum(weight(r, xs[0]) for r in range(n))))
     rows.append((total, weight(me, total)))
-    for dim in (0, 1):
-        part = xs[me].chunk(n, dim)[me]
-        rows.append((part, torch.cat([weight(r, part) for r in range(n)], dim)))
     for dim in (0, 2):
         joined = torch.cat(xs, dim)
         rows.append((joined, weight(me, joined).chunk(n, dim)[me]))
@@ -95,7 +88,6 @@ def _check_plain(axis: MeshAxis) -> None:
     }.items():
         torch.testing.assert_close(all_reduce_(mine.clone(), axis, op), expected)
     assert torch.equal(broadcast_(mine.clone(), axis, axis.size - 1), everyone[-1])
-    assert torch.equal(all_gather_stack(mine, axis), everyone)
     assert all_gather_objects(axis.rank, axis) == list(range(axis.size))
     assert broadcast_object(f"from {axis.rank}", axis, axis.size - 1) == f"from {axis.size - 1}"
 
@@ -117,7 +109,7 @@ def _check_fingerprint(rank: int, mesh: ParallelMesh) -> None:
 
 def _check_bad_gather(axis: MeshAxis) -> None:
     with pytest.raises(ValueError, match=r"dimension 0 \(3\) must be a multiple of tp \(2\).*Pad it to 4"):
-        split_to_axis(torch.zeros(3), axis, 0)
+        reduce_scatter_sequence(torch.zeros(3), axis)
 
 
 def _world(rank: int, size: int) -> dict[str, tuple[int, ...]]:

@@ -203,10 +203,3 @@ def test_split_backwards_send_the_gradient_of_the_input_only() -> None:
         for step in program.instructions(1)
     ]
     assert kinds == ["Exchange", "ComputeF", "ComputeI", "Exchange", "ComputeW"]
-
-
-def test_activations_in_flight() -> None:
-    assert [plan_transfers(build_schedule("1f1b", 4, 8)).peak_in_flight(rank) for rank in range(4)] == [4, 3, 2, 1]
-    assert [plan_transfers(build_schedule("gpipe", 2, 8)).peak_in_flight(rank) for rank in range(2)] == [8, 8]
-    assert plan_transfers(build_schedule("interleaved", 4, 8, 2)).peak_in_flight(0) == 11
-    assert plan_transfers(build_schedule("gpipe", 2, 8, forward_only=True)).peak_in_flight(0) == 1

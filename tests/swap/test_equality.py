@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.collectives import all_gather_stack
+from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
@@ -155,7 +155,7 @@ def dropout(note: Comparison, mesh: ParallelMesh) -> None:
     before = torch.get_rng_state()
     first = ours(x)
     assert torch.equal(before, torch.get_rng_state()), "the default generator is left alone"
-    for other in all_gather_stack(first, mesh.tp):
+    for other in all_gather_objects(first.detach(), mesh.tp):
         note.add("outputs under dropout agree on all ranks", first.detach(), other)
     first.square().sum().backward()
     grads = [p.grad.clone() for p in ours.parameters()]
@@ -171,7 +171,7 @@ def dropout(note: Comparison, mesh: ParallelMesh) -> None:
     kept = (ours[2](torch.ones(64).double()) != 0).double()
     different = all(
         not torch.equal(kept, other)
-        for rank, other in enumerate(all_gather_stack(kept, mesh.tp))
+        for rank, other in enumerate(all_gather_objects(kept, mesh.tp))
         if rank != mesh.tp.rank
     )
     assert different, "masks between column and row differ by rank"
