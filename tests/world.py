@@ -24,12 +24,14 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "glo
     With ``nccl`` each process has the GPU of its rank. The variables that a launcher would set are there, so that a
     Trainer in ``fn`` takes these processes for its own.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
     results: Any = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         processes = [
-            context.Process(target=_enter, args=(fn, rank, size, store, backend, results, args)) for rank in range(size)
+            context.Process(target=_enter, args=(fn, rank, size, store, backend, results, dict(os.environ), args))
+            for rank in range(size)
         ]
         for process in processes:
             process.start()
@@ -58,10 +60,18 @@ def _collect(results: Any, processes: list[Any], size: int) -> list[Any]:
 
 
 def _enter(
-    fn: Callable[..., Any], rank: int, size: int, store: str, backend: str, results: Any, args: tuple[Any, ...]
+    fn: Callable[..., Any],
+    rank: int,
+    size: int,
+    store: str,
+    backend: str,
+    results: Any,
+    variables: dict[str, str],
+    args: tuple[Any, ...],
 ) -> None:
+    os.environ.clear()
     os.environ.update(
-        LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        variables, LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
     )
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else None

@@ -5,16 +5,26 @@ from __future__ import annotations
 import gc
 
 
-def keep_out_of_collections() -> None:
-    """Let collections of this process pass over all objects that there are now.
+class LongLived:
+    """Let collections of this process pass over the objects that a training finds when it starts.
 
     A full collection goes through every object of torch, Lightning and the model, a quarter of a second in which no
-    Python code runs; it comes at another step on every rank, and all ranks wait for each of them.
+    Python code runs; it comes at another step on every rank, and all ranks wait for each of them. A program that has
+    frozen objects itself knows about that and is left alone.
     """
-    gc.collect()
-    gc.freeze()
 
+    def __init__(self) -> None:
+        self._frozen = False
 
-def return_to_collections() -> None:
-    """Let collections see all objects again."""
-    gc.unfreeze()
+    def freeze(self) -> None:
+        """Collect what nobody needs, and pass over all other objects that there are now."""
+        if not gc.get_freeze_count():
+            gc.collect()
+            gc.freeze()
+            self._frozen = True
+
+    def release(self) -> None:
+        """Let collections see them again."""
+        if self._frozen:
+            gc.unfreeze()
+            self._frozen = False

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_megatron.strategy import plain_checkpoint
 from lightning_megatron.strategy.checkpoints import RunCheckpoints
-from lightning_megatron.strategy.garbage import keep_out_of_collections, return_to_collections
+from lightning_megatron.strategy.garbage import LongLived
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.private import (
@@ -154,6 +154,7 @@ class MegatronStrategy(ModelStrategy):
         )
         super().__init__(options)
         self._checkpoints = RunCheckpoints()
+        self._long_lived = LongLived()
         #: Whose callbacks are told of what this strategy does.
         self._prepared: Trainer | None = None
 
@@ -194,7 +195,7 @@ class MegatronStrategy(ModelStrategy):
         super().on_train_start()
         self._checkpoints.restore_random_states(self.root_device)
         self._checkpoints.defers_copies = only_steps_change_weights(self.user_module, self.user_module.trainer)
-        keep_out_of_collections()
+        self._long_lived.freeze()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -313,7 +314,7 @@ class MegatronStrategy(ModelStrategy):
     @override
     def teardown(self) -> None:
         """Give back what the run has taken: hooks, signal check, groups."""
-        return_to_collections()
+        self._long_lived.release()
         if self._signals is not None:
             self._signals.remove()
             self._signals = None
