@@ -1,4 +1,4 @@
-"""The shape of a GPT: one frozen record for the GPT-2 and the Llama family."""
+"""The shape of a GPT: one frozen record for every family of decoders."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.models.config_checks import Activation, check_config, settled
 from lightning_megatron.plan.activations import ModelShape
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.shards import attention_ranges, even_range
 from lightning_megatron.plan.stages import split_layers
 
@@ -28,14 +30,26 @@ class GPTConfig:
         num_kv_heads: Key/value heads, a divisor of num_heads; None means num_heads (heads).
         head_dim: Size of a head; None means hidden_size / num_heads (elements).
         ffn_hidden_size: Inner features of the MLP; None means 4 hidden_size (elements).
-        activation: ``gelu`` (exact), ``gelu_tanh`` or ``swiglu``.
+        activation: ``gelu`` (exact), ``gelu_tanh``, ``relu``; with a gate ``swiglu``, ``geglu``, ``geglu_tanh``.
         norm: ``layernorm`` or ``rmsnorm``.
         norm_eps: Added to variances.
         norm_position: ``pre`` (norms before the residual sums, and a final one) or ``post`` (after them, and no final
             one).
         position: ``learned`` or ``rotary``.
         rotary_base: Ratio of the longest to the shortest rotary wavelength.
+        rotary_dim: Elements of a head that are rotated, the first ones; None means all (elements).
+        rotary_scaling: How rotary angles are stretched for longer sequences; None means not at all.
         bias: Whether linear layers and LayerNorms have biases.
+        qkv_bias: Whether the projections to queries, keys and values have; None means ``bias``.
+        output_bias: Whether the attention's output projection has; None means ``bias``.
+        mlp_bias: Whether both projections of the MLP have; None means ``bias``.
+        qk_norm: Whether every query and key head goes through an RMSNorm before it is rotated.
+        norm_offset: RMSNorms multiply by their weight plus this.
+        embedding_scale: Token vectors are multiplied by it, rounded to the model's dtype.
+        attention_scale: Scores are multiplied by it; None means head_dim to the power of -0.5.
+        sliding_window: How many positions one sees, itself and those before it; None means all (tokens).
+        window_layers: Which layers have the window; None means all.
+        parallel_residual: Whether attention and MLP of a block both read the same residual stream.
         tie_embeddings: Whether the output head shares the token embedding's weight.
         hidden_dropout: Probability that an element is dropped after the embedding and before each residual sum.
         attention_dropout: Probability that an attention weight is dropped.
@@ -54,13 +68,25 @@ class GPTConfig:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     ffn_hidden_size: int | None = None
-    activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"
+    activation: Activation = "gelu_tanh"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
     norm_position: Literal["pre", "post"] = "pre"
     position: Literal["learned", "rotary"] = "learned"
     rotary_base: float = 10000.0
+    rotary_dim: int | None = None
+    rotary_scaling: RotaryScaling | None = None
     bias: bool = True
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    mlp_bias: bool | None = None
+    qk_norm: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    sliding_window: int | None = None
+    window_layers: tuple[bool, ...] | None = None
+    parallel_residual: bool = False
     tie_embeddings: bool = True
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -68,36 +94,10 @@ class GPTConfig:
     vocab_multiple: int = 128
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "max_seq_length", "num_layers", "hidden_size", "num_heads", "vocab_multiple"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "be at least 1", "sizes are counts")
-        for name in ("num_kv_heads", "head_dim", "ffn_hidden_size"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "be at least 1 or None", "sizes are counts")
-        for name in ("hidden_dropout", "attention_dropout"):
-            value = getattr(self, name)
-            _require(0.0 <= value < 1.0, name, value, "lie in [0, 1)", "it is a probability")
-        choices = {
-            "activation": ("gelu", "gelu_tanh", "swiglu"),
-            "norm": ("layernorm", "rmsnorm"),
-            "norm_position": ("pre", "post"),
-            "position": ("learned", "rotary"),
-        }
-        for name, legal in choices.items():
-            _require(
-                getattr(self, name) in legal, name, getattr(self, name), f"be one of {', '.join(legal)}", "no other"
-            )
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise ParallelPlanError(
-                f"hidden_size ({self.hidden_size}) must be a multiple of num_heads ({self.num_heads}), because each "
-                "head takes an equal part. "
-                f"Use a hidden_size of {-(-self.hidden_size // self.num_heads) * self.num_heads}, or give head_dim."
-            )
-        if self.position == "rotary" and self.head_size % 2:
-            raise ParallelPlanError(
-                f"head_dim ({self.head_size}) must be even, because rotary positions turn pairs. "
-                f"Use {self.head_size + 1} or learned positions."
-            )
-        attention_ranges(self.num_heads, self.kv_heads, self.head_size, 1, 0)
+        # A file of settings has a list and a mapping where this record has what can be hashed.
+        object.__setattr__(self, "window_layers", settled(self.window_layers, tuple))
+        object.__setattr__(self, "rotary_scaling", settled(self.rotary_scaling, RotaryScaling))
+        check_config(self)
 
     @classmethod
     def gpt2(cls, **sizes: Any) -> GPTConfig:
@@ -148,6 +148,35 @@ class GPTConfig:
         """Return the inner features of the MLP (elements)."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
+    @property
+    def rotary_size(self) -> int:
+        """Return how many elements of a head are rotated, 0 for learned positions (elements)."""
+        return (self.rotary_dim or self.head_size) if self.position == "rotary" else 0
+
+    @property
+    def is_gated(self) -> bool:
+        """Tell whether the first projection of the MLP has a gate beside it."""
+        return self.activation in ("swiglu", "geglu", "geglu_tanh")
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Tell whether the projections to queries, keys and values add biases."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Tell whether the attention's output projection adds a bias."""
+        return self.bias if self.output_bias is None else self.output_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Tell whether both projections of the MLP add biases."""
+        return self.bias if self.mlp_bias is None else self.mlp_bias
+
+    def window_of(self, layer: int) -> int | None:
+        """Return how many positions one sees in a layer, itself included; None means all before it (tokens)."""
+        return self.sliding_window if self.window_layers is None or self.window_layers[layer] else None
+
     def stage_layers(self, layout: ParallelLayout) -> tuple[tuple[range, ...], ...]:
         """Return ``layers[stage][chunk]``, the global indices of the layers that each virtual stage holds.
 
@@ -172,7 +201,7 @@ class GPTConfig:
             vocab_size=self.vocab_size,
             vocab_multiple=self.vocab_multiple,
             num_positions=self.max_seq_length if self.position == "learned" else 0,
-            gated=self.activation == "swiglu",
+            gated=self.is_gated,
             norm=self.norm,
             bias=self.bias,
             tied=self.tie_embeddings,
@@ -236,11 +265,6 @@ class GPTConfig:
     def _head_cost(self) -> float:
         """Return the multiplications of the output head over those of one layer, per token."""
         heads = (2 * self.num_heads + 2 * self.kv_heads) * self.head_size
-        ffn = (3 if self.activation == "swiglu" else 2) * self.ffn_size
+        ffn = (3 if self.is_gated else 2) * self.ffn_size
         core = self.max_seq_length * self.num_heads * self.head_size
         return self.vocab_size * self.hidden_size / (self.hidden_size * (heads + ffn) + core)
-
-
-def _require(holds: bool, name: str, value: object, rule: str, why: str) -> None:
-    if not holds:
-        raise ParallelPlanError(f"{name} ({value}) must {rule}, because {why}. Change {name}.")

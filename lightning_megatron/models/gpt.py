@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention import SelfAttention
@@ -29,6 +31,20 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.stage import PipelinedModule
 
 _WORD_EMBEDDING = "embedding.word.weight"
+#: What each setting must be as long as nothing else is computed for it.
+_FIXED: Mapping[str, object] = {
+    "rotary_dim": None,
+    "rotary_scaling": None,
+    "qkv_bias": None,
+    "output_bias": None,
+    "mlp_bias": None,
+    "qk_norm": False,
+    "norm_offset": 0.0,
+    "embedding_scale": 1.0,
+    "attention_scale": None,
+    "sliding_window": None,
+    "parallel_residual": False,
+}
 
 
 class GPT(PipelinedModule):
@@ -51,6 +67,7 @@ class GPT(PipelinedModule):
     def __init__(self, config: GPTConfig, mesh: ParallelMesh | None = None, seed: int | None = None) -> None:
         seed = torch.initial_seed() if seed is None else seed
         super().__init__(mesh or single_mesh(seed))
+        _check_available(config)
         config.check_layout(self.mesh.layout, self.mesh.sequence_parallel)
         self.config = config
         self.recompute: Recompute = "none"
@@ -188,6 +205,18 @@ def single_mesh(seed: int) -> ParallelMesh:
     return ParallelMesh.single("cpu" if ambient.type == "meta" else ambient, seed=seed)
 
 
+def _check_available(config: GPTConfig) -> None:
+    for name, value in _FIXED.items():
+        if getattr(config, name) != value:
+            raise UnsupportedError(
+                f"GPT does not compute {name} ({getattr(config, name)}) yet. Leave it at its default, {value}."
+            )
+    if config.activation in ("relu", "geglu", "geglu_tanh"):
+        raise UnsupportedError(
+            f"GPT does not compute activation ({config.activation}) yet. Use gelu, gelu_tanh or swiglu."
+        )
+
+
 def _norm(config: GPTConfig, mesh: ParallelMesh) -> nn.Module:
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden_size, mesh, eps=config.norm_eps)
@@ -213,7 +242,7 @@ def _block(config: GPTConfig, mesh: ParallelMesh, index: int) -> TransformerBloc
         config.hidden_size,
         config.ffn_size,
         mesh,
-        activation=config.activation,
+        activation=cast(Any, config.activation),
         bias=config.bias,
         initializer=drawn,
         output_initializer=residual,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.rotary_scaling import RotaryScaling
 
+LONG = {"kind": "longrope", "original_length": 8, "short_factors": [1.0] * 3, "long_factors": [2.0] * 3}
 SIZES = {"vocab_size": 100, "max_seq_length": 32, "num_layers": 4, "hidden_size": 36, "num_heads": 9}
 
 
@@ -53,11 +56,22 @@ def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
         ({"num_layers": 0}, "num_layers (0) must be at least 1"),
         ({"ffn_hidden_size": 0}, "ffn_hidden_size (0) must be at least 1 or None"),
         ({"hidden_dropout": 1.0}, "hidden_dropout (1.0) must lie in [0, 1)"),
-        ({"activation": "relu"}, "activation (relu) must be one of gelu, gelu_tanh, swiglu"),
+        ({"activation": "tanh"}, "activation (tanh) must be one of gelu, gelu_tanh, relu, swiglu, geglu, geglu_tanh"),
         ({"norm": "batch"}, "norm (batch) must be one of layernorm, rmsnorm"),
         ({"hidden_size": 40}, "hidden_size (40) must be a multiple of num_heads (9)"),
         ({"position": "rotary", "head_dim": 5}, "head_dim (5) must be even"),
         ({"num_kv_heads": 4}, "num_attention_heads (9) must be a multiple of num_kv_heads (4)"),
+        ({"rotary_dim": 2}, "rotary_dim (2) must be None, because position (learned) turns no angles"),
+        ({"position": "rotary", "rotary_dim": 3}, "rotary_dim (3) must be even and at most head_dim (4)"),
+        ({"position": "rotary", "rotary_dim": 6}, "rotary_dim (6) must be even and at most head_dim (4)"),
+        ({"position": "rotary", "rotary_scaling": LONG}, "rotary_scaling's factors (3) must be 2"),
+        ({"sliding_window": 0}, "sliding_window (0) must be at least 1 or None"),
+        ({"window_layers": (True,) * 4}, "must be None without sliding_window"),
+        ({"sliding_window": 8, "window_layers": (True,)}, "the number of window_layers (1) must be num_layers"),
+        ({"norm_offset": 1.0}, "norm_offset (1.0) must be 0, because norm (layernorm)"),
+        ({"parallel_residual": True, "norm_position": "post"}, "norm_position (post) must be pre"),
+        ({"embedding_scale": 0.0}, "embedding_scale (0.0) must be above 0"),
+        ({"attention_scale": -1.0}, "attention_scale (-1.0) must be above 0"),
     ],
 )
 def test_sizes_that_contradict_each_other_are_refused(sizes: dict[str, Any], message: str) -> None:
@@ -84,3 +98,34 @@ def test_families_have_their_published_shapes() -> None:
     assert (llama.ffn_size, llama.kv_heads, llama.head_size, llama.bias) == (14336, 8, 128, False)
     small = GPTConfig.llama(hidden_size=64, num_heads=4)
     assert (small.ffn_size, small.kv_heads) == (256, 4)
+
+
+def test_plain_values_of_a_file_become_what_can_be_hashed() -> None:
+    scaling = {"kind": "longrope", "original_length": 8, "short_factors": [1.0, 1.0], "long_factors": [2.0, 3.0]}
+    layers: Any = [True, False, True, False]
+    config = GPTConfig.llama(**SIZES, rotary_scaling=scaling, sliding_window=8, window_layers=layers)
+    assert config.rotary_scaling == RotaryScaling(
+        kind="longrope", original_length=8, short_factors=(1.0, 1.0), long_factors=(2.0, 3.0)
+    )
+    assert [config.window_of(layer) for layer in range(4)] == [8, None, 8, None]
+    assert GPTConfig(**asdict(config)) == config
+    assert hash(GPTConfig(**asdict(config))) == hash(config)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"kind": "dynamic"}, "kind (dynamic) must be linear, llama3, yarn or longrope"),
+        ({"kind": "linear", "factor": 0.0}, "factor (0.0) must be above 0"),
+        ({"kind": "yarn", "factor": 4.0}, "original_length (None) must be given"),
+        (
+            {"kind": "llama3", "original_length": 8, "high_frequency_factor": 1.0},
+            "high_frequency_factor (1.0) must exceed low_frequency_factor (1.0)",
+        ),
+        ({"kind": "longrope", "original_length": 8}, "short_factors (()) must be numbers above 0"),
+        ({**LONG, "long_factors": [1.0]}, "short_factors and long_factors (3 and 1) must be equally many"),
+    ],
+)
+def test_scalings_that_cannot_be_are_refused(numbers: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParallelPlanError, match=re.escape(message)):
+        RotaryScaling(**numbers)

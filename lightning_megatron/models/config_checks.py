@@ -1,0 +1,106 @@
+"""Which values and combinations of a GPT's settings can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.shards import attention_ranges
+
+if TYPE_CHECKING:
+    from lightning_megatron.models.config import GPTConfig
+
+Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh"]
+T = TypeVar("T")
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "activation": get_args(Activation),
+    "norm": ("layernorm", "rmsnorm"),
+    "norm_position": ("pre", "post"),
+    "position": ("learned", "rotary"),
+}
+
+
+def settled(value: Any, kind: Callable[..., T]) -> T | None:
+    """Return a value in the kind that a frozen record holds; None stays."""
+    if value is None or value.__class__ is kind:
+        return value
+    return kind(**value) if isinstance(value, Mapping) else kind(value)
+
+
+def check_config(config: GPTConfig) -> None:
+    """Refuse settings that contradict each other.
+
+    Raises:
+        ParallelPlanError: If they do.
+    """
+    for name in ("vocab_size", "max_seq_length", "num_layers", "hidden_size", "num_heads", "vocab_multiple"):
+        _require(getattr(config, name) >= 1, name, getattr(config, name), "be at least 1", "sizes are counts")
+    for name in ("num_kv_heads", "head_dim", "ffn_hidden_size", "sliding_window"):
+        value = getattr(config, name)
+        _require(value is None or value >= 1, name, value, "be at least 1 or None", "sizes are counts")
+    for name in ("hidden_dropout", "attention_dropout"):
+        value = getattr(config, name)
+        _require(0.0 <= value < 1.0, name, value, "lie in [0, 1)", "it is a probability")
+    for name in ("embedding_scale", "attention_scale"):
+        value = getattr(config, name)
+        _require(value is None or value > 0.0, name, value, "be above 0", "it is a scale")
+    for name, legal in _CHOICES.items():
+        _require(
+            getattr(config, name) in legal, name, getattr(config, name), f"be one of {', '.join(legal)}", "no other"
+        )
+    _check_heads(config)
+    _check_rotary(config)
+    _check_combinations(config)
+
+
+def _check_heads(config: GPTConfig) -> None:
+    if config.head_dim is None and config.hidden_size % config.num_heads:
+        raise ParallelPlanError(
+            f"hidden_size ({config.hidden_size}) must be a multiple of num_heads ({config.num_heads}), because each "
+            "head takes an equal part. "
+            f"Use a hidden_size of {-(-config.hidden_size // config.num_heads) * config.num_heads}, or give head_dim."
+        )
+    attention_ranges(config.num_heads, config.kv_heads, config.head_size, 1, 0)
+
+
+def _check_rotary(config: GPTConfig) -> None:
+    if config.position != "rotary":
+        for name in ("rotary_dim", "rotary_scaling"):
+            value = getattr(config, name)
+            _require(value is None, name, value, "be None", f"position ({config.position}) turns no angles")
+        return
+    if config.rotary_dim is None and config.head_size % 2:
+        raise ParallelPlanError(
+            f"head_dim ({config.head_size}) must be even, because rotary positions turn pairs. "
+            f"Use {config.head_size + 1} or learned positions."
+        )
+    size = config.rotary_size
+    holds = size % 2 == 0 and 2 <= size <= config.head_size
+    rule = f"be even and at most head_dim ({config.head_size})"
+    _require(holds, "rotary_dim", size, rule, "rotary positions turn pairs of a head's elements")
+    if config.rotary_scaling is not None and config.rotary_scaling.kind == "longrope":
+        found = len(config.rotary_scaling.short_factors)
+        why = f"rotary_dim ({size}) has as many angles"
+        _require(found == size // 2, "the number of rotary_scaling's factors", found, f"be {size // 2}", why)
+
+
+def _check_combinations(config: GPTConfig) -> None:
+    layers = config.window_layers
+    if layers is not None:
+        why = f"each of num_layers ({config.num_layers}) has a window or has none"
+        _require(len(layers) == config.num_layers, "the number of window_layers", len(layers), "be num_layers", why)
+        has_window = config.sliding_window is not None
+        _require(has_window, "window_layers", layers, "be None without sliding_window", "there is no window")
+    offset, norm = config.norm_offset, config.norm
+    why = f"norm ({norm}) has a bias for such things"
+    _require(not offset or norm == "rmsnorm", "norm_offset", offset, "be 0", why)
+    if config.parallel_residual:
+        why = "norms after the residual sums have an order"
+        _require(config.norm_position == "pre", "norm_position", config.norm_position, "be pre", why)
+
+
+def _require(holds: bool, name: str, value: object, rule: str, why: str) -> None:
+    if not holds:
+        raise ParallelPlanError(f"{name} ({value}) must {rule}, because {why}. Change {name}.")
