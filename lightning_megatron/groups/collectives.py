@@ -32,6 +32,11 @@ def reduce_from_axis(x: Tensor, axis: MeshAxis) -> Tensor:
     return x if axis.group is None else _Conjugate.apply(x, axis, _summed, _same, 0)
 
 
+def split_to_axis(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
+    """Keep this rank's part of a replicated tensor along ``dim``: forward split, backward all-gather."""
+    return x if axis.group is None else _Conjugate.apply(x, axis, _split, _gathered, dim)
+
+
 def gather_from_axis(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
     """Join the parts along ``dim`` for a replicated use: forward all-gather, backward split."""
     return x if axis.group is None else _Conjugate.apply(x, axis, _gathered, _split, dim)

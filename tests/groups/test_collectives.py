@@ -19,6 +19,7 @@ from lightning_megatron.groups.collectives import (
     gather_from_axis,
     reduce_from_axis,
     reduce_scatter_sequence,
+    split_to_axis,
 )
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -35,6 +36,7 @@ PAIRS = [
     lambda x, axis: all_gather_sequence(x, axis, 1),
     lambda x, axis: reduce_scatter_sequence(x, axis, 0),
     lambda x, axis: reduce_scatter_sequence(x, axis, 2),
+    lambda x, axis: split_to_axis(x, axis, 1),
 ]
 
 
@@ -63,6 +65,8 @@ def _expected(axis: MeshAxis) -> list[tuple[torch.Tensor, torch.Tensor]]:
     for dim in (0, 2):
         part = total.chunk(n, dim)[me]
         rows.append((part, torch.cat([weight(r, part) for r in range(n)], dim)))
+    part = xs[me].chunk(n, 1)[me]
+    rows.append((part, torch.cat([weight(r, part) for r in range(n)], 1)))
     return rows
 
 
