@@ -9,6 +9,7 @@ from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.dropout import tensor_region_stream
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.norm import RMSNorm
 from lightning_megatron.layers.recompute import replayed
 from lightning_megatron.layers.rotary import split_heads
 from lightning_megatron.plan.shards import attention_ranges
@@ -28,9 +29,13 @@ class SelfAttention(nn.Module):
         mesh: The groups of this rank.
         num_kv_heads: Key/value heads of the full layer; None means as many as query heads (heads).
         head_dim: Size of a head; None means ``hidden_size / num_heads`` (elements).
-        bias: Whether both projections add a bias.
+        bias: Whether the projections to queries, keys and values add a bias.
+        output_bias: Whether the output projection does; None means ``bias``.
         causal: Whether a position sees only itself and earlier ones.
         dropout: Probability that an attention weight is dropped.
+        scale: Scores are multiplied by it; None means ``head_dim ** -0.5``.
+        norm_eps: Every query and key head goes through an RMSNorm with this eps before it is rotated; None means none.
+        norm_offset: Those norms multiply by their weight plus this.
         layer: Number of the layer for random streams, 1 for the first block.
         initializer: How the fused query/key/value weight starts.
         output_initializer: How the output weight starts.
@@ -51,8 +56,12 @@ class SelfAttention(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         bias: bool = True,
+        output_bias: bool | None = None,
         causal: bool = True,
         dropout: float = 0.0,
+        scale: float | None = None,
+        norm_eps: float | None = None,
+        norm_offset: float = 0.0,
         layer: int = 1,
         initializer: Initializer | None = None,
         output_initializer: Initializer | None = None,
@@ -60,7 +69,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
         self.head_dim = head_dim or hidden_size // num_heads
-        self.mesh, self.causal, self.dropout, self.layer = mesh, causal, dropout, layer
+        self.mesh, self.causal, self.dropout, self.scale, self.layer = mesh, causal, dropout, scale, layer
         ranges = attention_ranges(num_heads, num_kv_heads, self.head_dim, mesh.tp.size, mesh.tp.rank)
         self.widths = [piece.size for piece in ranges]
         self.qkv = ColumnParallelLinear(
@@ -73,12 +82,27 @@ class SelfAttention(nn.Module):
             partial=mesh.tp.size > num_kv_heads,
             initializer=initializer,
         )
+        self.query_norm: RMSNorm | None = None
+        self.key_norm: RMSNorm | None = None
+        if norm_eps is not None:
+            # Each rank normalises its own heads, so the gradients of these weights are parts of a sum.
+            partial = mesh.tp.size > 1
+            self.query_norm = RMSNorm(self.head_dim, mesh, eps=norm_eps, offset=norm_offset, partial=partial)
+            self.key_norm = RMSNorm(self.head_dim, mesh, eps=norm_eps, offset=norm_offset, partial=partial)
         self.output = RowParallelLinear(
-            num_heads * self.head_dim, hidden_size, mesh, bias=bias, initializer=output_initializer
+            num_heads * self.head_dim,
+            hidden_size,
+            mesh,
+            bias=bias if output_bias is None else output_bias,
+            initializer=output_initializer,
         )
 
     def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None = None, recompute_core: bool = False
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        recompute_core: bool = False,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Return the attention output of every position.
 
@@ -86,15 +110,17 @@ class SelfAttention(nn.Module):
             hidden: The input.
             rotary: Tables of ``rotary_tables``, or None.
             recompute_core: Whether the backward pass computes the attention core again instead of keeping it.
+            mask: Added to the scores ``(B, 1, S, S)``, and says itself who sees whom; None means nothing is.
         """
-        query, key, value = split_heads(self.qkv(hidden), self.widths, self.head_dim, rotary)
+        norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+        query, key, value = split_heads(self.qkv(hidden), self.widths, self.head_dim, rotary, norms)
         if recompute_core:
-            mixed = replayed(self._core, self.mesh.random, self.layer, query, key, value)
+            mixed = replayed(self._core, self.mesh.random, self.layer, query, key, value, mask)
         else:
-            mixed = self._core(query, key, value)
+            mixed = self._core(query, key, value, mask)
         return self.output(mixed)
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         with tensor_region_stream(self.dropout, self.training, self.mesh):
-            return attend(query, key, value, causal=self.causal, dropout=dropout)
+            return attend(query, key, value, causal=self.causal, dropout=dropout, mask=mask, scale=self.scale)

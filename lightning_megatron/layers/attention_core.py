@@ -28,17 +28,20 @@ class CoreChoice:
     reason: str
 
 
-def choose_core(device: torch.device, dtype: torch.dtype, dropout: float = 0.0) -> CoreChoice:
+def choose_core(device: torch.device, dtype: torch.dtype, dropout: float = 0.0, has_mask: bool = False) -> CoreChoice:
     """Choose the attention kernels for a device and dtype.
 
     Args:
         device: Where the tensors live.
         dtype: Of queries, keys and values.
         dropout: Probability that an attention weight is dropped.
+        has_mask: Whether a tensor says who sees whom.
     """
     if device.type != "cuda":
         return CoreChoice((), False, f"{device.type}: torch chooses among its own kernels")
     fused = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+    if has_mask:
+        return CoreChoice(fused[1:], True, "a mask: memory-efficient attention adds it to the scores")
     if dtype not in _HALF_TYPES:
         return CoreChoice(fused[1:], True, f"{dtype} has no flash kernel: memory-efficient attention")
     if dropout > 0.0:
@@ -48,22 +51,33 @@ def choose_core(device: torch.device, dtype: torch.dtype, dropout: float = 0.0) 
     return CoreChoice(fused, False, "half type below compute capability 9.0: flash attention")
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: float = 0.0) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
     """Mix values by the similarity of queries and keys.
 
     Equal to torch.nn.functional.scaled_dot_product_attention with key/value heads repeated.
 
-    Shapes: query ``(S, B, H, K)``; key and value ``(S, B, G, K)`` with ``H`` a multiple of ``G``; output ``(S, B, H
-        K)``.
+    Shapes: query ``(S, B, H, K)``; key and value ``(S, B, G, K)`` with ``H`` a multiple of ``G``; mask ``(B, 1, S, S)``
+        or ``(1, 1, S, S)``; output ``(S, B, H K)``.
 
     Args:
         query: Queries.
         key: Keys.
         value: Values.
-        causal: Whether a position sees only itself and earlier ones.
+        causal: Whether a position sees only itself and earlier ones; a mask says that itself.
         dropout: Probability that an attention weight is dropped; 0 outside training.
+        mask: Added to the scores; None means nothing is.
+        scale: Scores are multiplied by it; None means ``K ** -0.5``.
     """
-    choice = choose_core(query.device, query.dtype, dropout)
+    choice = choose_core(query.device, query.dtype, dropout, mask is not None)
     grouped = query.shape[2] != key.shape[2]
     if grouped and choice.expand_kv:
         repeats = query.shape[2] // key.shape[2]
@@ -72,6 +86,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, dropout: 
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     with sdpa_kernel(list(choice.backends), set_priority=True) if choice.backends else nullcontext():
         mixed = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=causal and mask is None,
+            scale=scale,
+            enable_gqa=grouped,
         )
     return mixed.permute(2, 0, 1, 3).flatten(2)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.groups.collectives import split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.dropout import hidden_dropout
@@ -142,12 +143,22 @@ class PositionEmbedding(nn.Module):
             partial=mesh.sequence_parallel,
         )
 
-    def forward(self, seq_length: int, offset: int = 0) -> Tensor:
+    def forward(self, seq_length: int, offset: int = 0, positions: Tensor | None = None) -> Tensor:
         """Return the vectors of this rank's part of the positions ``offset .. offset + seq_length``.
+
+        Args:
+            seq_length: Length of the whole sequence (tokens).
+            offset: First position (tokens).
+            positions: Position of every token ``(B, S)`` instead; the result is then ``(S, B, D)`` or ``(S/tp, B, D)``.
 
         Raises:
             ParallelPlanError: If the table has no such positions.
+            IndexError: If ``positions`` has others (on CPU; a CUDA kernel asserts).
         """
+        if positions is not None:
+            check_ids(positions, self.weight.shape[0])
+            shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
+            return F.embedding(positions.t().chunk(shards)[self.mesh.tp.rank % shards], self.weight)
         if offset + seq_length > self.weight.shape[0]:
             raise ParallelPlanError(
                 f"seq_length ({offset + seq_length}) must not exceed max_seq_length ({self.weight.shape[0]}), "
@@ -161,7 +172,7 @@ class PositionEmbedding(nn.Module):
 
 
 class InputEmbedding(nn.Module):
-    """Add token and position vectors, then drop elements.
+    """Scale token vectors, add position vectors, then drop elements.
 
     Shapes: tokens ``(B, S)``; output ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``.
 
@@ -170,6 +181,7 @@ class InputEmbedding(nn.Module):
         position: The position embedding; None for models that encode positions otherwise.
         mesh: The groups and random streams of this rank.
         dropout: Probability that an element is dropped.
+        scale: Token vectors are multiplied by it, rounded to their dtype.
     """
 
     def __init__(
@@ -179,17 +191,44 @@ class InputEmbedding(nn.Module):
         *,
         mesh: ParallelMesh,
         dropout: float = 0.0,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.word, self.position, self.mesh, self.dropout = word, position, mesh, dropout
+        self.word, self.position, self.mesh, self.dropout, self.scale = word, position, mesh, dropout, scale
 
-    def forward(self, tokens: Tensor, offset: int = 0) -> Tensor:
-        """Return the residual stream of the first block; ``offset`` is the position of the first token."""
+    def forward(
+        self,
+        tokens: Tensor | None,
+        offset: int = 0,
+        *,
+        positions: Tensor | None = None,
+        vectors: Tensor | None = None,
+    ) -> Tensor:
+        """Return the residual stream of the first block.
+
+        Args:
+            tokens: Token ids; None where vectors are given.
+            offset: Position of the first token (tokens).
+            positions: Position of every token ``(B, S)``; None counts from ``offset``.
+            vectors: What replaces the scaled token vectors ``(B, S, D)``; whole on every rank.
+        """
         self.mesh.random.seek(0)
-        hidden = self.word(tokens)
+        hidden = self._tokens(tokens) if vectors is None else self._own_part(vectors)
         if self.position is not None:
-            hidden = hidden + self.position(tokens.shape[1], offset)
+            given = tokens if vectors is None else vectors
+            assert given is not None, "there are tokens where there are no vectors"
+            hidden = hidden + self.position(given.shape[1], offset, positions)
         return hidden_dropout(hidden, self.dropout, self.training, self.mesh)
+
+    def _tokens(self, tokens: Tensor | None) -> Tensor:
+        hidden = self.word(tokens)
+        if self.scale == 1.0:
+            return hidden
+        return hidden * torch.tensor(self.scale, dtype=hidden.dtype, device="cpu").item()
+
+    def _own_part(self, vectors: Tensor) -> Tensor:
+        hidden = vectors.transpose(0, 1).contiguous()
+        return split_to_axis(hidden, self.mesh.tp, dim=0) if self.mesh.sequence_parallel else hidden
 
 
 class VocabParallelHead(nn.Module):

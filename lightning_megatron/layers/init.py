@@ -24,15 +24,22 @@ class Initializer:
     Args:
         kind: ``normal`` draws from N(0, std), the others fill with a constant.
         std: Standard deviation of ``normal``.
+        value: What ``constant`` fills with.
     """
 
-    kind: Literal["normal", "zeros", "ones"]
+    kind: Literal["normal", "zeros", "ones", "constant"]
     std: float = 0.0
+    value: float = 0.0
 
     @classmethod
     def normal(cls, std: float = 0.02) -> Initializer:
         """Draw from a normal distribution around zero."""
         return cls("normal", std)
+
+    @classmethod
+    def constant(cls, value: float) -> Initializer:
+        """Fill with a number."""
+        return cls("constant", value=value)
 
     @classmethod
     def residual(cls, std: float, num_layers: int) -> Initializer:
@@ -130,4 +137,4 @@ def _fill_(parameter: nn.Parameter, name: str, seed: int) -> None:
         spec.copy_from_full(parameter, full.normal_(0.0, initializer.std, generator=generator))
         return
     for _, view in spec.local_views(parameter):
-        view.fill_(1.0 if initializer.kind == "ones" else 0.0)
+        view.fill_(1.0 if initializer.kind == "ones" else initializer.value)

@@ -13,13 +13,15 @@ from lightning_megatron.layers.kernel_choice import fused_kernels
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.plan.shards import gated_ranges
 
-Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh"]
+_GATED = ("swiglu", "geglu", "geglu_tanh")
 
 
 class MLP(nn.Module):
     """Widen each vector to F features, apply the activation, and come back to D.
 
-    Equal to Linear, GELU, Linear; with ``swiglu`` to ``down(silu(gate(x)) * up(x))`` with gate and up fused.
+    Equal to Linear, GELU (or ReLU), Linear; with ``swiglu`` to ``down(silu(gate(x)) * up(x))`` with gate and up fused,
+    with ``geglu`` and ``geglu_tanh`` the same with GELU for SiLU.
 
     Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
@@ -27,7 +29,7 @@ class MLP(nn.Module):
         hidden_size: Size of each vector (elements).
         ffn_hidden_size: Inner features F (elements).
         mesh: The groups of this rank.
-        activation: ``gelu`` (exact), ``gelu_tanh`` or ``swiglu``.
+        activation: ``gelu`` (exact), ``gelu_tanh``, ``relu``; with a gate ``swiglu``, ``geglu`` or ``geglu_tanh``.
         bias: Whether both projections add a bias.
         initializer: How the first weight starts.
         output_initializer: How the second weight starts.
@@ -36,7 +38,7 @@ class MLP(nn.Module):
         ParallelPlanError: If F does not divide by tp.
 
     Communication: one all-reduce over tp forward, one backward; see ``layers.regions`` for sequence parallelism.
-    Source: Shoeybi et al. 2019, section 3, figure 3a; Shazeer 2020 (swiglu).
+    Source: Shoeybi et al. 2019, section 3, figure 3a; Shazeer 2020 (gates).
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        if activation == "swiglu":
+        if activation in _GATED:
             self.gate_up = ColumnParallelLinear(
                 hidden_size,
                 2 * ffn_hidden_size,
@@ -67,21 +69,25 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the network's output for every position."""
-        if self.activation == "swiglu":
-            return self.down(gated_activation(self.gate_up(hidden)))
+        if self.activation in _GATED:
+            return self.down(gated_activation(self.gate_up(hidden), self.activation))
+        if self.activation == "relu":
+            return self.down(F.relu(self.up(hidden)))
         return self.down(gelu_activation(self.up(hidden), by_tanh=self.activation == "gelu_tanh"))
 
 
-def gated_activation(gate_up: Tensor) -> Tensor:
-    """Multiply the SiLU of the first half of the features by the second half.
+def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
+    """Multiply the SiLU, or GELU, of the first half of the features by the second half.
 
     Shapes: gate_up ``(..., 2 F)``; output ``(..., F)``.
     """
-    kernels = fused_kernels(gate_up)
+    kernels = fused_kernels(gate_up) if activation == "swiglu" else None
     if kernels is not None:
         return kernels.apply_swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    if activation == "swiglu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
 
 
 def gelu_activation(hidden: Tensor, by_tanh: bool) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -40,11 +41,15 @@ class _Norm(nn.Module):
         """
         kernels = fused_kernels(hidden)
         if kernels is not None and hidden.shape[-1] <= kernels.MAX_NORM_WIDTH:
-            stream, normalised = kernels.add_norm(hidden, update, self.weight, self.bias, self.eps, self.is_rms)
+            stream, normalised = kernels.add_norm(hidden, update, self._scale(), self.bias, self.eps, self.is_rms)
         else:
             stream = hidden if update is None else hidden + update
             normalised = self._normalise(stream)
         return (stream, normalised) if with_stream else normalised
+
+    def _scale(self) -> Tensor:
+        """Return what every feature is multiplied by."""
+        return self.weight
 
     def _normalise(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError
@@ -79,27 +84,48 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     """Scale each vector to a root mean square of 1, then by a weight; statistics of half types in float32.
 
-    Equal to torch.nn.RMSNorm(hidden_size, eps).
+    Equal to torch.nn.RMSNorm(hidden_size, eps); with ``offset`` 1 to Hugging Face's GemmaRMSNorm.
 
-    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
+    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``, or ``(S, B, H, K)`` for the heads of this
+    rank; output the same.
 
     Args:
         hidden_size: Size of each vector (elements).
         mesh: The groups of this rank.
         eps: Added to the mean square.
+        offset: Added to the weight, which starts at 1 without it; in float32 for half types.
+        partial: Whether each rank normalises other vectors than its neighbours; None means under sequence parallelism.
     """
 
     is_rms, bias = True, None
 
-    def __init__(self, hidden_size: int, mesh: ParallelMesh, *, eps: float = 1e-5) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        mesh: ParallelMesh,
+        *,
+        eps: float = 1e-5,
+        offset: float = 0.0,
+        partial: bool | None = None,
+    ) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = _replicated(hidden_size, mesh, ONES)
+        self.eps, self.offset = eps, offset
+        self.weight = _replicated(hidden_size, mesh, Initializer.constant(1.0 - offset) if offset else ONES, partial)
+
+    def _scale(self) -> Tensor:
+        if not self.offset:
+            return self.weight
+        # A small weight beside the offset would be rounded away in a half type.
+        return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
 
     def _normalise(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        if not self.offset:
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        scale = self._scale()
+        return F.rms_norm(hidden.to(scale.dtype), scale.shape, scale, self.eps).to(hidden.dtype)
 
 
-def _replicated(size: int, mesh: ParallelMesh, initializer: Initializer) -> nn.Parameter:
+def _replicated(size: int, mesh: ParallelMesh, initializer: Initializer, partial: bool | None = None) -> nn.Parameter:
     # Under sequence parallelism each rank sees its own positions only, so gradients are parts of a sum over tp.
-    return sharded_parameter((size,), [whole_range(size, mesh.tp.rank)], initializer, partial=mesh.sequence_parallel)
+    partial = mesh.sequence_parallel if partial is None else partial
+    return sharded_parameter((size,), [whole_range(size, mesh.tp.rank)], initializer, partial=partial)

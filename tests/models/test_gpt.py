@@ -12,8 +12,8 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.models.stages import join_tied_gradients, run_pipeline
 from tests.oracles import assert_equal, assert_same_gradients, full_weights
 from tests.world import run_world
 
@@ -46,47 +46,6 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def run_pipeline(model: GPT, tokens: torch.Tensor, labels: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Run every virtual stage one after the other, forward and backward; return the losses on every rank."""
-    mesh = model.mesh
-    pp, stages = mesh.pp, mesh.pp.size * model.num_chunks
-    model.cursor = StageCursor(0, None, probe=True)
-    with pytest.raises(StageDone):
-        model(tokens, labels)
-    shape, dtype = model.cursor.boundary, model.cursor.dtype
-    assert (shape, dtype) == model.boundary(tokens), "a probe reports the boundary"
-    inputs, outputs = {}, {}
-    losses = torch.zeros(B, S, dtype=torch.float64)
-    for stage in range(stages):
-        chunk, owner = divmod(stage, pp.size)
-        hidden = torch.zeros(shape, dtype=dtype)
-        if stage and pp.rank == (stage - 1) % pp.size:
-            hidden.copy_(outputs[(stage - 1) // pp.size].detach())
-        if stage:
-            torch.distributed.broadcast(hidden, pp.ranks[(stage - 1) % pp.size], group=pp.group)
-        if pp.rank != owner:
-            continue
-        inputs[chunk] = hidden.requires_grad_() if stage else None
-        model.cursor = StageCursor(chunk, inputs[chunk])
-        try:
-            outputs[chunk] = model(tokens, labels, label_smoothing=0.1)
-            losses = outputs[chunk].detach().clone()
-        except StageDone:
-            outputs[chunk] = model.cursor.output
-    for stage in reversed(range(stages)):
-        chunk, owner = divmod(stage, pp.size)
-        received = torch.zeros(shape, dtype=dtype)
-        if stage < stages - 1:
-            if pp.rank == (stage + 1) % pp.size:
-                received.copy_(inputs[(stage + 1) // pp.size].grad)
-            torch.distributed.broadcast(received, pp.ranks[(stage + 1) % pp.size], group=pp.group)
-        if pp.rank == owner:
-            outputs[chunk].backward(received if stage < stages - 1 else grad)
-    model.cursor = None
-    torch.distributed.broadcast(losses, pp.ranks[-1], group=pp.group)
-    return losses
-
-
 def check_cut(mesh: ParallelMesh, name: str) -> None:
     what = f"{name} {mesh.layout} sp={mesh.sequence_parallel}"
     config, (tokens, labels) = CONFIGS[name], batch()
@@ -114,13 +73,6 @@ def check_cut(mesh: ParallelMesh, name: str) -> None:
         assert_equal(model(tokens), single(tokens), f"{what}: logits")
     assert_equal(losses, expected, f"{what}: losses")
     assert_same_gradients(model, mesh, gradients, what)
-
-
-def join_tied_gradients(model: GPT, gradients: dict[str, torch.Tensor]) -> None:
-    gradients["head.weight"] = gradients["embedding.word.weight"]
-    if model.mesh.embedding.size > 1:
-        ends = [p for key, p in model.named_parameters() if key in ("embedding.word.weight", "head.weight")]
-        torch.distributed.all_reduce(ends[0].grad, group=model.mesh.embedding.group)
 
 
 def check_cuts(rank: int, size: int) -> None:

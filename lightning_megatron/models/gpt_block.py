@@ -1,0 +1,62 @@
+"""The blocks and norms of a GPT, from its settings."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention import SelfAttention
+from lightning_megatron.layers.block import TransformerBlock
+from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.mlp import MLP
+from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.models.config import GPTConfig
+
+
+def build_norm(config: GPTConfig, mesh: ParallelMesh) -> nn.Module:
+    """Build a norm of the residual stream."""
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.hidden_size, mesh, eps=config.norm_eps, offset=config.norm_offset)
+    return LayerNorm(config.hidden_size, mesh, eps=config.norm_eps, bias=config.bias)
+
+
+def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
+    """Build this rank's part of the block ``index`` of the whole model."""
+    drawn = Initializer.normal(config.init_std)
+    residual = Initializer.residual(config.init_std, config.num_layers)
+    attention = SelfAttention(
+        config.hidden_size,
+        config.num_heads,
+        mesh,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_size,
+        bias=config.has_qkv_bias,
+        output_bias=config.has_output_bias,
+        dropout=config.attention_dropout,
+        scale=config.attention_scale,
+        norm_eps=config.norm_eps if config.qk_norm else None,
+        norm_offset=config.norm_offset,
+        layer=index + 1,
+        initializer=drawn,
+        output_initializer=residual,
+    )
+    mlp = MLP(
+        config.hidden_size,
+        config.ffn_size,
+        mesh,
+        activation=config.activation,
+        bias=config.has_mlp_bias,
+        initializer=drawn,
+        output_initializer=residual,
+    )
+    return TransformerBlock(
+        attention,
+        mlp,
+        build_norm(config, mesh),
+        build_norm(config, mesh),
+        mesh=mesh,
+        layer=index + 1,
+        norm_position=config.norm_position,
+        dropout=config.hidden_dropout,
+        is_parallel=config.parallel_residual,
+    )

@@ -1,0 +1,121 @@
+"""A decoder in plain torch, written from the formulas: what GPT must equal, setting by setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.rotary_frequencies import rotary_frequencies
+from lightning_megatron.models.config import GPTConfig
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "swiglu": lambda x: x * torch.sigmoid(x),
+    "geglu": F.gelu,
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class PlainGPT:
+    """Compute logits and losses from full weights, one formula a line.
+
+    Args:
+        config: Shape of the model.
+        weights: Every full weight by GPT's names; a tied head is left out.
+        span: The rows of the batch.
+    """
+
+    def __init__(self, config: GPTConfig, weights: Mapping[str, Tensor], span: AttentionSpan | None) -> None:
+        self.config, self.weights, self.span = config, weights, span or AttentionSpan()
+
+    def logits(self, tokens: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        w, config = self.weights, self.config
+        x = w["embedding.word.weight"][tokens] * config.embedding_scale if embeddings is None else embeddings
+        if config.position == "learned":
+            x = x + w["embedding.position.weight"][self.positions(tokens)]
+        for layer in range(config.num_layers):
+            name = f"layers.{layer}"
+            if config.parallel_residual:
+                x = (
+                    x
+                    + self.attention(self.norm(x, f"{name}.attention_norm"), layer, tokens)
+                    + self.mlp(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
+                )
+                continue
+            x = x + self.attention(self.norm(x, f"{name}.attention_norm"), layer, tokens)
+            x = x + self.mlp(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
+        return self.norm(x, "final_norm") @ w.get("head.weight", w["embedding.word.weight"]).t()
+
+    def losses(self, tokens: Tensor, labels: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        logits = self.logits(tokens, embeddings).transpose(1, 2)
+        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        if self.span.positions is None:
+            return torch.arange(tokens.shape[1]).expand(tokens.shape)
+        return self.span.positions
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        bias = self.weights.get(f"{name}.bias")
+        return x @ self.weights[f"{name}.weight"].t() + (0.0 if bias is None else bias)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        weight, eps = self.weights[f"{name}.weight"], self.config.norm_eps
+        if self.config.norm == "rmsnorm" or name.endswith(("query_norm", "key_norm")):
+            return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + self.config.norm_offset)
+        x = x - x.mean(-1, keepdim=True)
+        bias = self.weights.get(f"{name}.bias")
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight + (0.0 if bias is None else bias)
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        function = ACTIVATIONS[self.config.activation]
+        if self.config.is_gated:
+            gate, up = self.linear(x, f"{name}.gate_up").chunk(2, -1)
+            return self.linear(function(gate) * up, f"{name}.down")
+        return self.linear(function(self.linear(x, f"{name}.up")), f"{name}.down")
+
+    def attention(self, x: Tensor, layer: int, tokens: Tensor) -> Tensor:
+        config, name = self.config, f"layers.{layer}.attention"
+        size, queries, keys = config.head_size, config.num_heads, config.kv_heads
+        parts = self.linear(x, f"{name}.qkv").split([queries * size, keys * size, keys * size], -1)
+        q, k, v = (part.unflatten(-1, (-1, size)) for part in parts)
+        if config.qk_norm:
+            q, k = self.norm(q, f"{name}.query_norm"), self.norm(k, f"{name}.key_norm")
+        if config.position == "rotary":
+            q, k = self.rotated(q, tokens), self.rotated(k, tokens)
+        k, v = (part.repeat_interleave(queries // keys, 2) for part in (k, v))
+        scale = size**-0.5 if config.attention_scale is None else config.attention_scale
+        scores = torch.einsum("bshk,bthk->bhst", q, k) * scale
+        weights = scores.masked_fill(~self.seen(tokens, config.window_of(layer)), -torch.inf).softmax(-1)
+        return self.linear(torch.einsum("bhst,bthk->bshk", weights, v).flatten(2), f"{name}.output")
+
+    def rotated(self, heads: Tensor, tokens: Tensor) -> Tensor:
+        """Turn pairs of elements as complex numbers."""
+        config, scaling, positions = self.config, self.config.rotary_scaling, self.positions(tokens)
+        size, amplitude = config.rotary_size, 1.0 if scaling is None else scaling.amplitude
+        is_long = scaling is not None and int(positions.max()) + 1 > (scaling.original_length or 10**9)
+        speeds = rotary_frequencies(size, config.rotary_base, scaling, is_long=is_long, device="cpu")
+        angles = (positions[..., None].float() * speeds)[:, :, None]
+        turns = torch.complex((angles.cos() * amplitude).double(), (angles.sin() * amplitude).double())
+        turned = torch.complex(heads[..., : size // 2], heads[..., size // 2 : size]) * turns
+        return torch.cat((turned.real, turned.imag, heads[..., size:]), -1)
+
+    def seen(self, tokens: Tensor, window: int | None) -> Tensor:
+        """Say of every pair of places whether the first sees the second."""
+        valid, documents = self.span.valid, self.span.documents
+        num, length = tokens.shape
+        seen = torch.zeros(num, 1, length, length, dtype=torch.bool)
+        for row in range(num):
+            for place in range(length):
+                for other in range(place + 1):
+                    near = window is None or place - other < window
+                    here = documents is None or bool(documents[row, place] == documents[row, other])
+                    holds = valid is None or bool(valid[row, other])
+                    seen[row, 0, place, other] = (near and here and holds) or place == other
+        return seen

@@ -1,0 +1,230 @@
+"""Every setting of GPT, and every kind of batch, against the formulas in plain torch, under every cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.models.plain_gpt import PlainGPT
+from tests.models.stages import join_tied_gradients, run_pipeline
+from tests.oracles import assert_equal, assert_same_gradients, load_full_
+from tests.world import run_world
+
+B, S, V, D, LAYERS = 2, 8, 77, 16, 2
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "max_seq_length": 12,
+    "num_layers": LAYERS,
+    "hidden_size": D,
+    "num_heads": 4,
+    "vocab_multiple": 1,
+}
+LLAMA: dict[str, Any] = SIZES | {"ffn_hidden_size": 24, "num_kv_heads": 2}
+
+# The first row has padding before its tokens, the second one behind them.
+VALID = torch.tensor([[False, False, False, True, True, True, True, True], [True] * 5 + [False] * 3])
+POSITIONS = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 0, 0]])
+# Three documents in the first row, two in the second, positions from 0 in each.
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [5, 5, 5, 5, 3, 3, 3, 3]])
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 0, 1, 2, 3]])
+FAR = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 11], [4, 5, 6, 7, 8, 9, 10, 11]])
+
+
+@dataclass(frozen=True)
+class Case:
+    """Name settings and a kind of batch."""
+
+    config: GPTConfig
+    span: AttentionSpan | None = None
+    recompute: str = "none"
+    embeds: bool = False
+
+
+SCALED = {"factor": 2.5, "original_length": 6}
+CASES = {
+    "biases of qkv alone": Case(GPTConfig.llama(**LLAMA, qkv_bias=True)),
+    "biases but of qkv": Case(GPTConfig.gpt2(**LLAMA, qkv_bias=False, activation="relu")),
+    "biases of the MLP alone": Case(GPTConfig.llama(**LLAMA, mlp_bias=True, activation="geglu")),
+    "norms of heads": Case(GPTConfig.llama(**LLAMA, qk_norm=True), recompute="selective"),
+    "offset, scale, geglu": Case(
+        GPTConfig.llama(
+            **SIZES | {"num_kv_heads": 1, "head_dim": 6, "ffn_hidden_size": 24, "tie_embeddings": True},
+            norm_offset=1.0,
+            embedding_scale=4.3,
+            activation="geglu_tanh",
+            qk_norm=True,
+            attention_scale=0.2,
+        )
+    ),  # fmt: skip
+    "parallel, partly rotary": Case(
+        GPTConfig.gpt2(
+            **SIZES, parallel_residual=True, position="rotary", rotary_dim=2, activation="gelu", output_bias=False
+        ),
+        recompute="full",
+    ),
+    "window": Case(GPTConfig.llama(**LLAMA, sliding_window=3)),
+    "window of one layer, padding": Case(
+        GPTConfig.llama(**LLAMA, sliding_window=4, window_layers=(False, True)),
+        AttentionSpan(valid=VALID, positions=POSITIONS),
+        recompute="selective",
+    ),
+    "padding, learned": Case(GPTConfig.gpt2(**SIZES), AttentionSpan(valid=VALID, positions=POSITIONS)),
+    "padding alone": Case(GPTConfig.gpt2(**SIZES, tie_embeddings=False), AttentionSpan(valid=VALID), recompute="full"),
+    "documents": Case(
+        GPTConfig.llama(**LLAMA, rotary_dim=2, rotary_scaling={"kind": "yarn", **SCALED}),
+        AttentionSpan(documents=DOCUMENTS, positions=PACKED),
+        recompute="full",
+    ),
+    "documents, learned, window": Case(
+        GPTConfig.gpt2(**SIZES, sliding_window=2), AttentionSpan(documents=DOCUMENTS, valid=VALID)
+    ),
+    "positions, longrope": Case(
+        GPTConfig.llama(
+            **LLAMA,
+            rotary_scaling={"kind": "longrope", **SCALED, "short_factors": (1.0, 1.5), "long_factors": (2.0, 3.0)},
+        ),
+        AttentionSpan(positions=FAR),
+    ),
+    "embeddings": Case(GPTConfig.gpt2(**SIZES, embedding_scale=3.0, tie_embeddings=False), embeds=True),
+    "embeddings, padding": Case(GPTConfig.llama(**LLAMA), AttentionSpan(valid=VALID), embeds=True),
+}
+CUTS = [
+    ({"tp": 1}, False),
+    ({"tp": 2}, False),
+    ({"tp": 2}, True),
+    ({"tp": 4}, False),
+    ({"tp": 4}, True),
+    ({"pp": 2}, False),
+    ({"tp": 2, "pp": 2}, True),
+]
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    tokens, labels = torch.randint(0, V, (2, B, S), generator=torch.Generator().manual_seed(3))
+    labels[0, 2] = -100
+    return tokens, labels, draw(B, S, D, seed=4)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Hold what the formulas give: outputs, and gradients by name."""
+
+    weights: dict[str, Tensor]
+    logits: Tensor
+    losses: Tensor
+    gradients: dict[str, Tensor]
+    input_gradient: Tensor | None
+
+
+@cache
+def expected(name: str) -> Expected:
+    case, (tokens, labels, embeddings) = CASES[name], batch()
+    shapes = {key: shard_spec_of(p).full_shape for key, p in GPT(case.config, seed=1).named_parameters()}
+    weights = {key: draw(*shape, seed=i + 5).requires_grad_() for i, (key, shape) in enumerate(shapes.items())}
+    inputs = embeddings.requires_grad_() if case.embeds else None
+    twin = PlainGPT(case.config, weights, case.span)
+    losses = twin.losses(tokens, labels, inputs)
+    losses.backward(draw(B, S, seed=2))
+    gradients = {key: torch.zeros_like(w) if w.grad is None else w.grad for key, w in weights.items()}
+    logits = twin.logits(tokens, inputs).detach()
+    return Expected(weights, logits, losses.detach(), gradients, None if inputs is None else inputs.grad)
+
+
+def check_case(name: str, mesh: ParallelMesh) -> None:
+    case, found, what = CASES[name], expected(name), f"{name} {mesh.layout} sp={mesh.sequence_parallel}"
+    tokens, labels, embeddings = batch()
+    model = GPT(case.config, mesh, seed=1)
+    model.recompute = case.recompute
+    weights, gradients = dict(found.weights), dict(found.gradients)
+    if case.config.tie_embeddings and mesh.pp.size > 1:
+        weights["head.weight"] = weights["embedding.word.weight"]
+    load_full_(model, weights)
+    given = None if case.embeds else tokens
+    inputs: dict[str, Any] = {"span": case.span, "embeddings": embeddings.requires_grad_() if case.embeds else None}
+    if mesh.pp.size > 1:
+        losses = run_pipeline(model, given, labels, draw(B, S, seed=2), **inputs)
+    else:
+        assert_equal(model(given, **inputs), found.logits, f"{what}: logits")
+        losses = model(given, labels, 0.1, **inputs)
+        losses.backward(draw(B, S, seed=2))
+    assert_equal(losses, found.losses, f"{what}: losses")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if case.config.tie_embeddings and mesh.pp.size > 1:
+        join_tied_gradients(model, gradients)
+    names = {key for key, _ in model.named_parameters()}
+    assert_same_gradients(model, mesh, {key: gradients[key] for key in names}, what)
+    if found.input_gradient is not None and mesh.pp.is_first:
+        assert embeddings.grad is not None, what
+        assert_equal(embeddings.grad, found.input_gradient, f"{what}: gradient of the embeddings")
+
+
+def check_cuts(rank: int, size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    for sizes, sequence_parallel in CUTS:
+        mesh = ParallelMesh.create(
+            ParallelLayout(world_size=size, **sizes), seed=5, sequence_parallel=sequence_parallel
+        )
+        for name in CASES:
+            check_case(name, mesh)
+        mesh.destroy()
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_setting_is_its_formula(name: str) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        check_case(name, ParallelMesh.single())
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_every_setting_is_its_formula_under_every_cut() -> None:
+    run_world(check_cuts, 4)
+
+
+def test_norms_with_an_offset_start_as_the_identity() -> None:
+    config = CASES["offset, scale, geglu"].config
+    weights = dict(GPT(config, seed=1).named_parameters())
+    for name in ("final_norm.weight", "layers.0.mlp_norm.weight", "layers.1.attention.key_norm.weight"):
+        assert torch.equal(weights[name], torch.zeros_like(weights[name])), name
+
+
+def test_batches_that_do_not_fit_are_refused() -> None:
+    model, (tokens, _, embeddings) = GPT(GPTConfig.gpt2(**SIZES), seed=1), batch()
+    with pytest.raises(UnsupportedError, match="tokens or embeddings: both were given"):
+        model(tokens, embeddings=embeddings.float())
+    with pytest.raises(UnsupportedError, match="tokens or embeddings: neither were given"):
+        model(None)
+    with pytest.raises(ParallelPlanError, match=r"span.valid must have the shape of the tokens \(2, 8\).* is \(2, 7\)"):
+        model(tokens, span=AttentionSpan(valid=VALID[:, 1:]))
+    with pytest.raises(IndexError, match=r"\[0, 12\): found 12"):
+        model(tokens, span=AttentionSpan(positions=FAR + 1))
+
+
+def test_half_rows_that_are_long_and_mostly_padding_stay_finite() -> None:
+    config = GPTConfig.llama(**(SIZES | {"max_seq_length": 640}), qk_norm=True)
+    model = GPT(config, seed=1).bfloat16()
+    tokens = torch.randint(0, V, (2, 640))
+    valid = torch.arange(640).expand(2, -1) >= torch.tensor([[600], [0]])
+    losses = model(tokens, tokens, span=AttentionSpan(valid=valid))
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
