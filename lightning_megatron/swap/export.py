@@ -1,0 +1,231 @@
+"""Write a model as a Hugging Face folder, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.swap.families.family import Family
+from lightning_megatron.swap.mapping import named
+from lightning_megatron.swap.safetensors_folder import CONFIG, DTYPES, INDEX, LENGTH_BYTES, WEIGHTS
+
+_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = {"format": "pt"}
+#: Tensors are written in rows of together about this size (bytes).
+_BLOCK = 1 << 24
+#: The most that is kept free for a file's header (bytes).
+_LARGEST_ROOM = 1 << 20
+_UNFINISHED = ".unfinished"
+#: The default of Hugging Face (bytes).
+MAX_FILE_BYTES = 5 * 10**9
+
+
+def foreign_tensors(
+    full_tensors: Iterable[tuple[str, Tensor]], family: Family, config: GPTConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Turn full tensors of ours into those of a family, one after the other.
+
+    Args:
+        full_tensors: Names of our parameters and their full values, without padding, in any order; a tied head may be
+            among them.
+        family: How the tensors are named and cut.
+        config: Configuration of the model.
+
+    Raises:
+        CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
+    """
+    table = {tensor.target: tensor for tensor in family.tensors(config)}
+    left = dict(table)
+    for name, full in full_tensors:
+        if name == "head.weight" and config.tie_embeddings:
+            continue
+        if name not in left:
+            problem = "given twice" if name in table else "unknown"
+            raise CheckpointMismatchError(
+                f"the tensors must be those of a {family.architecture} of this configuration: {name!r} is {problem}. "
+                "Each is written once. Give the parameters of the whole model."
+            )
+        tensor = left.pop(name)
+        if tuple(full.shape) != tensor.shape:
+            raise CheckpointMismatchError(
+                f"a full tensor must have its shape without padding: {name!r} has {tuple(full.shape)} instead of "
+                f"{tensor.shape}. Sizes differ from the configuration. Give full tensors of the same model."
+            )
+        yield from tensor.split(full.detach()).items()
+    if left:
+        raise CheckpointMismatchError(
+            f"the tensors must be those of a {family.architecture} of this configuration: {named(left)} missing. "
+            "Hugging Face would draw them anew. Give the parameters of the whole model."
+        )
+
+
+def export_folder(
+    full_tensors: Iterable[tuple[str, Tensor]],
+    family: Family,
+    hf_config: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+    max_file_bytes: int = MAX_FILE_BYTES,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write configuration and weights such that ``from_pretrained`` gives the same tensors.
+
+    Files get their names when all are complete. Tokenizer and generation settings are not written.
+
+    Args:
+        full_tensors: Names of our parameters and their full values, without padding, in any order.
+        family: How the tensors are named and cut.
+        hf_config: What ``config.to_dict()`` returns or ``config.json`` holds.
+        folder: Where to; made if it is not there.
+        max_file_bytes: A file ends before the tensor that would exceed this (bytes).
+        dtype: Of the floating-point weights; None keeps what is given.
+
+    Raises:
+        CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
+        UnsupportedError: If there are weights already, or the configuration asks for something that we lack.
+    """
+    config, place = family.config(hf_config), Path(folder)
+    present = sorted(path.name for pattern in ("*.safetensors", "*.bin", INDEX) for path in place.glob(pattern))
+    if present:
+        raise UnsupportedError(
+            f"a model is exported to a folder without weights: {place} has {named(present)}. Files of two models would "
+            "be mixed. Give another folder, or remove them."
+        )
+    place.mkdir(parents=True, exist_ok=True)
+    shapes = {name: shape for tensor in family.tensors(config) for name, shape in tensor.source_shapes.items()}
+    writer = _Writer(place, max_file_bytes, shapes)
+    try:
+        for name, tensor in foreign_tensors(full_tensors, family, config):
+            writer.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+        writer.close_file()
+    except BaseException:
+        writer.discard()
+        raise
+    found = writer.floating.most_common(1)
+    written = _config(hf_config, family, found[0][0] if found else torch.float32)
+    _write(place / CONFIG, (json.dumps(written, indent=2, sort_keys=True, default=_plain) + "\n").encode())
+    writer.publish()
+
+
+class _Writer:
+    """Write tensors to files of a limited size, none of which is held in memory."""
+
+    def __init__(self, folder: Path, max_file_bytes: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.folder, self.max_file_bytes = folder, max_file_bytes
+        self.floating: Counter[torch.dtype] = Counter()
+        self._files: list[dict[str, dict[str, Any]]] = []
+        self._file: IO[bytes] | None = None
+        self._size = self._header = 0
+        entries = [_entry_size(name, shape) for name, shape in shapes.items()]
+        # The header comes first in a file and is known last. It may end in spaces; data begin at a multiple of 8.
+        room = _base_size() + max(max(entries, default=0), min(_LARGEST_ROOM, sum(entries)))
+        self._room = -(-room // 8) * 8
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, in a new file if it does not fit into this one."""
+        size, entry = tensor.numel() * tensor.element_size(), _entry_size(name, tuple(tensor.shape))
+        is_full = self._size + size > self.max_file_bytes or self._header + entry > self._room
+        if self._size and is_full:
+            self.close_file()
+        if self._file is None:
+            self._open()
+        assert self._file is not None, "a file has been opened"
+        self._files[-1][name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [self._size, self._size + size],
+        }
+        for block in _blocks(tensor):
+            self._file.write(block)
+        self._size, self._header = self._size + size, self._header + entry
+        if tensor.is_floating_point():
+            self.floating[tensor.dtype] += tensor.numel()
+
+    def close_file(self) -> None:
+        """Complete the file that is open: put its header into the room before the data."""
+        if self._file is None:
+            return
+        content = json.dumps({"__metadata__": _METADATA, **self._files[-1]}, separators=(",", ":")).encode()
+        assert len(content) <= self._room, "the room for a header has been counted"
+        with self._file as file:
+            file.seek(0)
+            file.write(self._room.to_bytes(LENGTH_BYTES, "little") + content.ljust(self._room))
+            file.flush()
+            os.fsync(file.fileno())
+        self._file, self._size = None, 0
+
+    def publish(self) -> None:
+        """Give the files their names and write the index, if there are several."""
+        count = len(self._files)
+        names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+        names = [WEIGHTS] if count == 1 else names
+        for number, name in enumerate(names):
+            os.replace(self._path(number), self.folder / name)
+        if count > 1:
+            places = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
+            total = sum(
+                entry["data_offsets"][1] - entry["data_offsets"][0] for f in self._files for entry in f.values()
+            )
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            _write(self.folder / INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        if self._file is not None:
+            self._file.close()
+        for number in range(len(self._files)):
+            self._path(number).unlink(missing_ok=True)
+
+    def _open(self) -> None:
+        self._files.append({})
+        self._file = open(self._path(len(self._files) - 1), "wb")  # noqa: SIM115 - it is closed with its header
+        self._file.seek(LENGTH_BYTES + self._room)
+        self._size, self._header = 0, _base_size()
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"model-{number + 1:05d}{_UNFINISHED}"
+
+
+def _blocks(tensor: Tensor) -> Iterator[memoryview]:
+    if not tensor.numel():
+        return
+    rows = tensor.detach().reshape(1) if not tensor.dim() else tensor.detach()
+    width = rows[0].numel() * rows.element_size()
+    for block in rows.split(max(1, _BLOCK // width)):
+        yield memoryview(block.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _base_size() -> int:
+    return len(json.dumps({"__metadata__": _METADATA}))
+
+
+def _entry_size(name: str, shape: tuple[int, ...]) -> int:
+    longest = max(_NAMES.values(), key=len)
+    entry = {name: {"dtype": longest, "shape": list(shape), "data_offsets": [2**63, 2**63]}}
+    return len(json.dumps(entry).encode())
+
+
+def _config(hf_config: Mapping[str, Any], family: Family, dtype: torch.dtype) -> dict[str, Any]:
+    kept = {name: value for name, value in hf_config.items() if not name.startswith("_") and name != "torch_dtype"}
+    return kept | {"model_type": family.model_type, "architectures": [family.architecture], "dtype": _plain(dtype)}
+
+
+def _plain(value: Any) -> str:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"a configuration is written as JSON, which has no {type(value).__name__}: {value!r}.")
+    return str(value).removeprefix("torch.")
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

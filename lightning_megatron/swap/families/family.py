@@ -1,0 +1,143 @@
+"""What is known of a family of foreign models: its configurations, its tensors, and what its files have beside them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.swap.mapping import Source, TensorMap
+
+
+@dataclass(frozen=True)
+class Family:
+    """Describe a family of foreign models; loading, export and all checks follow from it.
+
+    Args:
+        model_type: Its name in configurations, such as ``llama``.
+        architecture: Name of the class of its language model, such as ``LlamaForCausalLM``.
+        config: Turns a configuration of the family into ours, or refuses it.
+        tensors: Lists where the full tensors of a model come from.
+        base: What names begin with in a file of the language model and not in one of the model without its head.
+        ignored: Patterns of whole names that files may have and that hold no weights, such as masks.
+        renamed: Beginnings that names had in earlier files, and what they are now.
+        head: Name of the output head's weight, which a file may have beside the embedding it is tied to.
+        embedding: Name of the token embedding's weight.
+    """
+
+    model_type: str
+    architecture: str
+    config: Callable[[Mapping[str, Any]], GPTConfig]
+    tensors: Callable[[GPTConfig], tuple[TensorMap, ...]]
+    base: str = "model."
+    ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    head: str = "lm_head.weight"
+    embedding: str = "model.embed_tokens.weight"
+
+    def ignores(self, name: str) -> bool:
+        """Tell whether a tensor of this name holds no weights."""
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+
+
+@dataclass(frozen=True)
+class Names:
+    """Name the tensors of a decoder whose parts are those of ours, one ``{}`` for the layer.
+
+    Args:
+        embedding: Token embedding.
+        final_norm: Norm before the head.
+        attention_norm: Norm before the attention.
+        mlp_norm: Norm before the MLP.
+        qkv: Projections to queries, keys and values, or the one to all three.
+        output: Output projection of the attention.
+        up: First projections of the MLP: gate and up, the one to both, or the one to what is activated.
+        down: Second projection of the MLP.
+        query_norm: Norm of query heads, where there is one.
+        key_norm: Norm of key heads, where there is one.
+        position: Position embedding, where there is one.
+        head: Output head, if it has a weight of its own.
+        is_transposed: Whether weights of projections are stored input first.
+        by_heads: Whether the rows of ``qkv`` are query, key and value of one head after the other.
+    """
+
+    embedding: str
+    final_norm: str
+    attention_norm: str
+    mlp_norm: str
+    qkv: tuple[str, ...]
+    output: str
+    up: tuple[str, ...]
+    down: str
+    query_norm: str = ""
+    key_norm: str = ""
+    position: str | None = None
+    head: str = "lm_head"
+    is_transposed: bool = False
+    by_heads: bool = False
+
+    def __call__(self, config: GPTConfig) -> tuple[TensorMap, ...]:
+        """List where the full tensors of a model come from."""
+        size, vocabulary = config.hidden_size, config.vocab_size
+        found = [_one("embedding.word.weight", (vocabulary, size), f"{self.embedding}.weight")]
+        if self.position is not None:
+            shape = (config.max_seq_length, size)
+            found.append(_one("embedding.position.weight", shape, f"{self.position}.weight"))
+        found += [tensor for layer in range(config.num_layers) for tensor in self._layer(config, layer)]
+        found += self._norm("final_norm", self.final_norm, config)
+        if not config.tie_embeddings:
+            found.append(_one("head.weight", (vocabulary, size), f"{self.head}.weight"))
+        return tuple(found)
+
+    def _layer(self, config: GPTConfig, layer: int) -> list[TensorMap]:
+        size, ours = config.hidden_size, f"layers.{layer}"
+        width, head = config.num_heads * config.head_size, config.head_size
+        found = self._norm(f"{ours}.attention_norm", self.attention_norm.format(layer), config)
+        found += self._norm(f"{ours}.mlp_norm", self.mlp_norm.format(layer), config)
+        if config.qk_norm:
+            found.append(
+                _one(f"{ours}.attention.query_norm.weight", (head,), f"{self.query_norm.format(layer)}.weight")
+            )
+            found.append(_one(f"{ours}.attention.key_norm.weight", (head,), f"{self.key_norm.format(layer)}.weight"))
+        up = "gate_up" if config.is_gated else "up"
+        projections = (
+            ("attention.qkv", self._qkv(config), size, config.has_qkv_bias),
+            ("attention.output", (Source(self.output, size),), width, config.has_output_bias),
+            (f"mlp.{up}", self._up(config), size, config.has_mlp_bias),
+            ("mlp.down", (Source(self.down, size),), config.ffn_size, config.has_mlp_bias),
+        )
+        for target, sources, num_columns, has_bias in projections:
+            num_rows = sum(source.num_rows for source in sources)
+            for kind in ("weight", "bias") if has_bias else ("weight",):
+                is_weight = kind == "weight"
+                parts = tuple(
+                    replace(s, name=f"{s.name.format(layer)}.{kind}", is_transposed=self.is_transposed and is_weight)
+                    for s in sources
+                )
+                shape = (num_rows, num_columns) if is_weight else (num_rows,)
+                found.append(TensorMap(f"{ours}.{target}.{kind}", shape, parts))
+        return found
+
+    def _qkv(self, config: GPTConfig) -> tuple[Source, ...]:
+        head = config.head_size
+        query, key = config.num_heads * head, config.kv_heads * head
+        if self.by_heads:
+            return tuple(Source(self.qkv[0], query, first=n * head, strip=head, step=3 * head) for n in range(3))
+        if len(self.qkv) == 1:
+            return (Source(self.qkv[0], query + 2 * key),)
+        return tuple(Source(name, rows) for name, rows in zip(self.qkv, (query, key, key), strict=True))
+
+    def _up(self, config: GPTConfig) -> tuple[Source, ...]:
+        num_rows = (2 if config.is_gated else 1) * config.ffn_size
+        return tuple(Source(name, num_rows // len(self.up)) for name in self.up)
+
+    @staticmethod
+    def _norm(target: str, source: str, config: GPTConfig) -> list[TensorMap]:
+        kinds = ("weight", "bias") if config.norm == "layernorm" and config.bias else ("weight",)
+        return [_one(f"{target}.{kind}", (config.hidden_size,), f"{source}.{kind}") for kind in kinds]
+
+
+def _one(target: str, shape: tuple[int, ...], source: str) -> TensorMap:
+    return TensorMap(target, shape, (Source(source, shape[0]),))

@@ -1,0 +1,153 @@
+"""What each field of a foreign configuration becomes: used, known not to matter for training, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.legal_values import one_of
+
+Values: TypeAlias = Mapping[str, Any]
+"""Fields of a foreign configuration by name, with the family's defaults where they are not given."""
+
+#: Fields of every Hugging Face configuration that change nothing in a training: names, files, tokens, and how text is
+#: generated.
+IRRELEVANT = frozenset(
+    {
+        *("model_type", "architectures", "auto_map", "transformers_version", "transformers.js_config", "name_or_path"),
+        *("dtype", "torch_dtype", "torchscript", "attn_implementation", "gradient_checkpointing", "use_cache"),
+        *("return_dict", "use_return_dict", "chunk_size_feed_forward", "is_decoder", "tokenizer_class", "prefix"),
+        *("num_labels", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "unk_token_id"),
+        *("classifier_dropout", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+        *("summary_first_dropout", "pretraining_tp", "use_bfloat16", "tf_legacy_loss", "n_ctx", "is_llama_config"),
+        # How text is generated.
+        *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
+        *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
+        *("forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size"),
+        *("num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values"),
+        *("repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p"),
+        *("typical_p", "encoder_repetition_penalty", "max_new_tokens", "min_new_tokens"),
+    }
+)
+
+_NO_OUTPUTS = "the model returns loss and logits alone"
+
+
+@dataclass(frozen=True)
+class Field:
+    """Say what a field of a foreign configuration becomes.
+
+    Args:
+        name: Its name there.
+        default: What it is where it is not given.
+        becomes: The field of GPTConfig that has its value, or what computes fields of GPTConfig from all values of the
+            configuration; None if it says nothing itself, because another field's rule reads it.
+        only: The values that the family is computed with; None allows all.
+        why: Why there is no other.
+    """
+
+    name: str
+    default: Any = None
+    becomes: str | Callable[[Values], Mapping[str, Any]] | None = None
+    only: tuple[Any, ...] | None = None
+    why: str = ""
+
+
+#: Fields that every Hugging Face configuration may have, and that ask for what we lack if they are not as here.
+GENERAL = (
+    Field("is_encoder_decoder", False, only=(False, None), why="there is no cross attention"),
+    Field("add_cross_attention", False, only=(False, None), why="there is no cross attention"),
+    Field("cross_attention_hidden_size", None, only=(None,), why="there is no cross attention"),
+    Field("output_hidden_states", False, only=(False, None), why=_NO_OUTPUTS),
+    Field("output_attentions", False, only=(False, None), why=_NO_OUTPUTS),
+    Field("pruned_heads", None, only=(None, {}), why="all layers have equally many heads"),
+    Field("quantization_config", None, only=(None,), why="weights are floating-point numbers"),
+    Field("per_layer_config", None, only=(None, {}), why="all layers have the same shape"),
+)
+
+
+@dataclass(frozen=True)
+class ConfigTable:
+    """Turn configurations of a family into ours.
+
+    Every field is used, irrelevant, or refused unless it has the value that we compute with; one that the table does
+    not know is refused unless it is off (None or False).
+
+    Args:
+        family: Name of the family, for messages.
+        fields: What the fields become.
+        fixed: Fields of GPTConfig that all models of the family share.
+        irrelevant: Names of further fields that change nothing in a training.
+    """
+
+    family: str
+    fields: tuple[Field, ...]
+    fixed: Mapping[str, Any]
+    irrelevant: frozenset[str] = frozenset()
+
+    def __call__(self, config: Values) -> GPTConfig:
+        """Return our configuration of a model.
+
+        Args:
+            config: What ``config.to_dict()`` returns or ``config.json`` holds.
+
+        Raises:
+            UnsupportedError: Naming the field and its value, if it asks for something that we do not compute.
+            CheckpointMismatchError: If a value is of another type than the family's.
+            ParallelPlanError: If sizes contradict each other.
+        """
+        rules = (*self.fields, *GENERAL)
+        self._check_known(config, {rule.name for rule in rules})
+        values = {rule.name: config.get(rule.name, rule.default) for rule in rules}
+        found = dict(self.fixed)
+        for rule in rules:
+            value = values[rule.name]
+            if rule.only is not None and value not in rule.only:
+                raise refusal(self.family, rule.name, value, rule.why, rule.only)
+            if callable(rule.becomes):
+                found |= rule.becomes(values)
+            elif rule.becomes is not None:
+                self._check_type(rule, value)
+                found[rule.becomes] = value
+        return GPTConfig(**found)
+
+    def _check_type(self, rule: Field, value: Any) -> None:
+        legal = (int, float) if isinstance(rule.default, float) else type(rule.default)
+        if rule.default is not None and (not isinstance(value, legal) or isinstance(value, bool) != (legal is bool)):
+            raise CheckpointMismatchError(
+                f"{rule.name} of a {self.family} configuration must be of the type of {rule.default!r}: it is "
+                f"{value!r}. It becomes {rule.becomes}. Correct the configuration."
+            )
+
+    def _check_known(self, config: Values, known: set[str]) -> None:
+        for name, value in config.items():
+            is_known = name in known or name in IRRELEVANT or name in self.irrelevant or name.startswith("_")
+            if not is_known and value is not None and value is not False:
+                raise refusal(self.family, name, value, "nothing is known of this field, which may change the model")
+
+
+def refusal(family: str, name: str, value: Any, why: str, only: tuple[Any, ...] = (None, False)) -> UnsupportedError:
+    """Return the error that says a field asks for something that is not computed."""
+    legal = one_of(only)
+    return UnsupportedError(
+        f"{name} of a {family} configuration must be {legal}: it is {value!r}. Here {why}. "
+        f"Set {name} to {one_of(only[:1])} if the model allows it, or keep Hugging Face's own module."
+    )
+
+
+def one_from(name: str, target: str, choices: Mapping[Any, Any]) -> Callable[[Values], Mapping[str, Any]]:
+    """Return a rule that translates the values of a field and refuses those without a translation."""
+
+    def rule(values: Values) -> Mapping[str, Any]:
+        if values[name] not in list(choices):
+            raise UnsupportedError(
+                f"{name} must be {one_of(list(choices))}: it is {values[name]!r}. No other is computed here. "
+                "Keep Hugging Face's own module."
+            )
+        return {target: choices[values[name]]}
+
+    return rule

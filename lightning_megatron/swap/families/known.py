@@ -1,0 +1,69 @@
+"""The families that are known, from here and from installed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import metadata
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.swap.families.family import Family
+from lightning_megatron.swap.families.gpt2 import GPT2, GPT_NEOX
+from lightning_megatron.swap.families.llama import GEMMA, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
+
+#: Entry points under which packages offer families of their own.
+ENTRY_POINTS = "lightning_megatron.families"
+
+FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, PHI3, GPT_NEOX)
+
+
+def families(further: Iterable[Family] = ()) -> tuple[Family, ...]:
+    """List all families: those given, those of installed packages, and ours; the first of a name counts.
+
+    A package offers one as an entry point of the group ``lightning_megatron.families`` that is a ``Family``.
+
+    Args:
+        further: Families to know beside the others.
+
+    Raises:
+        UnsupportedError: If an entry point is something else.
+    """
+    offered = []
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        family = point.load()
+        if not isinstance(family, Family):
+            raise UnsupportedError(
+                f"an entry point of {ENTRY_POINTS} must be a Family: {point.name} ({point.value}) is a "
+                f"{type(family).__name__}. Nothing can be read with it. Correct or remove the package that has it."
+            )
+        offered.append(family)
+    return (*further, *offered, *FAMILIES)
+
+
+def find_family(name: str, further: Iterable[Family] = ()) -> Family | None:
+    """Return the family of a model type or of the class of a language model, or None.
+
+    Args:
+        name: Such as ``llama`` or ``LlamaForCausalLM``.
+        further: Families to know beside the others.
+    """
+    return next((family for family in families(further) if name in (family.model_type, family.architecture)), None)
+
+
+def family_of(name: str, further: Iterable[Family] = ()) -> Family:
+    """Return the family of a model type or of the class of a language model.
+
+    Args:
+        name: Such as ``llama`` or ``LlamaForCausalLM``.
+        further: Families to know beside the others.
+
+    Raises:
+        UnsupportedError: If there is no such family; it names the known ones.
+    """
+    found = find_family(name, further)
+    if found is None:
+        known = ", ".join(f"{family.model_type} ({family.architecture})" for family in families(further))
+        raise UnsupportedError(
+            f"a model that is swapped as a whole must be of a known family: {name!r} is of none. Nothing says what its "
+            f"tensors mean. Use one of {known}, or give a Family of your own."
+        )
+    return found

@@ -1,0 +1,145 @@
+"""Rotary positions of Hugging Face configurations, in their present and their earlier notation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.plan.legal_values import one_of
+from lightning_megatron.plan.rotary_scaling import RotaryScaling
+from lightning_megatron.swap.families.fields import Field, Values
+
+#: Names that kinds had earlier.
+_EARLIER = {"su": "longrope"}
+#: What each kind reads of ``rope_parameters`` beside theta, kind and the rotated part of a head.
+_READ: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"}
+        | {"mscale_all_dim", "truncate"}
+    ),
+    "longrope": frozenset(
+        {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}
+    ),
+}
+_ALWAYS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
+
+
+def rotary_fields(
+    theta: str = "rope_theta",
+    part: str | None = None,
+    default_part: float = 1.0,
+    earlier: Mapping[str, str] | None = None,
+) -> tuple[Field, ...]:
+    """Return the rules for all fields about rotary positions.
+
+    Args:
+        theta: Field of the base in the earlier notation.
+        part: Field of the rotated part of a head in the earlier notation; None if the family always rotates all.
+        default_part: What that is where it is not given.
+        earlier: Further names of the kinds.
+    """
+    rule = _rule(theta, part, default_part, _EARLIER | dict(earlier or {}))
+    names = {theta, "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"} | ({part} - {None})
+    others = tuple(Field(name) for name in sorted(name for name in names if name is not None))
+    return (Field("rope_parameters", becomes=rule), Field("rope_scaling"), *others)
+
+
+def _rule(
+    theta: str, part: str | None, default_part: float, earlier: Mapping[str, str]
+) -> Callable[[Values], Mapping[str, Any]]:
+    def rule(values: Values) -> Mapping[str, Any]:
+        given = values["rope_scaling"] or values["rope_parameters"] or {}
+        if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+            raise _refusal("rope_parameters", given, "one mapping for all layers", "all layers rotate alike")
+        kind = given.get("rope_type") or given.get("type") or "default"
+        kind = earlier.get(kind, kind)
+        if kind not in _READ:
+            raise _refusal("rope_type", kind, one_of(list(_READ)), "angles of no other kind are computed")
+        unknown = sorted(given.keys() - _READ[kind] - _ALWAYS)
+        for name in unknown:
+            if given[name] is not None and given[name] is not False:
+                raise _refusal(f"rope_parameters.{name}", given[name], "left out", f"{kind} positions do not use it")
+        base = given.get("rope_theta") or _agreed(values, theta, "rope_theta") or 10000.0
+        share = given.get("partial_rotary_factor") or _agreed(values, part, "partial_rotary_factor") or default_part
+        if part is None and share != 1.0:
+            raise _refusal("partial_rotary_factor", share, "1.0", "this family rotates whole heads")
+        head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+        size = int(head_dim * share)
+        if size % 2 or not size:
+            why = f"that part of a head of {head_dim} is {size} elements, and pairs of them are rotated"
+            raise _refusal("partial_rotary_factor", share, "that of an even number of elements", why)
+        return {
+            "rotary_base": float(base),
+            "rotary_dim": size if size < head_dim else None,
+            "rotary_scaling": None if kind == "default" else _scaling(kind, given, values),
+        }
+
+    return rule
+
+
+def _agreed(values: Values, name: str | None, other: str) -> Any:
+    # Earlier configurations may give a number under two names.
+    first, second = None if name is None else values[name], values[other]
+    if None not in (first, second) and first != second:
+        raise _refusal(other, second, f"that of {name} ({first})", "both give the same number")
+    return second if first is None else first
+
+
+def _scaling(kind: Any, given: Mapping[str, Any], values: Values) -> RotaryScaling:
+    longest = values["max_position_embeddings"]
+    # A field of the configuration itself goes before one inside the mapping.
+    length = values["original_max_position_embeddings"] or given.get("original_max_position_embeddings") or longest
+    needed = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "linear": ("factor",)}.get(kind, ())
+    needed = ("short_factor", "long_factor") if kind == "longrope" else needed
+    for name in needed:
+        if given.get(name) is None:
+            raise _refusal(f"rope_parameters.{name}", None, "given", f"{kind} positions cannot be computed without it")
+    factor = given.get("factor")
+    factor = float(longest / length if factor is None else factor)
+    if kind == "linear":
+        return RotaryScaling(kind=kind, factor=factor)
+    if kind == "llama3":
+        low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
+        return RotaryScaling(
+            kind=kind, factor=factor, original_length=length, low_frequency_factor=low, high_frequency_factor=high
+        )
+    attention = given.get("attention_factor")
+    if kind == "longrope":
+        return RotaryScaling(
+            kind=kind,
+            factor=factor,
+            original_length=length,
+            short_factors=tuple(given["short_factor"]),
+            long_factors=tuple(given["long_factor"]),
+            attention_factor=attention,
+        )
+    return RotaryScaling(
+        kind=kind,
+        factor=factor,
+        original_length=length,
+        beta_fast=float(given.get("beta_fast") or 32),
+        beta_slow=float(given.get("beta_slow") or 1),
+        truncate=bool(given.get("truncate", True)),
+        attention_factor=_yarn_attention(factor, given) if attention is None else attention,
+    )
+
+
+def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float | None:
+    mscale, mscale_all = given.get("mscale"), given.get("mscale_all_dim")
+    if not mscale or not mscale_all:
+        return None
+    if factor <= 1.0:
+        return 1.0
+    return float((0.1 * mscale * math.log(factor) + 1.0) / (0.1 * mscale_all * math.log(factor) + 1.0))
+
+
+def _refusal(name: str, value: Any, legal: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} must be {legal}: it is {value!r}, and {why}. Change it if the model allows it, or keep Hugging Face's "
+        "own module."
+    )

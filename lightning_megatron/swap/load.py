@@ -1,0 +1,172 @@
+"""Fill this rank's parameters from foreign tensors, reading only what it holds, one tensor after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.swap.families.family import Family
+from lightning_megatron.swap.mapping import Slices, TensorMap, TensorReader, TensorsInMemory, named
+
+_WORD_EMBEDDING = "embedding.word.weight"
+
+
+def load_from(model: GPT, tensors: TensorReader | Mapping[str, Tensor], family: Family) -> None:
+    """Fill the parameters that this rank holds, converted to their dtype; those on the meta device move to the mesh's.
+
+    Nothing is changed if the tensors are not those of the model. Padding is zero.
+
+    Args:
+        model: Any rank's part of a model whose configuration the family made.
+        tensors: A folder of safetensors files, or a state dict.
+        family: How the tensors are named and cut.
+
+    Raises:
+        CheckpointMismatchError: If a tensor is missing, left over or of another shape, on either side, or a head that
+            should be the embedding is not.
+    """
+    reader = reader_of(tensors, family)
+    table = {tensor.target: tensor for tensor in family.tensors(model.config)}
+    _check_tensors(reader, table.values(), family, model.config.tie_embeddings)
+    _check_parameters(model, table)
+    for name, parameter in list(model.named_parameters()):
+        spec = shard_spec_of(parameter, model.mesh.tp.rank)
+        tensor = table[spec.tied_to or name]
+        if parameter.is_meta:
+            parameter = _materialised(model, name, parameter)
+        with torch.no_grad():
+            if spec.full_shape and parameter.shape[spec.dim] != spec.local_extent:
+                parameter.zero_()
+            for box, view in spec.local_views(parameter.data):
+                tensor.fill(view, box.offsets, box.sizes, reader)
+        if tensor.target == _WORD_EMBEDDING and model.config.tie_embeddings and family.head in reader.names():
+            _check_tied(parameter, reader, family)
+
+
+@dataclass(frozen=True)
+class RenamedTensors:
+    """Read tensors by the names that a family's table has for them.
+
+    Args:
+        reader: The tensors by their own names.
+        own: Their own names by those of the table.
+    """
+
+    reader: TensorReader
+    own: Mapping[str, str]
+
+    def names(self) -> Iterable[str]:
+        """List the tensors."""
+        return self.own.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor (elements)."""
+        return self.reader.shape(self.own[name])
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """Return a part of a tensor."""
+        return self.reader.read(self.own[name], slices)
+
+
+def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> RenamedTensors:
+    """Return a reader of the tensors that hold weights, by the names of the family's table.
+
+    Earlier names become the present ones, and names of a model without head get what those of one with a head begin
+    with.
+
+    Args:
+        tensors: A folder of safetensors files, or a state dict.
+        family: How the tensors are named.
+    """
+    reader = TensorsInMemory(tensors) if isinstance(tensors, Mapping) else tensors
+    own = {_renamed(name, family): name for name in reader.names()}
+    if own and not any(name.startswith(family.base) for name in own):
+        own = {name if name == family.head else f"{family.base}{name}": first for name, first in own.items()}
+    return RenamedTensors(reader, {name: first for name, first in own.items() if not family.ignores(name)})
+
+
+def _renamed(name: str, family: Family) -> str:
+    for earlier, present in family.renamed:
+        if name.startswith(earlier):
+            return f"{present}{name.removeprefix(earlier)}"
+    return name
+
+
+def _check_tensors(reader: RenamedTensors, table: Iterable[TensorMap], family: Family, is_tied: bool) -> None:
+    shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
+    if is_tied and family.head in reader.own:
+        shapes[family.head] = shapes[family.embedding]
+    missing, unknown = shapes.keys() - reader.own.keys(), reader.own.keys() - shapes.keys()
+    if missing or unknown:
+        parts = [f"{named(missing)} missing"] if missing else []
+        parts += [f"{named(unknown)} left over"] if unknown else []
+        raise CheckpointMismatchError(
+            f"the tensors must be those of a {family.architecture} of this configuration: {', and '.join(parts)}. "
+            "Nothing may keep its first values or be forgotten. Load the weights that belong to the configuration."
+        )
+    other = [
+        f"{name!r} {reader.shape(name)} instead of {shape}"
+        for name, shape in shapes.items()
+        if reader.shape(name) != shape
+    ]
+    if other:
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        raise CheckpointMismatchError(
+            f"the tensors must have the shapes of this configuration: {other[0]}{more}. Sizes differ. Load the weights "
+            "that belong to the configuration."
+        )
+
+
+def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
+    targets = {}
+    for name, parameter in model.named_parameters():
+        spec = shard_spec_of(parameter)
+        target = spec.tied_to or name
+        targets[name] = target
+        if target in table and table[target].shape != spec.full_shape:
+            raise CheckpointMismatchError(
+                f"a table must give every parameter its shape: {name!r} has {spec.full_shape}, the table gives "
+                f"{table[target].shape}. They are of different configurations. Build the model with the "
+                "configuration that the family makes."
+            )
+    # Of the parts of the model that are on this rank, every parameter is here.
+    parts = {_part(name) for name in targets}
+    unfilled = targets.keys() - {name for name, target in targets.items() if target in table}
+    unused = {target for target in table if _part(target) in parts} - set(targets.values())
+    if unfilled or unused:
+        raise CheckpointMismatchError(
+            f"a table must have the model's parameters: parameters without a source are {named(unfilled) or 'none'}, "
+            f"sources without a parameter {named(unused) or 'none'}. They are of different configurations. Build the "
+            "model with the configuration that the family makes."
+        )
+
+
+def _part(name: str) -> tuple[str, ...]:
+    parts = name.split(".")
+    return tuple(parts[:2]) if parts[0] == "layers" else (parts[0],)
+
+
+def _check_tied(parameter: Tensor, reader: RenamedTensors, family: Family) -> None:
+    for box in shard_spec_of(parameter).boxes():
+        slices = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
+        head, embedding = reader.read(family.head, slices), reader.read(family.embedding, slices)
+        if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
+            raise CheckpointMismatchError(
+                f"a tied head must be the embedding: {family.head!r} and {family.embedding!r} differ in rows "
+                f"{slices[0].start} to {slices[0].stop}. One of them would be lost. Set tie_word_embeddings to false."
+            )
+
+
+def _materialised(model: GPT, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    path, _, key = name.rpartition(".")
+    # A meta tensor cannot change its device in place: the new Parameter takes over what was attached to the old one.
+    result = nn.Parameter(torch.empty_like(parameter, device=model.mesh.device), requires_grad=parameter.requires_grad)
+    result.__dict__.update(parameter.__dict__)
+    model.get_submodule(path)._parameters[key] = result
+    return result

@@ -1,0 +1,208 @@
+"""Which rows of which foreign tensors make a full tensor of ours, read piece by piece, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import CheckpointMismatchError
+
+Slices: TypeAlias = tuple[slice, ...]
+"""One slice for each dimension, with start and stop."""
+
+_NAMED = 6
+
+
+class TensorReader(Protocol):
+    """Name what is asked of foreign tensors: a part of one can be had without the rest."""
+
+    def names(self) -> Iterable[str]:
+        """List the tensors."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor (elements)."""
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """Return a part of a tensor, which the caller must not write into."""
+
+
+@dataclass(frozen=True)
+class TensorsInMemory:
+    """Read from tensors that are there already, such as a state dict."""
+
+    tensors: Mapping[str, Tensor]
+
+    def names(self) -> Iterable[str]:
+        """List the tensors."""
+        return self.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor (elements)."""
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """Return a view of a part of a tensor.
+
+        Raises:
+            CheckpointMismatchError: If the tensor is on the meta device.
+        """
+        tensor = self.tensors[name].detach()
+        if tensor.is_meta:
+            raise CheckpointMismatchError(
+                f"a tensor must have values to be loaded: {name!r} is on the meta device. Only its shape is known "
+                "there. Load it first, or read the folder of its safetensors files."
+            )
+        return tensor[slices]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Name rows of a foreign tensor that follow each other in a tensor of ours.
+
+    Row ``j`` of them is the foreign row ``first + j // strip * step + j % strip``: equal strips at equal distances. By
+    default that is the whole tensor.
+
+    Args:
+        name: The foreign tensor.
+        num_rows: Rows that it gives (elements).
+        is_transposed: Whether rows of ours are columns there.
+        first: The foreign row of the first one.
+        strip: Rows that are neighbours there too; None means all.
+        step: Foreign rows from one strip to the next.
+    """
+
+    name: str
+    num_rows: int
+    is_transposed: bool = False
+    first: int = 0
+    strip: int | None = None
+    step: int = 0
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Cut the rows [start, stop) into runs of neighbours.
+
+        Returns:
+            The first row here, the first row there, and the number of rows of every run.
+        """
+        strip = self.strip or self.num_rows
+        while start < stop:
+            number, inside = divmod(start, strip)
+            size = min(strip - inside, stop - start)
+            yield start, self.first + number * self.step + inside, size
+            start += size
+
+
+@dataclass(frozen=True)
+class Read:
+    """Name a part of a foreign tensor and where it goes.
+
+    Args:
+        name: The foreign tensor.
+        slices: The part.
+        is_transposed: Whether it must be transposed.
+        start: Its first row in the box that is being filled (elements).
+        num_rows: Rows of the box that it fills (elements).
+    """
+
+    name: str
+    slices: Slices
+    is_transposed: bool
+    start: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Say which foreign tensors, one below the other, are a full tensor of ours.
+
+    Args:
+        target: Name of the parameter of ours.
+        shape: Its full shape, without padding (elements).
+        sources: Where its rows are, in order.
+
+    Raises:
+        ValueError: If the sources have more or fewer rows than the target.
+    """
+
+    target: str
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...]
+
+    def __post_init__(self) -> None:
+        given = sum(source.num_rows for source in self.sources)
+        if given != self.shape[0]:
+            raise ValueError(
+                f"the sources of a tensor must have its rows: {self.target} has {self.shape[0]}, they have {given}. "
+                "Each row of ours comes from one of theirs. Correct the table."
+            )
+
+    @property
+    def source_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the full shape of every foreign tensor (elements)."""
+        rows: dict[str, int] = {}
+        for source in self.sources:
+            rows[source.name] = rows.get(source.name, 0) + source.num_rows
+        is_transposed = {source.name: source.is_transposed for source in self.sources}
+        shapes = {name: (count, *self.shape[1:]) for name, count in rows.items()}
+        return {name: shape[::-1] if is_transposed[name] else shape for name, shape in shapes.items()}
+
+    def reads(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Read]:
+        """List what must be read to fill a box of the full tensor.
+
+        Args:
+            offsets: First index of the box in every dimension (elements).
+            sizes: Its extents (elements).
+        """
+        start, stop, before = offsets[0], offsets[0] + sizes[0], 0
+        rest = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
+        for source in self.sources:
+            low, high = max(start, before), min(stop, before + source.num_rows)
+            for here, there, size in source.pieces(low - before, high - before):
+                slices = (slice(there, there + size), *rest)
+                slices = slices[::-1] if source.is_transposed else slices
+                yield Read(source.name, slices, source.is_transposed, before + here - start, size)
+            before += source.num_rows
+
+    def fill(self, view: Tensor, offsets: Sequence[int], sizes: Sequence[int], reader: TensorReader) -> None:
+        """Write a box of the full tensor into ``view`` in place, converted to its dtype.
+
+        Shapes: view ``sizes``.
+        """
+        with torch.no_grad():
+            for read in self.reads(offsets, sizes):
+                part = reader.read(read.name, read.slices)
+                view.narrow(0, read.start, read.num_rows).copy_(part.t() if read.is_transposed else part)
+
+    def split(self, full: Tensor) -> dict[str, Tensor]:
+        """Return the foreign tensors that make the full tensor; those that are a part of it as it lies are views.
+
+        Raises:
+            ValueError: If ``full`` has another shape.
+        """
+        if tuple(full.shape) != self.shape:
+            raise ValueError(f"the full tensor {self.target} must have shape {self.shape}: {tuple(full.shape)}.")
+        found: dict[str, Tensor] = {}
+        shapes, start = self.source_shapes, 0
+        for source in self.sources:
+            rows = full.narrow(0, start, source.num_rows)
+            start += source.num_rows
+            theirs = rows.t() if source.is_transposed else rows
+            if theirs.shape == shapes[source.name] and source.strip is None:
+                found[source.name] = theirs
+                continue
+            whole = found.setdefault(source.name, full.new_empty(shapes[source.name]))
+            by_rows = whole.t() if source.is_transposed else whole
+            for here, there, size in source.pieces(0, source.num_rows):
+                by_rows.narrow(0, there, size).copy_(rows.narrow(0, here, size))
+        return found
+
+
+def named(names: Iterable[str]) -> str:
+    """Return the first few of the names, in order, and how many more there are."""
+    ordered = sorted(names)
+    shown = [repr(name) for name in ordered[:_NAMED]]
+    return ", ".join([*shown, f"{len(ordered) - _NAMED} more"] if len(ordered) > _NAMED else shown)
