@@ -44,7 +44,7 @@ from lightning_megatron.strategy.signals import SignalAgreement
 from lightning_megatron.strategy.sizes import check_hosts, check_sizes
 from lightning_megatron.strategy.step import StepRunner
 from lightning_megatron.strategy.training_state import TrainingState
-from lightning_megatron.swap import parallelize
+from lightning_megatron.swap import building_on_meta, parallelize
 from lightning_megatron.training.main_parameters import Division
 
 log = logging.getLogger(__name__)
@@ -116,14 +116,20 @@ class ModelStrategy(MeshStrategy):
             yield
 
     @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        with building_on_meta():
+            yield
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None, "the Trainer sets the accelerator"
         module, fitting = self.user_module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         rebind_mesh(module, self.mesh)
-        check_module(module, self.mesh)
         for record in parallelize(module, self.mesh, self.options.tensor_parallel_plan):
             rank_zero_info(str(record))
+        check_module(module, self.mesh)
         models = find_models(module, self.options.recompute)
         kind = self.root_device.type
         for note in self.options.notes(self.precision_plugin.precision, kind, has_models=bool(models)):

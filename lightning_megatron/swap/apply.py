@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -14,6 +14,9 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.agree import agree_on_values
 from lightning_megatron.swap.build import Site
+from lightning_megatron.swap.families import Family
+from lightning_megatron.swap.hugging_face import NOTE as HELD_WHOLE
+from lightning_megatron.swap.hugging_face import family_of_module, language_model
 from lightning_megatron.swap.plan import Place, choose_kinds, places_of
 from lightning_megatron.swap.record import SwapRecord
 from lightning_megatron.swap.registry import BlockRule, rule_for, source_names, swapped
@@ -89,6 +92,7 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
     swaps = _chosen(places, kinds, mesh)
     agree_on_values(module, places, mesh)
     built = [_model(place, mesh) for place in _first_names(places) if is_foreign(place.module, mesh)]
+    built += [_language_model(place, family, mesh) for place, family in _known_models(places, kinds)]
     models = [swap.place.name for swap in built]
     built += [_block(number, *choice, mesh) for number, choice in enumerate(swaps)]
     tie(module, {key: home for swap in built for key, home in _homes(swap).items()}, models)
@@ -173,6 +177,21 @@ def _check_layout(chosen: Sequence[_Choice], mesh: ParallelMesh) -> None:
 def _model(place: Place, mesh: ParallelMesh) -> _Swap:
     cut = mesh.tp.size * mesh.pp.size > 1
     return _Swap(place, "model", sharded_gpt(place.name, place.module, mesh), note=NOTE if cut else "")
+
+
+def _known_models(places: Sequence[Place], kinds: Mapping[str, str]) -> Iterator[tuple[Place, Family]]:
+    """List Hugging Face's models that have a family, but those that the plan leaves alone or cuts itself."""
+    for place in _first_names(places):
+        family = family_of_module(place.module)
+        inside = {kind for name, kind in kinds.items() if name == place.name or name.startswith(f"{place.name}.")}
+        if family is not None and inside <= {"auto"}:
+            yield place, family
+
+
+def _language_model(place: Place, family: Family, mesh: ParallelMesh) -> _Swap:
+    had_values = not any(parameter.is_meta for parameter in place.module.parameters())
+    note = HELD_WHOLE if had_values and mesh.tp.size * mesh.pp.size > 1 else ""
+    return _Swap(place, "model", language_model(place.name, place.module, family, mesh), note=note)
 
 
 def _block(number: int, place: Place, kind: str, rule: BlockRule, mesh: ParallelMesh) -> _Swap:

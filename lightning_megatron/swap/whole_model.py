@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeGuard
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -39,14 +40,14 @@ def sharded_gpt(name: str, source: nn.Module, mesh: ParallelMesh) -> GPT:
         UnsupportedError: For a model that is already cut, is not exactly a GPT, or whose parameters have been changed.
         ParallelPlanError: If the layout cannot hold the model.
     """
-    if type(source) is not GPT or source.mesh.layout.world_size > 1:
+    if not _is_gpt(source) or source.mesh.layout.world_size > 1:
         raise UnsupportedError(
             f"{name!r} ({type(source).__name__}) must be built on this mesh or be a GPT built without one, because "
             "only the "
             "latter can be cut afterwards. Build it with mesh=self.device_mesh in configure_model."
         )
     with torch.device("meta"):
-        target, expected = GPT(source.config, mesh), GPT(source.config)
+        target, expected = type(source)(source.config, mesh), type(source)(source.config)
     _check_names(name, source, expected)
     for path, owner in target.named_modules():
         for key, parameter in owner._parameters.items():
@@ -54,6 +55,11 @@ def sharded_gpt(name: str, source: nn.Module, mesh: ParallelMesh) -> GPT:
                 owner._parameters[key] = _part(source, f"{path}.{key}", parameter, mesh.device)
     target.recompute = source.recompute
     return target.train(source.training)
+
+
+def _is_gpt(source: nn.Module) -> TypeGuard[GPT]:
+    """Tell whether a model has the parts of a GPT and no others, so that its config says all."""
+    return isinstance(source, GPT) and type(source).__init__ is GPT.__init__ and type(source)._build is GPT._build
 
 
 def _check_names(name: str, source: GPT, expected: GPT) -> None:

@@ -1,0 +1,200 @@
+"""Hugging Face's call of a causal language model, computed by a GPT that is cut over tp and pp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import gather_from_axis
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.swap.families import Family
+from lightning_megatron.swap.outputs import CausalLMOutput
+
+#: What Hugging Face's models ignore as a label.
+_IGNORED = -100
+
+#: Arguments of Hugging Face's call that say how to compute and not what; a swapped model chooses by itself.
+_IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_q", "max_length_k", "cu_seq_lens_k", "token_type_ids"})
+
+
+class LabelledGPT(GPT):
+    """A GPT that returns the losses together with this rank's logits, transposed to sequence first."""
+
+    @override
+    def _result(self, logits: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int) -> Any:
+        if labels is None:
+            return None, logits
+        return super()._result(logits, labels, label_smoothing, ignore_index), logits
+
+
+class HuggingFaceLM(nn.Module):
+    """Take and return what a Hugging Face causal language model does, with the layers of a GPT.
+
+    Equal to the model that it replaces: loss, logits and gradients. Labels are those of the tokens themselves and are
+    shifted here. A step without any label that counts has the loss 0, where Hugging Face's has none (NaN).
+
+    Args:
+        gpt: The layers.
+        config: Hugging Face's configuration, for whoever reads it.
+        family: How configuration and tensors of the two correspond.
+    """
+
+    main_input_name = "input_ids"
+
+    def __init__(self, gpt: LabelledGPT, config: Any, family: Family) -> None:
+        super().__init__()
+        self.gpt, self.config, self.family = gpt, config, family
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the weights are."""
+        return self.gpt.mesh.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the weights."""
+        return next(self.gpt.parameters()).dtype
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **others: Any,
+    ) -> CausalLMOutput:
+        """Return an output with ``loss``, if there are labels, and ``logits``.
+
+        Shapes: input_ids, attention_mask, position_ids and labels ``(B, S)``; inputs_embeds ``(B, S, D)``; logits
+        ``(B, S, V)``.
+
+        Args:
+            input_ids: Token ids; or give ``inputs_embeds``.
+            attention_mask: 1 for tokens, 0 for padding, on either side.
+            position_ids: Position of every token. Without an attention mask, a position that does not follow the one
+                before begins another sequence, which attends within itself only.
+            past_key_values: Must be None: nothing is cached.
+            inputs_embeds: Vectors in place of tokens.
+            labels: The tokens themselves, or -100 where no loss is wanted.
+            use_cache: Has no effect.
+            logits_to_keep: Return the logits of so many last positions only (0: all).
+            num_items_in_batch: Divide the summed loss by this number instead of the number of labels (tokens).
+            shift_labels: Labels that are shifted already.
+            cu_seq_lens_q: Borders of sequences that are packed into one row, as flash attention takes them.
+            others: Must ask for nothing.
+
+        Raises:
+            UnsupportedError: For what a swapped model cannot do.
+            StageDone: On pipeline stages that do not compute the result.
+        """
+        _refuse({"past_key_values": past_key_values, **others})
+        given = input_ids if input_ids is not None else inputs_embeds
+        if given is None or (input_ids is not None and inputs_embeds is not None):
+            raise UnsupportedError(
+                "a language model takes either input_ids or inputs_embeds: "
+                f"{'neither' if given is None else 'both'} were given. One says what the other does. Give one."
+            )
+        length = given.shape[1]
+        if shift_labels is None and labels is not None:
+            shift_labels = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+        span = span_of(attention_mask, position_ids, cu_seq_lens_q, given.shape[:2])
+        extra = -length % (self.gpt.mesh.tp.size if self.gpt.mesh.sequence_parallel else 1)
+        if extra:
+            # Positions behind the last token change none of those before; their own results are cut off.
+            input_ids, shift_labels = _padded(input_ids, extra, 0), _padded(shift_labels, extra, _IGNORED)
+            inputs_embeds = None if inputs_embeds is None else F.pad(inputs_embeds, (0, 0, 0, extra))
+            span = None if span is None else _padded_span(span, extra)
+        losses, shard = self.gpt(input_ids, shift_labels, ignore_index=_IGNORED, span=span, embeddings=inputs_embeds)
+        loss = None if losses is None else _mean(losses, shift_labels, num_items_in_batch)
+        kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
+        return CausalLMOutput(loss, lambda: self._gather(shard[kept]))
+
+    def _gather(self, shard: Tensor) -> Tensor:
+        full = gather_from_axis(shard, self.gpt.mesh.tp, dim=-1)
+        return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Compute blocks again in the backward pass instead of keeping their activations."""
+        self.gpt.recompute = "full"
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep the activations of blocks."""
+        self.gpt.recompute = "none"
+
+
+def span_of(
+    attention_mask: Tensor | None, position_ids: Tensor | None, borders: Tensor | None, shape: torch.Size
+) -> AttentionSpan | None:
+    """Say who attends to whom by Hugging Face's arguments; None where every position sees all before it.
+
+    A mask on a GPU is read by the host to find out whether it masks anything.
+
+    Args:
+        attention_mask: 1 for tokens, 0 for padding.
+        position_ids: Position of every token.
+        borders: Borders of packed sequences.
+        shape: Sequences and their length.
+
+    Raises:
+        UnsupportedError: For masks of other shapes.
+    """
+    valid = documents = None
+    if attention_mask is not None:
+        if attention_mask.shape != shape:
+            raise UnsupportedError(
+                f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
+                f"{tuple(attention_mask.shape)}. Masks of pairs of tokens cannot be cut over ranks. Mark padding with 0 "
+                "in a mask of that shape, or pack sequences with position_ids."
+            )
+        mask = attention_mask.to(torch.bool)
+        valid = None if bool(mask.all()) else mask
+    if borders is not None:
+        places = torch.arange(shape[1], device=borders.device)
+        documents = torch.searchsorted(borders[1:].contiguous(), places, right=True).expand(shape)
+    elif position_ids is not None and attention_mask is None:
+        begins = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
+        documents = begins.cumsum(-1) if bool(begins.any()) else None
+    if position_ids is not None:
+        position_ids = position_ids.expand(shape)
+    if valid is None and documents is None and position_ids is None:
+        return None
+    return AttentionSpan(valid=valid, positions=position_ids, documents=documents)
+
+
+def _mean(losses: Tensor, labels: Tensor | None, num_items: Tensor | int | None) -> Tensor:
+    assert labels is not None, "there are losses where there are labels"
+    count = num_items if num_items is not None else (labels != _IGNORED).sum().clamp(min=1)
+    return losses.sum() / count
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if value is not None and value is not False and name not in _IRRELEVANT:
+            raise UnsupportedError(
+                f"a swapped language model takes no {name}: {type(value).__name__} was given. It keeps no cache and "
+                f"returns loss and logits alone. Leave {name} out."
+            )
+
+
+def _padded(ids: Tensor | None, extra: int, value: int) -> Tensor | None:
+    return None if ids is None else F.pad(ids, (0, extra), value=value)
+
+
+def _padded_span(span: AttentionSpan, extra: int) -> AttentionSpan:
+    valid = None if span.valid is None else F.pad(span.valid, (0, extra), value=False)
+    documents = None if span.documents is None else F.pad(span.documents, (0, extra), value=-1)
+    return AttentionSpan(valid=valid, positions=_padded(span.positions, extra, 0), documents=documents)

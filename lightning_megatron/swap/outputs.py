@@ -1,0 +1,67 @@
+"""What a swapped language model returns: Hugging Face's output, with logits that are gathered when somebody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+class CausalLMOutput:
+    """Hold the loss, and the logits for whoever reads them.
+
+    Equal to Hugging Face's CausalLMOutputWithPast: attributes, keys and positions, without entries that are None.
+
+    Args:
+        loss: Mean over the labels; None without labels.
+        gather: Returns the logits ``(B, S, V)``; called at the first use, on all tensor-parallel ranks or none.
+    """
+
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+
+    def __init__(self, loss: Tensor | None, gather: Callable[[], Tensor]) -> None:
+        self.loss, self._gather = loss, gather
+        self._logits: Tensor | None = None
+        self._is_spent = False
+        if loss is not None and loss.requires_grad:
+            # Where the loss is fused, its backward pass writes the gradient over this rank's logits.
+            loss.register_hook(self._spend)
+
+    @property
+    def logits(self) -> Tensor:
+        """Return the logits of the true vocabulary.
+
+        Raises:
+            RuntimeError: If they were not read before the backward pass.
+        """
+        if self._logits is None:
+            if self._is_spent:
+                raise RuntimeError(
+                    "logits must be read before the backward pass of the loss, which uses their memory for the "
+                    "gradient. Read output.logits in training_step."
+                )
+            self._logits = self._gather()
+        return self._logits
+
+    def _spend(self, _: Tensor) -> None:
+        self._is_spent = True
+
+    def keys(self) -> tuple[str, ...]:
+        """List the entries that are there."""
+        return ("logits",) if self.loss is None else ("loss", "logits")
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Return the entries that are there, in Hugging Face's order."""
+        return tuple(getattr(self, key) for key in self.keys())
+
+    def __getitem__(self, key: int | slice | str) -> Any:
+        """Return an entry by name or position."""
+        if isinstance(key, str):
+            if key not in self.keys():
+                raise KeyError(key)
+            return getattr(self, key)
+        names = self.keys()[key]
+        return getattr(self, names) if isinstance(names, str) else tuple(getattr(self, name) for name in names)

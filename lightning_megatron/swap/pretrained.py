@@ -1,0 +1,80 @@
+"""Hugging Face models that are built without their weights, which every rank then reads for itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_megatron.swap.families import find_family
+from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+
+#: Attribute of a model that was built on the meta device: the folder of its weights.
+_FOLDER = "weights_folder"
+
+#: Arguments of ``from_pretrained`` that only say how a model is found and loaded.
+_IRRELEVANT = frozenset(
+    {"adapter_kwargs", "attn_implementation", "cache_dir", "code_revision", "force_download", "local_files_only"}
+    | {"low_cpu_mem_usage", "proxies", "revision", "token", "trust_remote_code", "use_safetensors", "_from_auto"}
+)  # fmt: skip
+
+
+@contextmanager
+def building_on_meta() -> Iterator[None]:
+    """Let models of the known families be built on the meta device by ``from_pretrained`` and ``from_config``.
+
+    Weights are read from local folders only, when the model is swapped; everything else is built as always. It takes
+    effect if transformers has been imported before.
+    """
+    library: ModuleType | None = sys.modules.get("transformers")
+    if library is None:
+        yield
+        return
+    base = library.PreTrainedModel
+    before = {name: base.__dict__[name] for name in ("from_pretrained", "_from_config")}
+    load, build = before["from_pretrained"].__func__, before["_from_config"].__func__
+    base.from_pretrained = classmethod(lambda cls, *args, **kwargs: _from_pretrained(cls, load, args, kwargs))
+    base._from_config = classmethod(lambda cls, config, **kwargs: _from_config(cls, build, config, kwargs))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(base, name, method)
+
+
+def folder_of(model: nn.Module) -> str | None:
+    """Return where the weights of a model are that was built without them; None if it has them, or is to draw them."""
+    found: str | None = getattr(model, _FOLDER, None)
+    return found
+
+
+def _from_config(cls: Any, build: Callable[..., Any], config: Any, kwargs: dict[str, Any]) -> Any:
+    if find_family(cls.__name__) is None:
+        return build(cls, config, **kwargs)
+    with torch.device("meta"):
+        return build(cls, config, **kwargs)
+
+
+def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    path = kwargs.get("pretrained_model_name_or_path", args[0] if args else None)
+    given = {name: value for name, value in kwargs.items() if value is not None and name not in _IRRELEVANT}
+    dtype = given.pop("dtype", given.pop("torch_dtype", None))
+    config = given.pop("config", None)
+    given.pop("pretrained_model_name_or_path", None)
+    is_simple = len(args) <= 1 and not given and isinstance(path, (str, Path)) and Path(path).is_dir()
+    if find_family(cls.__name__) is None or not is_simple or not SafetensorsFolder.exists_in(path):
+        return load(cls, *args, **kwargs)
+    config = cls.config_class.from_pretrained(path) if config is None else config
+    if dtype in (None, "auto"):
+        dtype = config.dtype or SafetensorsFolder(path).dtype
+    model = cls._from_config(config, dtype=dtype)
+    setattr(model, _FOLDER, str(path))
+    if model.can_generate() and (Path(path) / "generation_config.json").is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(path)
+    return model.eval()

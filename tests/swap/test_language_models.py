@@ -1,0 +1,136 @@
+"""Hugging Face models replaced in place: their own logits, losses and gradients, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.families import family_of
+from lightning_megatron.swap.language_model import HuggingFaceLM
+from lightning_megatron.swap.mapping import TensorsInMemory
+from tests.oracles import assert_equal, assert_same_gradients
+from tests.swap.families import CASES, V, twin_of
+from tests.world import run_world
+
+B, S = 3, 10
+
+
+class Exact(nn.Module):
+    """Normalise as a family's RMSNorm does, but in the dtype of its input; theirs rounds float64 to float32."""
+
+    def __init__(self, source: nn.Module, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = source.weight, eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight + self.offset, self.eps)
+
+
+def exact_twin(case: str) -> nn.Module:
+    """Return a float64 model of a case that computes in float64 throughout."""
+    twin = twin_of(case, torch.float64, attn_implementation="sdpa").eval()
+    for module in list(twin.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                eps = getattr(child, "variance_epsilon", None) or child.eps
+                setattr(module, name, Exact(child, eps, 1.0 if "Gemma" in type(child).__name__ else 0.0))
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.1)
+    return twin
+
+
+def inputs() -> dict[str, dict[str, Tensor]]:
+    """Return calls of every kind: whole rows, padding on either side, packed sequences, vectors for tokens."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, V, (B, S), generator=generator)
+    labels = tokens.clone()
+    labels[0, 4:6] = -100
+    right, left = torch.ones(B, S, dtype=torch.long), torch.ones(B, S, dtype=torch.long)
+    right[1, 7:], left[2, :3] = 0, 0
+    packed = torch.cat([torch.arange(4), torch.arange(6)]).expand(B, S)
+    return {
+        "whole": {"input_ids": tokens, "labels": labels},
+        "padded right": {"input_ids": tokens, "attention_mask": right, "labels": labels.masked_fill(right == 0, -100)},
+        "padded left": {
+            "input_ids": tokens,
+            "attention_mask": left,
+            # The first token follows padding, of which nothing is known.
+            "labels": labels.masked_fill(F.pad(left, (1, 0), value=1)[:, :-1] * left == 0, -100),
+            "position_ids": (left.cumsum(-1) - 1).clamp(min=0),
+        },
+        "packed": {"input_ids": tokens, "position_ids": packed, "labels": labels},
+        "odd": {"input_ids": tokens[:, :7], "labels": labels[:, :7]},
+    }
+
+
+def expected_of(twin: nn.Module, call: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return Hugging Face's logits, the loss in float64 and the gradients by name."""
+    twin.zero_grad()
+    # With a cache theirs does not see that sequences are packed.
+    logits = twin(**{name: value for name, value in call.items() if name != "labels"}, use_cache=False).logits
+    shifted = F.pad(call["labels"], (0, 1), value=-100)[:, 1:]
+    loss = F.cross_entropy(logits.flatten(0, 1), shifted.flatten())
+    loss.backward()
+    return logits.detach(), loss.detach(), {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+
+
+def compare(case: str, mesh: ParallelMesh) -> None:
+    twin = exact_twin(case)
+    root = nn.ModuleDict({"model": exact_twin(case)})
+    parallelize(root, mesh)
+    model = root["model"]
+    assert isinstance(model, HuggingFaceLM)
+    family = family_of(CASES[case][0])
+    for kind, call in inputs().items():
+        what = f"{case}, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+        logits, loss, gradients = expected_of(twin, call)
+        model.zero_grad()
+        output = model(**call)
+        seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+        assert_equal(output.logits[seen], logits[seen], f"{what}: logits", 1e-9)
+        assert_equal(output.loss, loss, f"{what}: loss", 1e-9)
+        output.loss.backward()
+        assert_same_gradients(model.gpt, mesh, full_gradients(family, model, gradients), what)
+    embeddings = twin.get_input_embeddings()(inputs()["whole"]["input_ids"]).detach()
+    assert_equal(model(inputs_embeds=embeddings).logits, twin(inputs_embeds=embeddings).logits, f"{case}: vectors", 1e-9)
+
+
+def full_gradients(family: Any, model: HuggingFaceLM, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of our full tensors, made of those of theirs by the family's table."""
+    found = {}
+    for tensor in family.tensors(model.gpt.config):
+        full = torch.empty(tensor.shape, dtype=torch.float64)
+        tensor.fill(full, [0] * full.dim(), tensor.shape, TensorsInMemory(gradients))
+        found[tensor.target] = full
+    return found
+
+
+def check_twins(rank: int, size: int) -> None:
+    layout = ParallelLayout(world_size=size, tp=size)
+    for sequence_parallel in (False, True):
+        mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
+        for case in CASES:
+            if size == 2 or "tied" in case or case in ("gpt2", "gpt_neox", "llama with one key head"):
+                compare(case, mesh)
+        mesh.destroy()
+
+
+def test_one_process_computes_what_hugging_face_does() -> None:
+    for case in CASES:
+        compare(case, ParallelMesh.single())
+
+
+def test_two_ranks_compute_what_hugging_face_does() -> None:
+    run_world(check_twins, 2)
+
+
+def test_three_ranks_compute_what_hugging_face_does() -> None:
+    run_world(check_twins, 3)
