@@ -1,0 +1,104 @@
+"""Stretched rotary positions are Hugging Face's, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.layers.rotary import RotaryTables, position_tables, rotary_tables
+from lightning_megatron.layers.rotary_frequencies import rotary_frequencies
+from lightning_megatron.plan.rotary_scaling import RotaryScaling
+
+modeling_rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+modeling_phi3 = pytest.importorskip("transformers.models.phi3.modeling_phi3")
+transformers = pytest.importorskip("transformers")
+
+SHORT, LONG = tuple(1.0 + 0.1 * i for i in range(24)), tuple(2.0 + 0.37 * i for i in range(24))
+# Ours, and the numbers that theirs has beside them under its own names.
+SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"kind": "linear", "factor": 3.0}, {}),
+    ({"kind": "llama3", "factor": 8.0, "original_length": 8192}, {"low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+    (
+        {
+            "kind": "llama3",
+            "factor": 32.0,
+            "original_length": 100,
+            "low_frequency_factor": 1.5,
+            "high_frequency_factor": 7.0,
+        },
+        {"low_freq_factor": 1.5, "high_freq_factor": 7.0},
+    ),
+    ({"kind": "yarn", "factor": 4.0, "original_length": 4096}, {}),
+    ({"kind": "yarn", "factor": 16.0, "original_length": 64, "truncate": False}, {"truncate": False}),
+    (
+        {"kind": "yarn", "factor": 40.0, "original_length": 512, "beta_fast": 16.0, "beta_slow": 2.0},
+        {"beta_fast": 16.0, "beta_slow": 2.0},
+    ),
+    ({"kind": "yarn", "factor": 2.0, "original_length": 4, "attention_factor": 1.3}, {"attention_factor": 1.3}),
+    (
+        {"kind": "longrope", "factor": 32.0, "original_length": 16, "short_factors": SHORT, "long_factors": LONG},
+        {"short_factor": list(SHORT), "long_factor": list(LONG)},
+    ),
+    (
+        {
+            "kind": "longrope",
+            "original_length": 16,
+            "short_factors": SHORT,
+            "long_factors": LONG,
+            "attention_factor": 1.2,
+        },
+        {"short_factor": list(SHORT), "long_factor": list(LONG), "attention_factor": 1.2},
+    ),
+]  # fmt: skip
+
+
+def their_config(ours: RotaryScaling, others: dict[str, Any], part: float) -> Any:
+    parameters = {"rope_type": ours.kind, "rope_theta": 10000.0, "factor": ours.factor, "partial_rotary_factor": part}
+    if ours.original_length is not None:
+        parameters["original_max_position_embeddings"] = ours.original_length
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 131072, "pad_token_id": 0}
+    original = {} if ours.original_length is None else {"original_max_position_embeddings": ours.original_length}
+    kind = transformers.Phi3Config if ours.kind == "longrope" else transformers.LlamaConfig
+    return kind(**sizes, **original, rope_parameters=parameters | others)
+
+
+@pytest.mark.parametrize(("ours", "others"), SCALINGS)
+def test_frequencies_are_hugging_faces(ours: dict[str, Any], others: dict[str, Any]) -> None:
+    scaling = RotaryScaling(**ours)
+    # The factors of longrope are as many as the angles.
+    for part in (0.75,) if scaling.kind == "longrope" else (0.75, 1.0):
+        config = their_config(scaling, others, part)
+        for seq_length in (1, 16, 17):
+            theirs, amplitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling.kind](config, "cpu", seq_len=seq_length)
+            is_long = scaling.original_length is not None and seq_length > scaling.original_length
+            found = rotary_frequencies(int(64 * part), 10000.0, scaling, is_long=is_long, device="cpu")
+            assert torch.equal(found, theirs)
+            assert scaling.amplitude == amplitude
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("seq_length", [16, 17])
+@pytest.mark.parametrize(("ours", "others"), SCALINGS)
+def test_tables_are_hugging_faces_in_rows_and_at_positions(
+    ours: dict[str, Any], others: dict[str, Any], seq_length: int, dtype: torch.dtype
+) -> None:
+    scaling = RotaryScaling(**ours)
+    module = modeling_phi3.Phi3RotaryEmbedding(their_config(scaling, others, 0.75))
+    positions = torch.stack((torch.arange(seq_length), torch.arange(seq_length).flip(0)))
+    theirs = module(torch.empty(0, dtype=dtype), positions)
+    rows = rotary_tables(seq_length, 48, scaling=scaling, dtype=dtype)
+    places = position_tables(positions, 48, scaling=scaling, dtype=dtype)
+    for row, place, their in zip(rows, places, theirs, strict=True):
+        assert torch.equal(row[:, 0, 0], their[0])
+        assert torch.equal(place[:, :, 0].transpose(0, 1), their)
+
+
+def test_kept_tables_are_those_of_rows_and_never_of_positions() -> None:
+    tables, hidden = RotaryTables(8, 100.0), torch.empty(0)
+    positions = torch.tensor([[3, 1, 2]])
+    kept = tables(3, hidden)
+    assert tables(3, hidden) is kept
+    assert torch.equal(tables(3, hidden, positions)[0][:, 0], position_tables(positions, 8, base=100.0)[0][:, 0])
+    assert tables(3, hidden) is kept

@@ -1,0 +1,260 @@
+"""GPT against Hugging Face's models of many families: logits, loss and gradients, also of padded and packed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from tests.oracles import assert_equal, assert_same_gradients, load_full_
+
+transformers = pytest.importorskip("transformers")
+
+B, S, V, D, H, LAYERS = 2, 12, 83, 32, 4, 2
+THEIRS: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "intermediate_size": 40,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": H,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+OURS: dict[str, Any] = {
+    "vocab_size": V,
+    "max_seq_length": 32,
+    "num_layers": LAYERS,
+    "hidden_size": D,
+    "num_heads": H,
+    "ffn_hidden_size": 40,
+}
+GROUPED = {"num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Name a class of Hugging Face with its settings, and ours."""
+
+    kind: str
+    theirs: dict[str, Any]
+    ours: GPTConfig
+
+
+def rotary(kind: str, **numbers: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **numbers}}
+
+
+def llama(**settings: Any) -> GPTConfig:
+    return GPTConfig.llama(**OURS, **{"num_kv_heads": 2, "norm_eps": 1e-6, "rotary_base": 5000.0} | settings)
+
+
+FACTORS: dict[str, Any] = {
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 5.0],
+}
+LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PAIRS = {
+    "Mistral": Pair(
+        "Mistral",
+        GROUPED | rotary("default") | {"sliding_window": 4, "head_dim": 6},
+        llama(sliding_window=4, head_dim=6),
+    ),
+    "Qwen2": Pair(
+        "Qwen2",
+        GROUPED | rotary("default") | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        llama(qkv_bias=True, sliding_window=3, window_layers=(False, True)),
+    ),
+    "Qwen3": Pair("Qwen3", GROUPED | rotary("default") | {"head_dim": 10}, llama(qk_norm=True, head_dim=10)),
+    "Gemma": Pair(
+        "Gemma",
+        GROUPED
+        | rotary("default")
+        | {"num_key_value_heads": 1, "head_dim": 12, "hidden_activation": "gelu_pytorch_tanh"},
+        llama(
+            num_kv_heads=1, head_dim=12, activation="geglu_tanh", norm_offset=1.0, embedding_scale=D**0.5,
+            tie_embeddings=True,
+        ),
+    ),
+    "Phi-3": Pair(
+        "Phi3",
+        GROUPED
+        | rotary("longrope", **FACTORS, partial_rotary_factor=0.75, original_max_position_embeddings=10)
+        | {"original_max_position_embeddings": 10, "sliding_window": 5},
+        llama(
+            sliding_window=5, rotary_dim=6, rotary_scaling={
+                "kind": "longrope", "factor": 3.2, "original_length": 10, "short_factors": (1.0, 1.5, 2.0),
+                "long_factors": (2.0, 3.0, 5.0),
+            },
+        ),
+    ),
+    "GPT-NeoX": Pair(
+        "GPTNeoX",
+        rotary("default", partial_rotary_factor=0.5) | {"hidden_act": "gelu", "use_parallel_residual": True},
+        GPTConfig.gpt2(
+            **OURS, position="rotary", rotary_base=5000.0, rotary_dim=4, parallel_residual=True, activation="gelu",
+            tie_embeddings=False,
+        ),
+    ),
+    "GPT-NeoX in sequence": Pair(
+        "GPTNeoX",
+        rotary("default", partial_rotary_factor=1.0) | {"hidden_act": "relu", "use_parallel_residual": False},
+        GPTConfig.gpt2(**OURS, position="rotary", rotary_base=5000.0, activation="relu", tie_embeddings=False),
+    ),
+    "Llama, biases, linear": Pair(
+        "Llama",
+        GROUPED | rotary("linear", factor=2.0) | {"attention_bias": True, "mlp_bias": True},
+        llama(
+            qkv_bias=True, output_bias=True, mlp_bias=True, rotary_scaling={"kind": "linear", "factor": 2.0}
+        ),
+    ),
+    "Llama, llama3": Pair(
+        "Llama",
+        GROUPED | rotary("llama3", factor=4.0, original_max_position_embeddings=16, **LLAMA3),
+        llama(rotary_scaling={"kind": "llama3", "factor": 4.0, "original_length": 16}),
+    ),
+    "Llama, yarn": Pair(
+        "Llama",
+        GROUPED | rotary("yarn", factor=4.0, original_max_position_embeddings=16),
+        llama(rotary_scaling={"kind": "yarn", "factor": 4.0, "original_length": 16}),
+    ),
+}  # fmt: skip
+
+
+def build_twin(pair: Pair) -> nn.Module:
+    """Build Hugging Face's model with weights that are nowhere 0 or 1, and norms that keep float64."""
+    config = getattr(transformers, f"{pair.kind}Config")(**THEIRS, **pair.theirs)
+    twin = getattr(transformers, f"{pair.kind}ForCausalLM")(config).double().eval()
+    for index, parameter in enumerate(twin.parameters()):
+        generator = torch.Generator().manual_seed(index)
+        with torch.no_grad():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+    for module in twin.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            # Theirs rounds to float32 whatever the model's dtype.
+            module.forward = plain_norm(module, 1.0 if pair.kind == "Gemma" else 0.0)
+    return twin
+
+
+def plain_norm(module: Any, offset: float) -> Callable[[Tensor], Tensor]:
+    eps = 1e-6
+    return lambda x: F.rms_norm(x, x.shape[-1:], module.weight + offset, eps)
+
+
+def from_theirs(theirs: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """Rename their tensors to ours, and fuse their projections."""
+    if "gpt_neox.embed_in.weight" in theirs:
+        return from_neox(theirs)
+    ours = {
+        "embedding.word.weight": theirs["model.embed_tokens.weight"],
+        "final_norm.weight": theirs["model.norm.weight"],
+    }
+    if not config.tie_embeddings:
+        ours["head.weight"] = theirs["lm_head.weight"]
+    fused = "model.layers.0.self_attn.qkv_proj.weight" in theirs
+    sources = {
+        "attention.qkv": ["self_attn.qkv_proj"] if fused else [f"self_attn.{x}_proj" for x in "qkv"],
+        "mlp.gate_up": ["mlp.gate_up_proj"] if fused else ["mlp.gate_proj", "mlp.up_proj"],
+        "attention_norm": ["input_layernorm"],
+        "mlp_norm": ["post_attention_layernorm"],
+        "attention.output": ["self_attn.o_proj"],
+        "attention.query_norm": ["self_attn.q_norm"],
+        "attention.key_norm": ["self_attn.k_norm"],
+        "mlp.down": ["mlp.down_proj"],
+    }
+    for layer in range(LAYERS):
+        for target, parts in sources.items():
+            for kind in ("weight", "bias"):
+                names = [f"model.layers.{layer}.{part}.{kind}" for part in parts]
+                if names[0] in theirs:
+                    ours[f"layers.{layer}.{target}.{kind}"] = torch.cat([theirs[name] for name in names])
+    return ours
+
+
+def from_neox(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    ours = {"embedding.word.weight": theirs["gpt_neox.embed_in.weight"], "head.weight": theirs["lm_head.weight"]}
+    sources = {
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attention.qkv": "attention.query_key_value",
+        "attention.output": "attention.dense",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    }
+    for kind in ("weight", "bias"):
+        ours[f"final_norm.{kind}"] = theirs[f"gpt_neox.final_layer_norm.{kind}"]
+        for layer in range(LAYERS):
+            for target, source in sources.items():
+                tensor = theirs[f"gpt_neox.layers.{layer}.{source}.{kind}"]
+                if target == "attention.qkv":
+                    # Theirs has query, key and value of each head beside each other.
+                    tensor = tensor.unflatten(0, (H, 3, -1)).transpose(0, 1).flatten(0, 2)
+                ours[f"layers.{layer}.{target}.{kind}"] = tensor
+    return ours
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Hold the same rows as their arguments, as ours, and which of their places count."""
+
+    theirs: dict[str, Tensor]
+    span: AttentionSpan | None
+    counts: Tensor
+
+
+def batches() -> dict[str, Batch]:
+    all_count = torch.ones(B, S, dtype=torch.bool)
+    lengths = torch.tensor([[7], [12]])
+    right = torch.arange(S) < lengths
+    left = right.flip(1)
+    positions = (left.cumsum(1) - 1).clamp(min=0)
+    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5, 6]])
+    documents = (packed == 0).cumsum(1)
+    return {
+        "plain": Batch({}, None, all_count),
+        "padded right": Batch({"attention_mask": right.long()}, AttentionSpan(valid=right), right),
+        "padded left": Batch(
+            {"attention_mask": left.long(), "position_ids": positions},
+            AttentionSpan(valid=left, positions=positions),
+            left,
+        ),
+        "packed": Batch({"position_ids": packed}, AttentionSpan(positions=packed, documents=documents), all_count),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _in_float64() -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("kind", list(batches()))
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_a_family_is_hugging_faces(name: str, kind: str) -> None:
+    pair, batch, mesh = PAIRS[name], batches()[kind], ParallelMesh.single()
+    twin, model = build_twin(pair), GPT(pair.ours, mesh, seed=1)
+    load_full_(model, from_theirs(dict(twin.named_parameters()), pair.ours))
+    tokens, labels = torch.randint(0, V, (2, B, S), generator=torch.Generator().manual_seed(0))
+    labels = labels.masked_fill(~batch.counts, -100)
+
+    # With a cache theirs would not look for several documents in a row.
+    expected = twin(input_ids=tokens, use_cache=False, **batch.theirs).logits
+    loss = F.cross_entropy(expected.flatten(0, 1), labels.flatten())
+    loss.backward()
+    mean = model(tokens, labels, span=batch.span).sum() / batch.counts.sum()
+    mean.backward()
+    logits = model(tokens, span=batch.span)
+    assert_equal(logits[batch.counts], expected[batch.counts], "logits")
+    assert_equal(mean, loss, "loss")
+    gradients = {key: p.grad for key, p in twin.named_parameters() if p.grad is not None}
+    assert_same_gradients(model, mesh, from_theirs(gradients, pair.ours), name)
