@@ -40,9 +40,9 @@ norm._PROGRAMS = 4
 # Kind of model, what is recomputed, label smoothing.
 WHOLE = (
     ("llama", "none", 0.0), ("llama", "full", 0.1), ("gpt2", "selective", 0.0), ("post-norm", "full", 0.0),
-    ("dropout", "full", 0.0), ("llama", "selective", 0.0),
+    ("dropout", "full", 0.0), ("llama", "selective", 0.0), ("gemma", "none", 0.0), ("neox", "full", 0.0),
 )  # fmt: skip
-CUT = (("llama", "full", 0.1), ("gpt2", "none", 0.0))
+CUT = (("llama", "full", 0.1), ("gpt2", "none", 0.0), ("gemma", "selective", 0.0))
 
 
 def check_models(mesh: ParallelMesh, cases: tuple[tuple[str, str, float], ...]) -> None:

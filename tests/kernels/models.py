@@ -20,7 +20,15 @@ KINDS: dict[str, GPTConfig] = {
     "gpt2": GPTConfig.gpt2(**TINY, vocab_multiple=8),
     "post-norm": GPTConfig.gpt2(**TINY, vocab_multiple=8, norm_position="post", activation="gelu", position="rotary"),
     "dropout": GPTConfig.llama(**TINY, vocab_multiple=8, hidden_dropout=0.1),
-}
+    "gemma": GPTConfig.llama(
+        **TINY, vocab_multiple=8, num_kv_heads=1, ffn_hidden_size=48, activation="geglu_tanh", qk_norm=True,
+        norm_offset=1.0, embedding_scale=5.7, tie_embeddings=True,
+    ),
+    "neox": GPTConfig.gpt2(
+        **TINY, vocab_multiple=8, position="rotary", rotary_dim=4, parallel_residual=True, activation="relu"
+    ),
+    "window": GPTConfig.llama(**TINY, vocab_multiple=8, num_kv_heads=2, ffn_hidden_size=48, sliding_window=3),
+}  # fmt: skip
 
 
 @contextmanager
