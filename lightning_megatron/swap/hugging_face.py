@@ -12,6 +12,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.families import Family, find_family
+from lightning_megatron.swap.generation import generating
 from lightning_megatron.swap.language_model import HuggingFaceLM, LabelledGPT
 from lightning_megatron.swap.load import load_from
 from lightning_megatron.swap.mapping import TensorReader, TensorsInMemory
@@ -64,7 +65,7 @@ def language_model(name: str, source: Any, family: Family, mesh: ParallelMesh) -
     _freeze(name, gpt, source, family)
     if any(getattr(part, "gradient_checkpointing", False) for part in source.modules()):
         gpt.recompute = "full"
-    return HuggingFaceLM(gpt, source.config, family).train(source.training)
+    return generating(HuggingFaceLM(gpt, source.config, family), source).train(source.training)
 
 
 def _values(source: nn.Module) -> TensorReader | None:

@@ -21,7 +21,7 @@ from lightning_megatron.swap.outputs import CausalLMOutput
 _IGNORED = -100
 
 #: Arguments of Hugging Face's call that say how to compute and not what; a swapped model chooses by itself.
-_IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_q", "max_length_k", "cu_seq_lens_k", "token_type_ids"})
+_IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_q", "max_length_k", "cu_seq_lens_k"})
 
 
 class LabelledGPT(GPT):
@@ -157,8 +157,8 @@ def span_of(
         if attention_mask.shape != shape:
             raise UnsupportedError(
                 f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
-                f"{tuple(attention_mask.shape)}. Masks of pairs of tokens cannot be cut over ranks. Mark padding with 0 "
-                "in a mask of that shape, or pack sequences with position_ids."
+                f"{tuple(attention_mask.shape)}. Masks of pairs of tokens are not supported. Mark padding with 0 in a "
+                "mask of that shape, or pack sequences with position_ids."
             )
         mask = attention_mask.to(torch.bool)
         valid = None if bool(mask.all()) else mask

@@ -1,4 +1,4 @@
-"""What a swapped language model returns: Hugging Face's output, with logits that are gathered when somebody reads them."""
+"""What a swapped language model returns: Hugging Face's output, with logits that are gathered when they are read."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def _from_config(cls: Any, build: Callable[..., Any], config: Any, kwargs: dict[
 
 
 def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    path = kwargs.get("pretrained_model_name_or_path", args[0] if args else None)
+    path: Any = kwargs.get("pretrained_model_name_or_path", args[0] if args else None)
     given = {name: value for name, value in kwargs.items() if value is not None and name not in _IRRELEVANT}
     dtype = given.pop("dtype", given.pop("torch_dtype", None))
     config = given.pop("config", None)

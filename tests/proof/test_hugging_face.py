@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,8 +118,9 @@ def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
         )  # fmt: skip
     else:
         config = transformers.GPT2Config(
-            vocab_size=V, n_embd=32, n_layer=4, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-        )
+            vocab_size=V, n_embd=32, n_layer=4, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )  # fmt: skip
     path = tmp_path_factory.mktemp("model")
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return str(path)

@@ -99,8 +99,23 @@ def compare(case: str, mesh: ParallelMesh) -> None:
         assert_equal(output.loss, loss, f"{what}: loss", 1e-9)
         output.loss.backward()
         assert_same_gradients(model.gpt, mesh, full_gradients(family, model, gradients), what)
-    embeddings = twin.get_input_embeddings()(inputs()["whole"]["input_ids"]).detach()
-    assert_equal(model(inputs_embeds=embeddings).logits, twin(inputs_embeds=embeddings).logits, f"{case}: vectors", 1e-9)
+    vectors = twin.get_input_embeddings()(inputs()["whole"]["input_ids"]).detach()
+    assert_equal(model(inputs_embeds=vectors).logits, twin(inputs_embeds=vectors).logits, f"{case}: vectors", 1e-9)
+
+
+def check_generation(mesh: ParallelMesh) -> None:
+    twin = twin_of("llama", pad_token_id=0, eos_token_id=None).eval()
+    root = nn.ModuleDict({"model": twin_of("llama", pad_token_id=0, eos_token_id=None)})
+    parallelize(root, mesh)
+    prompts = torch.randint(1, V, (2, 5), generator=torch.Generator().manual_seed(3))
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    for how in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 7}):
+        found = []
+        for model in (twin, root["model"].eval()):
+            torch.manual_seed(5)
+            call = {"input_ids": prompts, "attention_mask": mask, "max_new_tokens": 7, **how}
+            found.append(model.generate(**call))
+        assert torch.equal(*found), f"{how}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
 
 
 def full_gradients(family: Any, model: HuggingFaceLM, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -120,12 +135,14 @@ def check_twins(rank: int, size: int) -> None:
         for case in CASES:
             if size == 2 or "tied" in case or case in ("gpt2", "gpt_neox", "llama with one key head"):
                 compare(case, mesh)
+        check_generation(mesh)
         mesh.destroy()
 
 
 def test_one_process_computes_what_hugging_face_does() -> None:
     for case in CASES:
         compare(case, ParallelMesh.single())
+    check_generation(ParallelMesh.single())
 
 
 def test_two_ranks_compute_what_hugging_face_does() -> None:
