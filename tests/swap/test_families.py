@@ -11,12 +11,12 @@ from torch import nn
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.export import export_folder, foreign_tensors
 from lightning_megatron.swap.families import Family, family_of, find_family
 from lightning_megatron.swap.load import load_from
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
-from tests.swap.families import CASES, full_tensors, mesh_of, part_on_meta, transformers, twin_of
+from tests.swap.families import CASES, transformers, twin_of
+from tests.swap.parts import full_tensors, mesh_of, part_on_meta
 
 
 def family_of_case(case: str) -> Family:
@@ -180,7 +180,3 @@ def test_a_family_of_ones_own_goes_first() -> None:
     own = Family("llama", "OwnForCausalLM", family_of("llama").config, family_of("llama").tensors)
     assert family_of("llama", [own]) is own
     assert family_of("OwnForCausalLM", [own]) is own
-
-
-def test_layouts_in_the_tests_are_legal() -> None:
-    assert mesh_of(2, 3, 1, 2).layout == ParallelLayout(6, tp=2, pp=3)

@@ -68,6 +68,12 @@ def _kv_heads(values: Values) -> Mapping[str, Any]:
     return {"num_kv_heads": values["num_key_value_heads"] or values["num_attention_heads"]}
 
 
+def _head_dim(values: Values) -> Mapping[str, Any]:
+    # Some versions write down what follows from the sizes.
+    head_dim, heads = values["head_dim"], values["num_attention_heads"]
+    return {"head_dim": None if head_dim is None or head_dim * heads == values["hidden_size"] else head_dim}
+
+
 def _attention_bias(values: Values) -> Mapping[str, Any]:
     return dict.fromkeys(("qkv_bias", "output_bias"), bool(values["attention_bias"]))
 
@@ -113,7 +119,7 @@ def _gemma_activation(values: Values) -> Mapping[str, Any]:
 
 
 _ACTIVATION = Field("hidden_act", "silu", one_from("hidden_act", "activation", _GATED))
-_HEAD_DIM = Field("head_dim", None, "head_dim")
+_HEAD_DIM = Field("head_dim", None, _head_dim)
 _NO_BIAS = "the family has no such bias"
 _QWEN_WINDOWS = (
     Field("use_sliding_window", False),
@@ -181,7 +187,7 @@ QWEN3 = Family(
             *_sizes(151936, 4096, 22016, 32, 32, 32768, 32),
             *rotary_fields(),
             _ACTIVATION,
-            Field("head_dim", 128, "head_dim"),
+            Field("head_dim", 128, _head_dim),
             Field("attention_bias", False, _attention_bias),
             *_QWEN_WINDOWS,
         ),
@@ -201,7 +207,7 @@ GEMMA = Family(
             *rotary_fields(),
             Field("hidden_act", "gelu_pytorch_tanh", _gemma_activation),
             Field("hidden_activation", None),
-            Field("head_dim", 256, "head_dim"),
+            Field("head_dim", 256, _head_dim),
             Field("attention_bias", False, _attention_bias),
             Field("use_bidirectional_attention", None, only=(None, False), why="no position sees a later one"),
             Field("hidden_size", 3072, lambda values: {"embedding_scale": values["hidden_size"] ** 0.5}),

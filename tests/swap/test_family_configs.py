@@ -1,0 +1,174 @@
+"""Every field of a Hugging Face configuration is used, known not to matter, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.rotary_scaling import RotaryScaling
+from lightning_megatron.swap.families import families, family_of
+from lightning_megatron.swap.families.fields import GENERAL, IRRELEVANT, ConfigTable
+from lightning_megatron.swap.load import load_from
+from tests.swap.families import CASES, config_of, transformers
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", "short_factor": [1.5, 1.0], "long_factor": [2.5, 3.0]}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def ours(case: str, **changes: Any) -> GPTConfig:
+    """Turn the configuration of a case, with further or changed fields of its file, into ours."""
+    return family_of(CASES[case][0]).config({**config_of(case).to_dict(), **changes})
+
+
+def check_same_logits(theirs: Any, length: int = 40) -> None:
+    torch.manual_seed(0)
+    twin: nn.Module = transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            # Large enough for scores that differ from each other.
+            parameter.copy_(torch.randn(parameter.shape) * 0.3 + float(name.endswith("norm.weight")))
+    family = family_of(type(twin).__name__)
+    model = GPT(family.config(theirs.to_dict()), seed=0).eval()
+    load_from(model, twin.state_dict(), family)
+    tokens = torch.randint(0, theirs.vocab_size, (2, length))
+    with torch.no_grad():
+        expected, found = twin(tokens).logits, model(tokens)
+    error = float((found - expected).abs().max() / expected.abs().max())
+    assert error < 2e-5, f"off by {error}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_model_that_a_configuration_describes_is_the_same(case: str) -> None:
+    check_same_logits(config_of(case))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("llama", {"hidden_act": "gelu_pytorch_tanh", "rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
+        ("llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}),
+        ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.3, "beta_fast": 8, "truncate": False}}),
+        ("llama", {"rope_parameters": {**LONG, "factor": 2.0, "original_max_position_embeddings": 16}}),
+        ("qwen2", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+        ("qwen2", {"use_sliding_window": False}),
+        ("qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}),
+        ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": 31}),
+        ("gpt2", {"activation_function": "relu", "tie_word_embeddings": False}),
+        ("gemma", {"attention_bias": True, "hidden_act": "gelu", "tie_word_embeddings": False}),
+        ("gpt_neox", {"hidden_act": "relu", "tie_word_embeddings": True, "layer_norm_eps": 1e-3}),
+        ("mistral", {"sliding_window": None, "head_dim": 6, "rms_norm_eps": 1e-3}),
+        ("phi3", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
+    ],
+)
+def test_changed_settings_are_computed(case: str, changes: dict[str, Any]) -> None:
+    check_same_logits(config_of(case, **changes))
+
+
+def test_positions_beyond_the_original_length_use_the_long_factors() -> None:
+    for length in (16, 17):
+        check_same_logits(config_of("phi3"), length)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("llama", {"hidden_act": "relu2"}, "hidden_act must be silu, .*'relu2'"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type must be .*'dynamic'"),
+        ("llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type must be .*'ntk'"),
+        ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": None}}, r"high_freq_factor .* None"),
+        ("llama", {"rope_parameters": {"factor": 2.0}}, r"rope_parameters.factor must be left out: it is 2.0"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one mapping for all layers"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0: it is 0.5"),
+        ("llama", {"rope_interleaved": True}, "rope_interleaved of a Llama configuration .*True"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config .*bits"),
+        ("llama", {"output_attentions": True}, "output_attentions .*True"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale of a Llama configuration must be None or False: it is 0.5"),
+        ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers .* '3'"),
+        ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings .* None"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types of a Mistral"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, r"layer_types\[0\].*'chunked_attention'"),
+        ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "with use_sliding_window"),
+        ("qwen2", {"use_mrope": True}, "use_mrope .*True"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention .*True"),
+        ("gemma", {"hidden_activation": "silu"}, "hidden_activation .*'silu'"),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop .*0.1"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias .*True"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx .*True"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn .*True"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention .*True"),
+        ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop must be that of resid_pdrop: they are 0.2 and 0.1"),
+        ("gpt2", {"activation_function": "tanh"}, "activation_function must be .*'tanh'"),
+        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor .*0.3"),
+        ("gpt_neox", {"rope_parameters": None, "rotary_emb_base": 1e4, "rope_theta": 1e5}, "rope_theta .*100000.0"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(case: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((UnsupportedError, CheckpointMismatchError), match=message):
+        ours(case, **changes)
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.model_type)
+def test_every_field_that_a_family_declares_is_known(family: Any) -> None:
+    assert isinstance(family.config, ConfigTable)
+    known = {rule.name for rule in family.config.fields} | IRRELEVANT
+    theirs = getattr(transformers, family.architecture).config_class
+    known |= family.config.irrelevant | {rule.name for rule in GENERAL}
+    left = {name for name in theirs().to_dict() if not name.startswith("_")} - known
+    assert not left, f"{family.model_type} does not say what becomes of {sorted(left)}"
+    assert isinstance(family.config(theirs().to_dict()), GPTConfig)
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.model_type)
+def test_defaults_are_those_of_hugging_face(family: Any) -> None:
+    # A file leaves out what has its default.
+    theirs = getattr(transformers, family.architecture).config_class()
+    assert family.config({}) == family.config(theirs.to_dict())
+
+
+def test_the_notation_of_earlier_files_means_the_same() -> None:
+    assert ours("llama", rope_parameters=None, rope_theta=5e5).rotary_base == 5e5
+    scaling = {"type": "linear", "factor": 2.0}
+    assert ours("llama", rope_scaling=scaling).rotary_scaling == RotaryScaling(kind="linear", factor=2.0)
+    earlier = ours(
+        "llama", rope_parameters=None, rope_theta=7e4, rope_scaling={**LLAMA3, "original_max_position_embeddings": 32}
+    )
+    assert earlier == ours(
+        "llama", rope_parameters={**LLAMA3, "rope_theta": 7e4, "original_max_position_embeddings": 32}
+    )
+    neox = ours("gpt_neox", rope_parameters=None, rotary_pct=0.5, rotary_emb_base=2e4, rope_theta=2e4)
+    assert (neox.rotary_dim, neox.rotary_base) == (2, 2e4)
+    phi = {
+        "num_attention_heads": 6,
+        "rope_parameters": None,
+        "rope_scaling": {**LONG, "rope_type": None, "type": "su"},
+        "rope_theta": 1e4,
+    }
+    found = ours("phi3", partial_rotary_factor=0.5, **phi)
+    assert found.rotary_dim == 4
+    assert found.rotary_scaling == RotaryScaling(
+        kind="longrope", factor=4.0, original_length=16, short_factors=(1.5, 1.0), long_factors=(2.5, 3.0)
+    )
+    assert ours("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh").activation == "geglu_tanh"
+
+
+def test_files_of_published_models_are_understood() -> None:
+    for name, config in json.loads((Path(__file__).parent / "published_configs.json").read_text()).items():
+        family = family_of(config["architectures"][0])
+        assert family is family_of(config["model_type"])
+        found, theirs = family.config(config), transformers.AutoConfig.for_model(**config)
+        assert found == family.config(theirs.to_dict()), f"{name}: the file says what the object says"
+
+
+def test_a_window_that_no_sequence_can_leave_is_none() -> None:
+    assert ours("mistral", sliding_window=64).sliding_window is None
+    assert ours("mistral", sliding_window=63).sliding_window == 63
+    assert ours("qwen2", use_sliding_window=False, layer_types=None).sliding_window is None

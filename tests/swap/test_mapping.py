@@ -1,0 +1,115 @@
+"""Rows of foreign tensors are found wherever they lie, and parts read are parts of the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_megatron.groups.shard_spec import FlatSlice, ShardSpec
+from lightning_megatron.plan.shards import ShardRange, attention_ranges, gated_ranges
+from lightning_megatron.swap.mapping import Slices, Source, TensorMap, TensorsInMemory
+
+
+class CountingReader(TensorsInMemory):
+    """Count the elements that are read."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        object.__setattr__(self, "parts", [])
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        part = super().read(name, slices)
+        self.parts.append(part.numel())  # type: ignore[attr-defined]
+        return part
+
+
+def by_heads(name: str, heads: int, head: int) -> tuple[Source, ...]:
+    return tuple(Source(name, heads * head, first=n * head, strip=head, step=3 * head) for n in range(3))
+
+
+# Each map with its foreign tensors.
+def maps() -> dict[str, TensorMap]:
+    return {
+        "whole": TensorMap("w", (24, 10), (Source("a", 24),)),
+        "transposed": TensorMap("w", (24, 10), (Source("a", 24, is_transposed=True),)),
+        "joined": TensorMap("w", (24, 10), (Source("a", 12), Source("b", 8), Source("c", 4))),
+        "joined transposed": TensorMap("w", (24, 10), (Source("a", 14, True), Source("b", 10, True))),
+        "by heads": TensorMap("w", (24, 10), by_heads("a", 4, 2)),
+        "vector by heads": TensorMap("w", (24,), by_heads("a", 4, 2)),
+    }
+
+
+def values_of(tensor: TensorMap) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in tensor.source_shapes.items()}
+
+
+def full_of(tensor: TensorMap, reader: TensorsInMemory) -> Tensor:
+    full = torch.empty(tensor.shape)
+    tensor.fill(full, [0] * full.dim(), tensor.shape, reader)
+    return full
+
+
+@pytest.mark.parametrize("kind", maps())
+def test_what_is_split_is_what_was_joined(kind: str) -> None:
+    tensor = maps()[kind]
+    theirs = values_of(tensor)
+    back = tensor.split(full_of(tensor, TensorsInMemory(theirs)))
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[name], theirs[name]) for name in theirs)
+
+
+def test_rows_by_heads_are_query_key_and_value_of_one_head_after_the_other() -> None:
+    tensor = maps()["vector by heads"]
+    full = full_of(tensor, TensorsInMemory({"a": torch.arange(24.0)}))
+    query, key, value = torch.arange(24.0).view(4, 3, 2).unbind(1)
+    assert torch.equal(full, torch.cat([query.flatten(), key.flatten(), value.flatten()]))
+
+
+@given(data=st.data(), kind=st.sampled_from(sorted(maps())))
+@settings(deadline=None, max_examples=150)
+def test_any_shard_is_read_and_nothing_else(data: st.DataObject, kind: str) -> None:
+    tensor = maps()[kind]
+    dim = data.draw(st.integers(0, len(tensor.shape) - 1))
+    ends = sorted(data.draw(st.lists(st.integers(0, tensor.shape[dim]), min_size=2, max_size=6)))
+    spec = ShardSpec(tensor.shape, tuple(ShardRange(a, b) for a, b in zip(ends[::2], ends[1::2], strict=False)), dim)
+    reader = CountingReader(values_of(tensor))
+    expected = spec.shard(full_of(tensor, TensorsInMemory(reader.tensors)))
+    local = torch.zeros_like(expected)
+    for box, view in spec.local_views(local):
+        tensor.fill(view, box.offsets, box.sizes, reader)
+    assert torch.equal(local, expected)
+    assert sum(reader.parts) == expected.numel()  # type: ignore[attr-defined]
+
+
+def test_flat_slices_are_filled_as_shards_are() -> None:
+    tensor = maps()["by heads"]
+    reader = TensorsInMemory(values_of(tensor))
+    for tp_rank in range(2):
+        spec = ShardSpec(tensor.shape, attention_ranges(4, 4, 2, 2, tp_rank))
+        local = spec.shard(full_of(tensor, reader))
+        part = FlatSlice(spec, tuple(local.shape), 7, 71)
+        flat = torch.zeros(part.size)
+        for box, view in part.local_views(flat):
+            tensor.fill(view, box.offsets, box.sizes, reader)
+        assert torch.equal(flat, local.flatten()[7:71])
+
+
+def test_joined_rows_of_a_gate_are_cut_like_the_tensor_they_make() -> None:
+    tensor = TensorMap("w", (24, 10), (Source("gate", 12), Source("up", 12)))
+    theirs = values_of(tensor)
+    spec = ShardSpec(tensor.shape, gated_ranges(12, 3, 1))
+    local = torch.empty(8, 10, dtype=torch.bfloat16)
+    for box, view in spec.local_views(local):
+        tensor.fill(view, box.offsets, box.sizes, TensorsInMemory(theirs))
+    assert torch.equal(local, torch.cat([theirs["gate"][4:8], theirs["up"][4:8]]).bfloat16())
+
+
+def test_sources_must_have_the_rows_of_their_target() -> None:
+    with pytest.raises(ValueError, match="w has 24, they have 20"):
+        TensorMap("w", (24, 10), (Source("a", 20),))
+    with pytest.raises(ValueError, match=r"w must have shape \(24, 10\): \(10, 24\)"):
+        maps()["whole"].split(torch.zeros(10, 24))
