@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +16,15 @@ from lightning_megatron.plan.stages import split_layers
 
 #: The lookup is a copy; this is what it, the position sum and the dropout weigh against one layer.
 _EMBEDDING_COST = 0.1
+#: Which activation needs the same memory.
+_MEMORY_OF: Mapping[Activation, Literal["gelu", "relu", "swiglu", "geglu"]] = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu",
+    "relu": "relu",
+    "swiglu": "swiglu",
+    "geglu": "geglu",
+    "geglu_tanh": "geglu",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +212,15 @@ class GPTConfig:
             vocab_multiple=self.vocab_multiple,
             num_positions=self.max_seq_length if self.position == "learned" else 0,
             gated=self.is_gated,
+            activation=_MEMORY_OF[self.activation],
             norm=self.norm,
             bias=self.bias,
+            qkv_bias=self.qkv_bias,
+            output_bias=self.output_bias,
+            mlp_bias=self.mlp_bias,
+            qk_norm=self.qk_norm,
+            partly_rotated=self.position == "rotary" and self.rotary_size < self.head_size,
+            parallel=self.parallel_residual,
             tied=self.tie_embeddings,
             final_norm=self.norm_position == "pre",
             dropout=self.hidden_dropout > 0.0,

@@ -23,9 +23,17 @@ class ModelShape:
         vocab_size: true vocabulary.
         vocab_multiple: the vocabulary is padded to a multiple of it times tp.
         num_positions: rows of a learned position table; 0 for rotary positions.
-        gated: whether the first projection has a gate beside it (swiglu).
+        gated: whether the first projection has a gate beside it.
+        activation: where it matters: "relu" keeps its result alone; with a gate, "swiglu" has a fused kernel and "geglu"
+            has none.
         norm: "layernorm" (a bias if `bias`) or "rmsnorm" (none).
         bias: whether linear layers have biases.
+        qkv_bias: whether the projections to queries, keys and values have; None means `bias`.
+        output_bias: whether the attention's output projection has; None means `bias`.
+        mlp_bias: whether both projections of the network have; None means `bias`.
+        qk_norm: whether queries and keys are normed before they are rotated.
+        partly_rotated: whether only some elements of a head are rotated.
+        parallel: whether attention and network read the same residual stream.
         tied: whether the output head is the embedding.
         final_norm: whether a norm comes before the head.
         dropout: whether elements of the residual stream are dropped.
@@ -41,8 +49,15 @@ class ModelShape:
     vocab_multiple: int = 128
     num_positions: int = 0
     gated: bool = False
+    activation: Literal["gelu", "relu", "swiglu", "geglu"] = "swiglu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     bias: bool = False
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    mlp_bias: bool | None = None
+    qk_norm: bool = False
+    partly_rotated: bool = False
+    parallel: bool = False
     tied: bool = False
     final_norm: bool = True
     dropout: bool = False
@@ -60,9 +75,11 @@ class ModelShape:
         """Count the parameters of one block on one tensor-parallel rank."""
         query, key = self.widths(tp)
         hidden, inner = self.hidden_size, self.ffn_hidden_size // tp
-        rows = query + 2 * key + (2 if self.gated else 1) * inner
-        weights = hidden * (rows + query + inner)
-        return weights + (rows + 2 * hidden if self.bias else 0) + 2 * self._norm_parameters
+        heads, first = query + 2 * key, (2 if self.gated else 1) * inner
+        weights = hidden * (heads + query + first + inner)
+        biases = [(self.qkv_bias, heads), (self.output_bias, hidden), (self.mlp_bias, first + hidden)]
+        weights += sum(size for has_bias, size in biases if (self.bias if has_bias is None else has_bias))
+        return weights + 2 * self._norm_parameters + (2 * self.head_dim if self.qk_norm else 0)
 
     def stage_parameters(self, layout: ParallelLayout, stage: int, num_layers: int) -> int:
         """Count the parameters of a stage on one tensor-parallel rank; a tied head on another stage is a copy.
@@ -132,9 +149,10 @@ def eager_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
     wide = max(4, activation_bytes)
     narrow = activation_bytes if activation_bytes < wide else 0  # logits, or their gradient, beside the wide ones
     return KeptActivations(
+        hidden_copies=_hidden_copies(model),
         norm_bytes=8 if model.norm == "layernorm" else 4,
-        rotated_copies=0 if model.num_positions else 1,
-        ffn_copies=4 if model.gated else 2,
+        rotated_copies=1 if model.qk_norm or not model.num_positions else 0,
+        ffn_copies=4 if model.gated else 1 if model.activation == "relu" else 2,
         ffn_backward=2 if model.gated else 1,
         loss_kept=wide,
         loss_forward=wide + narrow,
@@ -145,19 +163,28 @@ def eager_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
 def fused_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActivations:
     """Describe the layers in fused kernels, as they run in half types on a GPU.
 
-    Queries and keys are rotated in place; swiglu keeps its input alone; the gradient of the logits overwrites them.
+    Queries and keys are rotated in place, unless they are normed or rotated in part; swiglu keeps its input alone; the
+    gradient of the logits overwrites them. What has no fused kernel runs in plain operations.
 
     Args:
         model: the model.
         activation_bytes: size of an activation's element.
     """
+    eager = eager_activations(model, activation_bytes)
     return KeptActivations(
-        ffn_copies=3 if model.gated else 2,
-        ffn_backward=2 if model.gated else 1,
+        hidden_copies=eager.hidden_copies,
+        rotated_copies=1 if model.qk_norm or model.partly_rotated else 0,
+        ffn_copies=3 if model.gated and model.activation == "swiglu" else eager.ffn_copies,
+        ffn_backward=eager.ffn_backward,
         loss_kept=activation_bytes,
         loss_forward=0,
         loss_backward=0,
     )
+
+
+def _hidden_copies(model: ModelShape) -> int:
+    # In parallel both norms read the same tensor.
+    return 3 if model.parallel else 4
 
 
 @dataclass(frozen=True)

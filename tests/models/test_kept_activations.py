@@ -32,6 +32,10 @@ CONFIGS = {
     # Not RMSNorm: on CPU torch computes it from smaller operations, which keep more.
     "llama": GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=96, norm="layernorm"),
     "post": GPTConfig.gpt2(**SIZES, norm_position="post"),
+    "parallel relu": GPTConfig.gpt2(
+        **SIZES, parallel_residual=True, activation="relu", position="rotary", rotary_dim=8, output_bias=False
+    ),
+    "geglu": GPTConfig.gpt2(**SIZES, num_kv_heads=2, ffn_hidden_size=96, activation="geglu", mlp_bias=False),
 }
 BATCH = 2
 
@@ -75,6 +79,13 @@ def test_a_forward_pass_saves_what_the_estimate_says(kind: str, dtype: torch.dty
     shape = CONFIGS[kind].memory_shape()
     count = sum(parameter.numel() for parameter in model.parameters())
     assert shape.stage_parameters(ParallelLayout(1), 0, 3) == count
+
+
+def test_the_parameters_of_every_setting_are_counted():
+    for settings in ({"qkv_bias": True}, {"output_bias": True}, {"mlp_bias": True}, {"qk_norm": True}):
+        config = GPTConfig.llama(**SIZES, num_kv_heads=1, activation="geglu_tanh", **settings)
+        count = sum(parameter.numel() for parameter in GPT(config, seed=1).parameters())
+        assert config.memory_shape().stage_parameters(ParallelLayout(1), 0, 3) == count, settings
 
 
 class LiveMemory(TorchDispatchMode):
