@@ -24,8 +24,8 @@ class ModelShape:
         vocab_multiple: the vocabulary is padded to a multiple of it times tp.
         num_positions: rows of a learned position table; 0 for rotary positions.
         gated: whether the first projection has a gate beside it.
-        activation: where it matters: "relu" keeps its result alone; with a gate, "swiglu" has a fused kernel and "geglu"
-            has none.
+        activation: where it matters: "relu" keeps its result alone; of those with a gate, "swiglu" has a fused kernel
+            and "geglu" has none.
         norm: "layernorm" (a bias if `bias`) or "rmsnorm" (none).
         bias: whether linear layers have biases.
         qkv_bias: whether the projections to queries, keys and values have; None means `bias`.
