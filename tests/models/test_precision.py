@@ -9,11 +9,15 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 
 SIZES = {"vocab_size": 50, "max_seq_length": 16, "num_layers": 2, "hidden_size": 32, "num_heads": 4}
-CONFIGS = [GPTConfig.gpt2(**SIZES), GPTConfig.llama(**SIZES, num_kv_heads=2)]
+CONFIGS = [
+    GPTConfig.gpt2(**SIZES),
+    GPTConfig.llama(**SIZES, num_kv_heads=2),
+    GPTConfig.llama(**SIZES, num_kv_heads=2, qk_norm=True, norm_offset=1.0, embedding_scale=5.7, sliding_window=5),
+]
 TOKENS = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["gpt2", "llama"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["gpt2", "llama", "gemma"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_weights_give_half_logits_and_float32_losses(config: GPTConfig, dtype: torch.dtype) -> None:
     wide, half = GPT(config, seed=1), GPT(config, seed=1).to(dtype)
@@ -26,7 +30,7 @@ def test_half_weights_give_half_logits_and_float32_losses(config: GPTConfig, dty
     assert all(p.grad is not None and p.grad.dtype == dtype for p in half.parameters())
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["gpt2", "llama"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["gpt2", "llama", "gemma"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_autocast_runs_products_in_half_and_keeps_float32_gradients(config: GPTConfig, recompute: str) -> None:
     model = GPT(config, seed=1)
