@@ -61,6 +61,8 @@ def foreign_tensors(
                 f"{tensor.shape}. Sizes differ from the configuration. Give full tensors of the same model."
             )
         yield from tensor.split(full.detach()).items()
+        # The next one may be gathered into this one's memory.
+        del full
     if left:
         raise CheckpointMismatchError(
             f"the tensors must be those of a {family.architecture} of this configuration: {named(left)} missing. "
@@ -105,6 +107,7 @@ def export_folder(
     try:
         for name, tensor in foreign_tensors(full_tensors, family, config):
             writer.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+            del tensor
         writer.close_file()
     except BaseException:
         writer.discard()
@@ -214,7 +217,9 @@ def _entry_size(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _config(hf_config: Mapping[str, Any], family: Family, dtype: torch.dtype) -> dict[str, Any]:
-    kept = {name: value for name, value in hf_config.items() if not name.startswith("_") and name != "torch_dtype"}
+    # The code that an auto_map names is not in the folder.
+    outdated = ("torch_dtype", "auto_map")
+    kept = {name: value for name, value in hf_config.items() if not name.startswith("_") and name not in outdated}
     return kept | {"model_type": family.model_type, "architectures": [family.architecture], "dtype": _plain(dtype)}
 
 

@@ -4,6 +4,8 @@ from lightning_megatron.swap.families.family import Family as Family
 from lightning_megatron.swap.families.family import Names as Names
 from lightning_megatron.swap.families.fields import ConfigTable as ConfigTable
 from lightning_megatron.swap.families.fields import Field as Field
+from lightning_megatron.swap.families.fields import one_from as one_from
 from lightning_megatron.swap.families.known import families as families
 from lightning_megatron.swap.families.known import family_of as family_of
 from lightning_megatron.swap.families.known import find_family as find_family
+from lightning_megatron.swap.families.rotary import rotary_fields as rotary_fields

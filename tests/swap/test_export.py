@@ -1,0 +1,89 @@
+"""Files are written one tensor at a time, of a size that is asked for, and any reader of the format reads them."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.swap import export
+from lightning_megatron.swap.export import export_folder
+from lightning_megatron.swap.families import family_of
+from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+CONFIG = {"vocab_size": 53, "n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 3}
+
+
+def random_tensors() -> Iterator[tuple[str, Tensor]]:
+    """Give full tensors, each only when nothing holds the one before."""
+    generator = torch.Generator().manual_seed(0)
+    before: weakref.ref[Tensor] | None = None
+    for tensor in family_of("gpt2").tensors(family_of("gpt2").config(CONFIG)):
+        assert before is None or before() is None, f"before {tensor.target}, the one before it is still there"
+        full = torch.randn(tensor.shape, generator=generator)
+        before = weakref.ref(full)
+        yield tensor.target, full
+        del full
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    export_folder(random_tensors(), family_of("gpt2"), CONFIG, tmp_path)
+    assert SafetensorsFolder.exists_in(tmp_path)
+
+
+def test_files_keep_to_their_size_and_the_index_has_all_tensors(tmp_path: Path) -> None:
+    export_folder(random_tensors(), family_of("gpt2"), CONFIG, tmp_path, 16_000)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [path.name for path in files] == [
+        f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))
+    ]
+    found = {name: (path.name, tensor) for path in files for name, tensor in safetensors_torch.load_file(path).items()}
+    sizes = {path.name: sum(t.nbytes for file, t in found.values() if file == path.name) for path in files}
+    assert len(files) > 2
+    assert max(sizes.values()) <= 16_000
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: file for name, (file, _) in found.items()}
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    folder = SafetensorsFolder(tmp_path)
+    assert all(torch.equal(folder.read(name), tensor) for name, (_, tensor) in found.items())
+
+
+def test_a_tensor_that_is_larger_than_a_file_has_one_for_itself(tmp_path: Path) -> None:
+    export_folder(random_tensors(), family_of("gpt2"), CONFIG, tmp_path, 1)
+    names = set(SafetensorsFolder(tmp_path).names())
+    assert len(list(tmp_path.glob("*.safetensors"))) == len(names)
+
+
+def test_a_file_whose_header_is_full_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export_folder(random_tensors(), family_of("gpt2"), CONFIG, tmp_path / "one")
+    monkeypatch.setattr(export, "_LARGEST_ROOM", 500)
+    monkeypatch.setattr(export, "_BLOCK", 300)
+    export_folder(random_tensors(), family_of("gpt2"), CONFIG, tmp_path / "several")
+    one, several = SafetensorsFolder(tmp_path / "one"), SafetensorsFolder(tmp_path / "several")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 5
+    assert set(one.names()) == set(several.names())
+    assert all(torch.equal(one.read(name), several.read(name)) for name in one.names())
+
+
+def test_weights_are_converted_to_the_type_that_is_asked_for(tmp_path: Path) -> None:
+    export_folder(random_tensors(), family_of("gpt2"), CONFIG, tmp_path, dtype=torch.float16)
+    assert SafetensorsFolder(tmp_path).dtype == torch.float16
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written == {**CONFIG, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "dtype": "float16"}
+
+
+def test_code_that_is_not_in_the_folder_is_not_named(tmp_path: Path) -> None:
+    config = {**CONFIG, "auto_map": {"AutoConfig": "code.Config"}, "_name_or_path": "here", "torch_dtype": "float64"}
+    export_folder(random_tensors(), family_of("gpt2"), config, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()).keys() == CONFIG.keys() | {
+        "model_type",
+        "architectures",
+        "dtype",
+    }

@@ -1,0 +1,70 @@
+"""A package can describe a family of its own, and everything follows from that."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.swap.export import export_folder
+from lightning_megatron.swap.families import family_of, find_family
+from lightning_megatron.swap.load import load_from
+from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from tests.swap.parts import full_tensors
+from tests.swap.starcoder2 import STARCODER2
+
+transformers = pytest.importorskip("transformers")
+
+PROGRAM = """
+from lightning_megatron.swap.families import families, family_of
+print(family_of("Starcoder2ForCausalLM").model_type, families()[0].model_type)
+"""
+
+
+def test_a_family_of_ones_own_is_loaded_computed_and_exported(tmp_path: Path) -> None:
+    assert find_family("starcoder2") is None
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 53,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 2,
+        "sliding_window": 6,
+    }
+    settings |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    twin = transformers.Starcoder2ForCausalLM(transformers.Starcoder2Config(**settings)).eval()
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    twin.save_pretrained(tmp_path / "theirs")
+    folder, family = SafetensorsFolder(tmp_path / "theirs"), family_of("starcoder2", [STARCODER2])
+    model = GPT(family.config(folder.config), seed=0).eval()
+    load_from(model, folder, family)
+    tokens = torch.randint(0, 53, (2, 20))
+    assert torch.allclose(model(tokens), twin(tokens).logits, atol=1e-4)
+    export_folder(full_tensors(model).items(), family, folder.config, tmp_path / "ours")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in twin.state_dict().items())
+
+
+def package(folder: Path, value: str) -> str:
+    information = folder / "starcoder_for_us-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: starcoder-for-us\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(f"[lightning_megatron.families]\nstarcoder2 = {value}\n")
+    root = Path(__file__).parents[2]
+    program = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(root)!r}]\n{PROGRAM}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else done.stderr
+
+
+def test_a_family_of_an_installed_package_is_known(tmp_path: Path) -> None:
+    assert package(tmp_path, "tests.swap.starcoder2:STARCODER2") == "starcoder2 starcoder2"
+
+
+def test_an_entry_point_that_is_no_family_is_refused(tmp_path: Path) -> None:
+    assert "starcoder2 (json:dumps) is a function" in package(tmp_path, "json:dumps")
