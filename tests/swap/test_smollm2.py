@@ -1,0 +1,90 @@
+"""A real model, SmolLM2-135M: its perplexity, its sentences and its weights over three ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron import ParallelPlanError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap import building_on_meta, parallelize
+from tests.corpora import SPEECHES, need
+from tests.smollm2 import save_smollm2
+from tests.swap.parts import mesh_of
+from tests.world import run_world
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+WINDOW = 512
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smollm2(tmp_path_factory.mktemp("smollm2"))
+
+
+def text_of(folder: Path) -> Tensor:
+    """Return the beginning of the latest speech, two windows of tokens."""
+    speech = max((need(SPEECHES) / "speeches").glob("2026*")).read_text(encoding="utf-8")
+    tokens = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(speech).ids
+    return torch.tensor(tokens[: 2 * WINDOW]).view(2, WINDOW)
+
+
+def swapped(folder: Path, mesh: ParallelMesh) -> Any:
+    """Return the model, of whose weights each rank has read its own."""
+    root = nn.Module()
+    with building_on_meta():
+        root.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    assert all(parameter.is_meta for parameter in root.parameters()), "no rank holds the whole"
+    parallelize(root, mesh)
+    return root.model
+
+
+def evaluate(rank: int, size: int, folder: Path) -> tuple[float, list[int], int]:
+    """Return the loss on the speech, the greedy continuation of a sentence, and how many elements this rank holds."""
+    mesh = ParallelMesh.single()
+    if size > 1:
+        mesh = ParallelMesh.create(ParallelLayout(size, tp=size), sequence_parallel=True)
+    model = swapped(folder, mesh).eval()
+    text = text_of(folder)
+    with torch.no_grad():
+        loss = model(input_ids=text, labels=text).loss
+        said = model.generate(sentence(folder), max_new_tokens=5, do_sample=False)[0].tolist()
+    return float(loss), said, sum(parameter.numel() for parameter in model.parameters())
+
+
+def sentence(folder: Path) -> Tensor:
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return torch.tensor([tokenizer.encode("The capital of France is").ids])
+
+
+def test_three_ranks_read_speak_and_judge_as_transformers_does(folder: Path) -> None:
+    twin, text = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval(), text_of(folder)
+    with torch.no_grad():
+        logits = twin(text).logits
+        expected = float(F.cross_entropy(logits[:, :-1].flatten(0, 1), text[:, 1:].flatten()))
+        said = twin.generate(sentence(folder), max_new_tokens=5, do_sample=False)[0].tolist()
+    assert "Paris" in tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).decode(said)
+    whole, *parts = evaluate(0, 1, folder), *run_world(evaluate, 3, folder)
+    for loss, words, held in (whole, *parts):
+        assert loss == pytest.approx(expected, abs=1e-4)
+        assert words == said
+        assert held == whole[2] or 0.3 < held / whole[2] < 0.36
+
+
+def test_nine_heads_are_not_cut_over_two_ranks() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=36, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=1, intermediate_size=16
+    )
+    root = nn.ModuleDict({"model": transformers.LlamaForCausalLM(config)})
+    with pytest.raises(
+        ParallelPlanError, match=r"num_attention_heads \(9\) must be a multiple of tp \(2\).* 1, 3 or 9"
+    ):
+        parallelize(root, mesh_of(tp=2))
