@@ -20,7 +20,7 @@ _WORD_EMBEDDING = "embedding.word.weight"
 def load_from(model: GPT, tensors: TensorReader | Mapping[str, Tensor], family: Family) -> None:
     """Fill the parameters that this rank holds, converted to their dtype; those on the meta device move to the mesh's.
 
-    Nothing is changed if the tensors are not those of the model. Padding is zero.
+    Names and shapes are compared before anything is changed. Padding is zero.
 
     Args:
         model: Any rank's part of a model whose configuration the family made.
@@ -83,9 +83,18 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
     Args:
         tensors: A folder of safetensors files, or a state dict.
         family: How the tensors are named.
+
+    Raises:
+        CheckpointMismatchError: If two tensors have the same name in the table.
     """
     reader = TensorsInMemory(tensors) if isinstance(tensors, Mapping) else tensors
-    own = {_renamed(name, family): name for name in reader.names()}
+    own: dict[str, str] = {}
+    for name in reader.names():
+        if own.setdefault(_renamed(name, family), name) != name:
+            raise CheckpointMismatchError(
+                f"a tensor must be there once: {own[_renamed(name, family)]!r} and {name!r} are the same of a "
+                f"{family.architecture}, by its present and an earlier name. One would be lost. Remove one of them."
+            )
     if own and not any(name.startswith(family.base) for name in own):
         own = {name if name == family.head else f"{family.base}{name}": first for name, first in own.items()}
     return RenamedTensors(reader, {name: first for name, first in own.items() if not family.ignores(name)})

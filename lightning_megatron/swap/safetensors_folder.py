@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -57,32 +58,31 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
 
-    def read(self, slices: Slices) -> Tensor:
+    def read(self, slices: Slices, descriptor: int) -> Tensor:
         """Map a part of the tensor into memory; pages are read when they are first looked at.
 
         The mapping ends with the last view of the result. What is written into the result does not get to the file.
+
+        Args:
+            slices: One slice for each dimension, with start and stop.
+            descriptor: Of the file, opened for reading.
         """
         shape = self.shape
         if not shape:
-            return self._mapped(0, 1).view(())
+            return self._mapped(0, 1, descriptor).view(())
         width = prod(shape[1:])
         first, last = slices[0].start, slices[0].stop
-        rows = self._mapped(first * width, (last - first) * width).view(last - first, *shape[1:])
+        rows = self._mapped(first * width, (last - first) * width, descriptor).view(last - first, *shape[1:])
         return rows[(slice(None), *slices[1:])]
 
-    def _mapped(self, first: int, count: int) -> Tensor:
+    def _mapped(self, first: int, count: int, descriptor: int) -> Tensor:
         if not count:
             return torch.empty(0, dtype=self.dtype)
         begin = self.start + first * self.dtype.itemsize
         before = begin % mmap.ALLOCATIONGRANULARITY
-        with open(self.path, "rb") as file:
-            # A private mapping: torch takes no memory that cannot be written.
-            pages = mmap.mmap(
-                file.fileno(),
-                before + count * self.dtype.itemsize,
-                access=mmap.ACCESS_COPY,
-                offset=begin - before,
-            )
+        # A private mapping: torch takes no memory that cannot be written.
+        length = before + count * self.dtype.itemsize
+        pages = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=begin - before)
         return torch.frombuffer(pages, dtype=self.dtype, count=count, offset=before)
 
 
@@ -105,6 +105,7 @@ class SafetensorsFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._tensors = _listed(self.path)
+        self._opened: dict[Path, int] = {}
 
     @staticmethod
     def exists_in(path: str | os.PathLike[str]) -> bool:
@@ -158,7 +159,15 @@ class SafetensorsFolder:
             CheckpointMismatchError: If there is no such tensor.
         """
         stored = self._at(name)
-        return stored.read(tuple(slice(0, size) for size in stored.shape) if slices is None else slices)
+        slices = tuple(slice(0, size) for size in stored.shape) if slices is None else slices
+        return stored.read(slices, self._descriptor(stored.path))
+
+    def _descriptor(self, path: Path) -> int:
+        # A tensor may be read in hundreds of parts, and to open a file takes long on a network.
+        if path not in self._opened:
+            self._opened[path] = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._opened[path])
+        return self._opened[path]
 
     def _at(self, name: str) -> StoredTensor:
         if name not in self._tensors:

@@ -110,6 +110,9 @@ def test_earlier_names_of_gpt_neox_are_read() -> None:
     model = part_on_meta(family_of("gpt_neox").config(twin.config.to_dict()), mesh_of())
     load_from(model, state, family_of("gpt_neox"))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in full_tensors(model).items())
+    state["lm_head.weight"] = state["embed_out.weight"]
+    with pytest.raises(CheckpointMismatchError, match="'embed_out.weight' and 'lm_head.weight' are the same"):
+        load_from(model, state, family_of("gpt_neox"))
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,25 @@ def test_files_of_published_models_are_understood() -> None:
         assert found == family.config(theirs.to_dict()), f"{name}: the file says what the object says"
 
 
+#: What earlier versions of transformers gave with every configuration, at its default.
+EARLIER_DEFAULTS = {
+    **dict.fromkeys(("torchscript", "use_bfloat16", "tf_legacy_loss", "is_decoder", "tie_encoder_decoder"), False),
+    **dict.fromkeys(("do_sample", "early_stopping", "output_scores", "remove_invalid_values"), False),
+    **dict.fromkeys(("cross_attention_hidden_size", "bad_words_ids", "finetuning_task", "tokenizer_class"), None),
+    **dict.fromkeys(("prefix", "sep_token_id", "decoder_start_token_id", "task_specific_params"), None),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),
+    **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **{"max_length": 20, "top_k": 50, "diversity_penalty": 0.0, "pruned_heads": {}, "torch_dtype": "float32"},
+    **{"_attn_implementation_autoset": True, "return_dict_in_generate": False, "add_cross_attention": False},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_configurations_of_earlier_versions_mean_the_same(case: str) -> None:
+    assert ours(case, **EARLIER_DEFAULTS) == ours(case)
+
+
 def test_a_window_that_no_sequence_can_leave_is_none() -> None:
     assert ours("mistral", sliding_window=64).sliding_window is None
     assert ours("mistral", sliding_window=63).sliding_window == 63
