@@ -9,6 +9,9 @@ from torch import Tensor
 
 from lightning_megatron.errors import ParallelPlanError
 
+#: Elements.
+_ALIGNMENT = 8
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpan:
@@ -82,4 +85,7 @@ def attention_mask(
     if span is not None and span.valid is not None:
         # The weights of a row that sees nothing would be 0 / 0.
         seen = (seen & span.valid[:, None, :].bool()) | (distance == 0)
-    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf).unsqueeze(1)
+    # Memory-efficient attention would copy rows that do not begin at a multiple of this, in every layer.
+    width = -(-seq_length // _ALIGNMENT) * _ALIGNMENT
+    mask = torch.zeros((*seen.shape[:-1], width), dtype=dtype, device=device)[..., :seq_length]
+    return mask.masked_fill_(~seen, -torch.inf).unsqueeze(1)

@@ -5,6 +5,7 @@ from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
 from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
 from lightning_megatron.plan.budget import StageMemory, TrainingShape, estimate_memory
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.schedule import Action, Schedule, build_schedule
 from lightning_megatron.plan.shards import (
     ShardRange,
@@ -31,6 +32,7 @@ __all__ = [
     "ParallelLayout",
     "Piece",
     "Program",
+    "RotaryScaling",
     "ReductionPoint",
     "Schedule",
     "ShardRange",

@@ -28,6 +28,7 @@ def jobs() -> dict[str, Job]:
     plain = [(kind, layout) for layout in LAYOUTS for kind in ("gpt2-tied", "llama-untied")]
     others = ("gpt2-untied", "llama-tied", "post-norm")
     plain += [(kind, layout) for layout in ("tp4+sp", "pp2 vpp2 dp2", "tp2 pp2") for kind in others]
+    plain += [("gemma-tied", layout) for layout in ("tp4", "tp2 pp2 +sp")]
     # Masks are one process's where every rank draws the replicated stream: not under sequence or data parallelism.
     plain += [("dropout", layout) for layout in ("tp4", "pp4", "tp2 pp2")]
     found = {f"{kind}, {layout}": Job(kind, "64-true", LAYOUTS[layout]) for kind, layout in plain}

@@ -27,8 +27,12 @@ KINDS = {
     "llama-untied": GPTConfig.llama(**_SIZES, num_kv_heads=2, ffn_hidden_size=48),
     "llama-tied": GPTConfig.llama(**_SIZES, num_kv_heads=1, ffn_hidden_size=48, tie_embeddings=True),
     "post-norm": GPTConfig.gpt2(**_SIZES, norm_position="post"),
+    "gemma-tied": GPTConfig.llama(
+        **_SIZES, num_kv_heads=2, ffn_hidden_size=48, activation="geglu_tanh", qk_norm=True, norm_offset=1.0,
+        embedding_scale=5.7, sliding_window=5, tie_embeddings=True,
+    ),
     "dropout": GPTConfig.gpt2(**_SIZES, hidden_dropout=0.2),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
