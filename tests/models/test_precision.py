@@ -40,3 +40,12 @@ def test_autocast_runs_products_in_half_and_keeps_float32_gradients(config: GPTC
     losses.mean().backward()
     torch.testing.assert_close(losses, model(TOKENS, TOKENS), rtol=0.02, atol=0.02)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_token_vectors_are_scaled_by_a_number_of_their_own_dtype() -> None:
+    config = GPTConfig.llama(**SIZES, embedding_scale=5.71)
+    embedding = GPT(config, seed=1).bfloat16().embedding
+    assert embedding is not None
+    expected = embedding.word(TOKENS) * torch.tensor(5.71, dtype=torch.bfloat16)
+    assert torch.equal(embedding(TOKENS), expected)
+    assert not torch.equal(embedding(TOKENS), embedding.word(TOKENS) * 5.71)
