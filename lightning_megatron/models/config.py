@@ -224,6 +224,7 @@ class GPTConfig:
             tied=self.tie_embeddings,
             final_norm=self.norm_position == "pre",
             dropout=self.hidden_dropout > 0.0,
+            window=self.sliding_window,
         )
 
     def check_layout(

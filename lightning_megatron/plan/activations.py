@@ -37,6 +37,7 @@ class ModelShape:
         tied: whether the output head is the embedding.
         final_norm: whether a norm comes before the head.
         dropout: whether elements of the residual stream are dropped.
+        window: how many positions one sees in some layers, if that is not all; these layers share a mask (tokens).
     """
 
     num_layers: int
@@ -61,6 +62,7 @@ class ModelShape:
     tied: bool = False
     final_norm: bool = True
     dropout: bool = False
+    window: int | None = None
 
     def widths(self, tp: int) -> tuple[int, int]:
         """Return the features of the queries, and of keys or values, that one tensor-parallel rank holds."""
@@ -195,6 +197,7 @@ class ActivationCosts:
         boundary: the residual stream between two blocks.
         layer: what a block keeps, its input included, before recomputation is chosen.
         kept: what it keeps under the recomputation that was chosen.
+        masks: what the blocks of a chunk keep together.
         layer_forward: what a block's forward needs beside what it keeps.
         layer_backward: what a block's backward needs beside what it keeps.
         head: what the final norm and the head keep.
@@ -207,6 +210,7 @@ class ActivationCosts:
     boundary: int
     layer: int
     kept: int
+    masks: int
     layer_forward: int
     layer_backward: int
     head: int
@@ -221,6 +225,7 @@ def activation_costs(
     table: KeptActivations,
     *,
     num_tokens: int,
+    seq_length: int = 0,
     tp: int = 1,
     sequence_parallel: bool = False,
     activation_bytes: int = 2,
@@ -232,6 +237,7 @@ def activation_costs(
         model: the model.
         table: what its layers keep.
         num_tokens: tokens of a microbatch on one rank of tp: sequence length / cp x samples.
+        seq_length: length of the sequences, where there may be masks (tokens).
         tp: tensor-parallel size.
         sequence_parallel: whether the residual stream is cut along the sequence over tp.
         activation_bytes: size of an activation's element.
@@ -261,6 +267,8 @@ def activation_costs(
         boundary=boundary,
         layer=layer,
         kept={"none": layer, "selective": layer - row_sums, "full": boundary}[recompute],
+        # Rows alike share one mask, which fills whole rows of scores.
+        masks=seq_length**2 * activation_bytes if model.window is not None and seq_length > model.window else 0,
         # Blocks that are recomputed keep nothing inside, but their features exist while they run.
         layer_forward=gathered + whole + (table.ffn_copies * ffn if recompute == "full" else 0),
         layer_backward=max(network, attention + 2 * gathered) + 2 * boundary,

@@ -144,6 +144,7 @@ def estimate_memory(
         model,
         table or eager_activations(model, training.activation_bytes),
         num_tokens=-(-training.seq_length // layout.cp) * training.microbatch_size,
+        seq_length=training.seq_length,
         tp=layout.tp,
         sequence_parallel=training.sequence_parallel and layout.tp > 1,
         activation_bytes=training.activation_bytes,
@@ -217,7 +218,10 @@ def _moments(
     schedule: Schedule, stage: int, layers: Sequence[int], costs: ActivationCosts, full: bool
 ) -> Iterable[_Moment]:
     head = (schedule.num_stages - 1, schedule.num_chunks - 1)
-    kept = [num * costs.kept + (costs.head if (stage, chunk) == head else 0) for chunk, num in enumerate(layers)]
+    kept = [
+        num * costs.kept + (costs.masks if num else 0) + (costs.head if (stage, chunk) == head else 0)
+        for chunk, num in enumerate(layers)
+    ]
     # A block that is recomputed keeps everything while its own backward runs.
     again = costs.layer - costs.boundary if full else 0
     held, num_held, losses = 0, 0, 0
