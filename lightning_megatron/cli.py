@@ -45,6 +45,7 @@ COMMANDS = {
     "predict": Command(TRAINER, "run the model on data without labels"),
     "layout": Command("lightning_megatron.cli_layout", "print and draw which ranks form which group"),
     "checkpoint": Command("lightning_megatron.cli_checkpoint", "show, verify, consolidate or reshard a checkpoint"),
+    "convert": Command("lightning_megatron.cli_convert", "turn checkpoints into Hugging Face folders, and back"),
     "preprocess": Command("lightning_megatron.cli_preprocess", "turn text or JSON lines into token files"),
 }
 

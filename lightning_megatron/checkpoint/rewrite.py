@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_megatron.checkpoint.consolidate import MODEL, Written, read_one_by_one, without_training
 from lightning_megatron.checkpoint.directory import find_checkpoint, place_of
-from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX
+from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.load import load_metadata, load_rank_states, saved_tensors
 from lightning_megatron.checkpoint.save import RANK_STATE
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, HashingStream, writing
@@ -62,28 +64,55 @@ def rewrite(
     metadata = load_metadata(path, weights_only=not unsafe)
     names = [name for name in saved if not weights_only or name.startswith(MODEL)]
     ranks = {} if weights_only else load_rank_states(path, weights_only=not unsafe)
+    tensors = (
+        (name, full.to(dtype) if dtype is not None and name.startswith(MODEL) and full.is_floating_point() else full)
+        for name, full in read_one_by_one(path, names, saved)
+    )
+    objects = {f"{RANK_STATE}{rank}": to_bytes(values) for rank, values in ranks.items()}
+    kept = metadata if not weights_only else without_training(metadata)
+    header = replace(source.header, folder=".", torch=torch.__version__)
+    return write_checkpoint(out, num_files, tensors, objects, kept, header)
+
+
+def write_checkpoint(
+    out: str | os.PathLike[str],
+    num_files: int,
+    tensors: Iterable[tuple[str, Tensor]],
+    objects: Mapping[str, bytes],
+    metadata: Mapping[str, Any],
+    header: Header,
+) -> Written:
+    """Write full tensors, one after the other, as a checkpoint; it appears when it is complete.
+
+    Args:
+        out: The directory or URL; what is there is replaced.
+        num_files: Files of tensors (files).
+        tensors: Entries and their values.
+        objects: Bytes of other entries.
+        metadata: Picklable values of the job.
+        header: What is known of the checkpoint beside its files.
+    """
     place = place_of(out)
     token = place.begin()
     try:
         folder = place.folder(token)
         files = _TensorFiles(folder, num_files)
+        count = 0
         with files.opened():
-            for name, full in read_one_by_one(path, names, saved):
-                is_weight = name.startswith(MODEL) and full.is_floating_point()
-                files.add_tensor(name, full if dtype is None or not is_weight else full.to(dtype))
-            for rank, values in ranks.items():
-                files.add_object(f"{RANK_STATE}{rank}", to_bytes(values))
+            for name, full in tensors:
+                files.add_tensor(name, full)
+                count += 1
+            for name, data in objects.items():
+                files.add_object(name, data)
         records = files.finish()
-        kept = metadata if not weights_only else without_training(metadata)
         with writing(folder, METADATA) as stream:
-            stream.write(to_bytes(kept))
+            stream.write(to_bytes(dict(metadata)))
         records[METADATA] = stream.record
-        header = replace(source.header, files=records, folder=".", torch=torch.__version__)
-        place.publish(token, header)
+        place.publish(token, replace(header, files=records))
     except BaseException:
         place.discard(token)
         raise
-    return Written(len(names), files.num_bytes)
+    return Written(count, files.num_bytes)
 
 
 class _TensorFiles:

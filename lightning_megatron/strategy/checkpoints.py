@@ -26,6 +26,7 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.checkpoint.consolidate import ONE_PROCESS, OPTIMIZERS
 from lightning_megatron.checkpoint.directory import place_of
+from lightning_megatron.checkpoint.hugging_face import HUGGING_FACE, describe_models
 from lightning_megatron.checkpoint.plain_file import read_file
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -103,6 +104,9 @@ class RunCheckpoints:
             checkpoint[OPTIMIZERS] = [optimizer_metadata(optimizer, main, mesh) for optimizer in optimizers]
         one_process = describe_for_one_process(module, optimizers if trains else (), main, mesh)
         names = [name for name in one_process["order"] if name not in weights.removed]
+        models = describe_models(module)
+        if models:
+            checkpoint[HUGGING_FACE] = models
         checkpoint[ONE_PROCESS] = {**one_process, "order": [*names, *weights.added]}
         rank_state = {
             "random": mesh.random.state_dict(),

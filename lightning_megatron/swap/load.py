@@ -33,7 +33,7 @@ def load_from(model: GPT, tensors: TensorReader | Mapping[str, Tensor], family: 
     """
     reader = reader_of(tensors, family)
     table = {tensor.target: tensor for tensor in family.tensors(model.config)}
-    _check_tensors(reader, table.values(), family, model.config.tie_embeddings)
+    check_tensors(reader, table.values(), family, model.config.tie_embeddings)
     _check_parameters(model, table)
     for name, parameter in list(model.named_parameters()):
         spec = shard_spec_of(parameter, model.mesh.tp.rank)
@@ -107,7 +107,7 @@ def _renamed(name: str, family: Family) -> str:
     return name
 
 
-def _check_tensors(reader: RenamedTensors, table: Iterable[TensorMap], family: Family, is_tied: bool) -> None:
+def check_tensors(reader: RenamedTensors, table: Iterable[TensorMap], family: Family, is_tied: bool) -> None:
     shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
     if is_tied and family.head in reader.own:
         shapes[family.head] = shapes[family.embedding]

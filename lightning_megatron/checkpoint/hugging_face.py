@@ -1,0 +1,132 @@
+"""Hugging Face folders made of checkpoints, and checkpoints made of them, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.checkpoint.consolidate import MODEL, Written, read_one_by_one
+from lightning_megatron.checkpoint.header import Header
+from lightning_megatron.checkpoint.load import load_metadata, saved_tensors
+from lightning_megatron.checkpoint.rewrite import write_checkpoint
+from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap.export import MAX_FILE_BYTES, export_folder
+from lightning_megatron.swap.families import Family, family_of
+from lightning_megatron.swap.language_model import HuggingFaceLM
+from lightning_megatron.swap.load import check_tensors, reader_of
+from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+
+#: Where checkpoints say which of their models are of Hugging Face.
+HUGGING_FACE = "hugging_face"
+#: Where the layers of such a model are in it.
+_LAYERS = "gpt."
+
+
+def describe_models(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the class and the configuration of every Hugging Face model inside a module, by name."""
+    return {
+        name: {"architecture": part.family.architecture, "config": part.config.to_dict()}
+        for name, part in module.named_modules()
+        if isinstance(part, HuggingFaceLM)
+    }
+
+
+def export_model(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    name: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    unsafe: bool = False,
+) -> None:
+    """Write a model of a checkpoint as a folder that ``from_pretrained`` reads.
+
+    Args:
+        path: A checkpoint of this library, saved by any layout.
+        out: The folder; it must not have weights yet.
+        name: The model in the LightningModule; None if there is one.
+        dtype: Of the weights; None keeps what was saved, full precision under mixed precision.
+        max_file_bytes: A file ends before the tensor that would exceed this (bytes).
+        unsafe: Unpickle whatever the checkpoint holds beside tensors.
+
+    Raises:
+        CheckpointMismatchError: If there is no complete checkpoint, or it has no such model.
+        CorruptDataError: If it is damaged, naming the file.
+        UnsupportedError: If ``out`` has weights.
+    """
+    name, model = _chosen(load_metadata(path, weights_only=not unsafe).get(HUGGING_FACE) or {}, name, path)
+    prefix = f"{MODEL}{name}.{_LAYERS}" if name else f"{MODEL}{_LAYERS}"
+    saved = saved_tensors(path)
+    names = [entry for entry in saved if entry.startswith(prefix)]
+    tensors = ((entry.removeprefix(prefix), full) for entry, full in read_one_by_one(path, names, saved))
+    export_folder(tensors, family_of(model["architecture"]), model["config"], out, max_file_bytes, dtype)
+
+
+def import_model(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    name: str = "model",
+    dtype: torch.dtype | None = None,
+    num_files: int = 1,
+) -> Written:
+    """Write the weights of a local Hugging Face folder as a checkpoint that every layout loads.
+
+    It is one without optimizers: validate, test and predict take it as their ``ckpt_path``.
+
+    Args:
+        folder: A folder of safetensors files.
+        out: The checkpoint; what is there is replaced when it is complete.
+        name: Attribute of the LightningModule that holds the model.
+        dtype: Of the weights; None keeps that of the files.
+        num_files: Files of tensors (files).
+
+    Raises:
+        CheckpointMismatchError: If files or tensors are missing or left over.
+        UnsupportedError: If the family is not known, or asks for something that we lack.
+    """
+    source = SafetensorsFolder(folder)
+    family = family_of(_architecture(source))
+    prefix = f"{MODEL}{name}.{_LAYERS}"
+    tensors = ((f"{prefix}{key}", full) for key, full in _converted(source, family, dtype))
+    metadata = {
+        "epoch": 0,
+        "global_step": 0,
+        "pytorch-lightning_version": version("lightning"),
+        HUGGING_FACE: {name: {"architecture": family.architecture, "config": source.config}},
+    }
+    header = Header(ParallelLayout(1), torch.__version__, {}, 0, 0, round(time.time(), 3))
+    return write_checkpoint(out, num_files, tensors, {}, metadata, header)
+
+
+def _converted(source: SafetensorsFolder, family: Family, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    config, reader = family.config(source.config), reader_of(source, family)
+    check_tensors(reader, family.tensors(config), family, config.tie_embeddings)
+    for tensor in family.tensors(config):
+        full = torch.empty(tensor.shape, dtype=dtype or source.dtype)
+        tensor.fill(full, [0] * full.dim(), tensor.shape, reader)
+        yield tensor.target, full
+
+
+def _architecture(source: SafetensorsFolder) -> str:
+    named: list[str] = source.config.get("architectures") or [source.config.get("model_type", "")]
+    return named[0]
+
+
+def _chosen(models: Mapping[str, Any], name: str | None, path: str | os.PathLike[str]) -> tuple[str, Any]:
+    known = ", ".join(repr(one) for one in models) or "none"
+    if name is None and len(models) == 1:
+        return next(iter(models.items()))
+    if name is None or name not in models:
+        what = "it has" if name is None else f"{name!r} is none of them:"
+        raise CheckpointMismatchError(
+            f"a model that is exported must be one of Hugging Face's in the checkpoint: {os.fspath(path)}: {what} "
+            f"{known}. Others have no form there. Name one of those that are there."
+        )
+    return name, models[name]

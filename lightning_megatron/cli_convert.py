@@ -1,0 +1,102 @@
+"""The subcommand `convert`: checkpoints become Hugging Face folders, and folders checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, read_full
+from lightning_megatron.checkpoint.consolidate import MODEL
+from lightning_megatron.checkpoint.hugging_face import HUGGING_FACE, export_model, import_model
+from lightning_megatron.cli_checkpoint import DTYPES
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.extras import import_extra
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.swap.families import family_of
+
+EXAMPLE = """examples:
+  lightning-megatron convert runs/last.ckpt exported            a folder for from_pretrained
+  lightning-megatron convert path/to/folder model.ckpt          a checkpoint for validate, test and predict
+  lightning-megatron convert runs/last.ckpt exported --verify   compare both on some tokens afterwards"""
+
+#: Tokens that both models see, and how far their logits may be apart, relative to the largest, in float32.
+_NUM_TOKENS, _TOLERANCE = 32, 1e-3
+
+
+def main(args: Sequence[str]) -> None:
+    """Run the command with the arguments after its name.
+
+    Raises:
+        CheckpointMismatchError: If a path is neither a checkpoint nor a folder, or the result is there already.
+        UnsupportedError: If a model cannot be written in the other form, or the two differ.
+    """
+    options = convert_parser().parse_args(args)
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    if Path(options.out).exists():
+        raise CheckpointMismatchError(
+            f"the result must not exist yet: {options.out}. It would be replaced or mixed with. Use another name."
+        )
+    is_export = is_sharded_checkpoint(options.source)
+    if is_export:
+        export_model(options.source, options.out, options.name, dtype, options.max_file_bytes, options.unsafe)
+    else:
+        import_model(options.source, options.out, options.name or "model", dtype)
+    print(f"{options.out}: {'a Hugging Face folder' if is_export else 'a checkpoint'} of {options.source}")
+    if options.verify:
+        checkpoint, folder = (options.source, options.out) if is_export else (options.out, options.source)
+        gap = compare(checkpoint, folder, options.name)
+        print(f"logits of {_NUM_TOKENS} tokens differ by {gap:.1e} of the largest")
+        if gap > _TOLERANCE:
+            raise UnsupportedError(
+                f"both forms of a model must have the same logits: they differ by {gap:.1e} of the largest, more than "
+                f"{_TOLERANCE:.0e}. One is of another model, or was rounded by --dtype. Do not use {options.out}."
+            )
+
+
+def convert_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron convert",
+        description="Turn checkpoints into Hugging Face folders, and back.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="a checkpoint of this library, or a local Hugging Face folder")
+    add("out", metavar="OUT", help="the folder or checkpoint to write")
+    add("--name", help="attribute of the LightningModule that holds the model (default: the only one, or model)")
+    add("--dtype", choices=DTYPES, help="type of the weights (default: as they are)")
+    add("--max-file-bytes", type=int, default=5 * 10**9, metavar="N", help="size of a file (default: 5e9)")
+    add("--verify", action="store_true", help="compare the logits of both afterwards (needs transformers)")
+    add("--unsafe", action="store_true", help="unpickle whatever the checkpoint holds beside tensors")
+    return parser
+
+
+@torch.no_grad()
+def compare(checkpoint: str, folder: str, name: str | None = None) -> float:
+    """Return how far the logits of both forms of a model are apart, relative to the largest.
+
+    Args:
+        checkpoint: The checkpoint.
+        folder: The Hugging Face folder.
+        name: Attribute of the LightningModule that holds the model; None if there is one.
+    """
+    models: dict[str, Any] = load_metadata(checkpoint)[HUGGING_FACE]
+    name, described = next((one, models[one]) for one in ([name] if name else models))
+    config = family_of(described["architecture"]).config(described["config"])
+    prefix = f"{MODEL}{name}.gpt."
+    ours = GPT(config).float().eval()
+    full = {key.removeprefix(prefix): one for key, one in read_full(checkpoint).items() if key.startswith(prefix)}
+    for key, parameter in ours.named_parameters():
+        parameter[: full[key].shape[0]] = full[key]
+    library: Any = import_extra("transformers", "hf")
+    theirs = library.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    count = min(_NUM_TOKENS, config.max_seq_length)
+    tokens = torch.randint(0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
+    expected: Tensor = theirs(tokens).logits
+    return float((ours(tokens) - expected).abs().max() / expected.abs().max())
