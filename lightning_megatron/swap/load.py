@@ -108,6 +108,17 @@ def _renamed(name: str, family: Family) -> str:
 
 
 def check_tensors(reader: RenamedTensors, table: Iterable[TensorMap], family: Family, is_tied: bool) -> None:
+    """Refuse tensors that are not exactly those of a table.
+
+    Args:
+        reader: The tensors.
+        table: What must be there, and nothing else.
+        family: How they are named.
+        is_tied: Whether the output head is the embedding, which it may be beside.
+
+    Raises:
+        CheckpointMismatchError: If a tensor is missing, left over or of another shape.
+    """
     shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
     if is_tied and family.head in reader.own:
         shapes[family.head] = shapes[family.embedding]
