@@ -35,6 +35,7 @@ class VocabParallelEmbedding(nn.Module):
         mesh: The groups of this rank.
         multiple: Rows of each rank are a multiple of this (rows).
         initializer: How the full table starts.
+        padding_id: Token whose lookups give its row no gradient, as ``padding_idx`` of torch.nn.Embedding.
 
     Raises:
         IndexError: In forward, if an id is outside the vocabulary (on CPU; a CUDA kernel asserts).
@@ -51,31 +52,35 @@ class VocabParallelEmbedding(nn.Module):
         *,
         multiple: int = 128,
         initializer: Initializer | None = None,
+        padding_id: int | None = None,
     ) -> None:
         super().__init__()
-        self.vocab_size, self.mesh = vocab_size, mesh
+        self.vocab_size, self.mesh, self.padding_id = vocab_size, mesh, padding_id
         self.weight = vocab_parameter(vocab_size, hidden_size, mesh, multiple, initializer)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the vector of every token."""
         check_ids(tokens, self.vocab_size)
-        num_rows = self.weight.shape[0]
         num_rows, ids = self.weight.shape[0], tokens.t()
+        padding = None if self.padding_id is None else ids == self.padding_id
         # An illegal id becomes an illegal row, so that the CUDA kernel that reads it asserts.
         illegal = (ids < 0) | (ids >= self.vocab_size)
         if self.mesh.tp.size == 1:
-            return _look_up(self.weight, ids.masked_fill(illegal, num_rows), None)
+            return _look_up(self.weight, ids.masked_fill(illegal, num_rows), None, padding)
         # Ids of other ranks read some row here, and their vectors are cleared.
         elsewhere = ids.div(num_rows, rounding_mode="floor") != self.mesh.tp.rank
         index = ids.remainder(num_rows).masked_fill(illegal, num_rows)
-        return leave_tensor_region(_look_up(self.weight, index, elsewhere), self.mesh)
+        return leave_tensor_region(_look_up(self.weight, index, elsewhere, padding), self.mesh)
 
 
-def _look_up(weight: Tensor, index: Tensor, elsewhere: Tensor | None) -> Tensor:
+def _look_up(weight: Tensor, index: Tensor, elsewhere: Tensor | None, padding: Tensor | None) -> Tensor:
+    """Read rows; those of places ``elsewhere`` become zero, those of ``padding`` get no gradient."""
     slot = slot_of(weight)
     if slot is not None:
-        return _LookUp.apply(weight, index, elsewhere, slot)
+        return _LookUp.apply(weight, index, elsewhere, padding, slot)
     vectors = F.embedding(index, weight)
+    if padding is not None:
+        vectors = torch.where(padding.unsqueeze(-1), vectors.detach(), vectors)
     return vectors if elsewhere is None else vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
@@ -83,8 +88,16 @@ class _LookUp(torch.autograd.Function):
     """Read rows; backward add the gradients of the rows that were read to a slot, without a table of gradients."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, index: Tensor, elsewhere: Tensor | None, slot: GradientSlot) -> Tensor:
-        ctx.save_for_backward(index, elsewhere)
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        index: Tensor,
+        elsewhere: Tensor | None,
+        padding: Tensor | None,
+        slot: GradientSlot,
+    ) -> Tensor:
+        unread = elsewhere if padding is None else padding if elsewhere is None else elsewhere | padding
+        ctx.save_for_backward(index, unread)
         ctx.slot, ctx.num_rows = slot, weight.shape[0]
         vectors = F.embedding(index, weight)
         return vectors if elsewhere is None else vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
@@ -92,13 +105,13 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        index, elsewhere = ctx.saved_tensors
+        index, unread = ctx.saved_tensors
         key = index.reshape(-1)
-        if elsewhere is not None:
-            key = key + elsewhere.reshape(-1) * ctx.num_rows
+        if unread is not None:
+            key = key + unread.reshape(-1) * ctx.num_rows
         rows, sums = _sum_by_key(grads[0].flatten(0, -2).to(ctx.slot.gradient.dtype), key, ctx.num_rows)
         ctx.slot.add_rows(rows, sums)
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 def _sum_by_key(grads: Tensor, keys: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

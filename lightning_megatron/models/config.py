@@ -55,6 +55,7 @@ class GPTConfig:
         mlp_bias: Whether both projections of the MLP have; None means ``bias``.
         qk_norm: Whether every query and key head goes through an RMSNorm before it is rotated.
         norm_offset: RMSNorms multiply by their weight plus this.
+        padding_id: Token whose vector is not trained by its lookups; None means every one is.
         embedding_scale: Token vectors are multiplied by it, rounded to the model's dtype.
         attention_scale: Scores are multiplied by it; None means head_dim to the power of -0.5.
         sliding_window: How many positions one sees, itself and those before it; None means all (tokens).
@@ -92,6 +93,7 @@ class GPTConfig:
     mlp_bias: bool | None = None
     qk_norm: bool = False
     norm_offset: float = 0.0
+    padding_id: int | None = None
     embedding_scale: float = 1.0
     attention_scale: float | None = None
     sliding_window: int | None = None

@@ -43,6 +43,9 @@ def check_config(config: GPTConfig) -> None:
     for name in ("hidden_dropout", "attention_dropout"):
         value = getattr(config, name)
         _require(0.0 <= value < 1.0, name, value, "lie in [0, 1)", "it is a probability")
+    padding = config.padding_id
+    legal_padding = f"lie in [0, {config.vocab_size}) or be None"
+    _require(padding is None or 0 <= padding < config.vocab_size, "padding_id", padding, legal_padding, "it is a token")
     for name in ("embedding_scale", "attention_scale"):
         value = getattr(config, name)
         _require(value is None or value > 0.0, name, value, "be above 0", "it is a scale")

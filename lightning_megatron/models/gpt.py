@@ -71,7 +71,9 @@ class GPT(PipelinedModule):
         self.final_norm: nn.Module | None = None
         self.head: VocabParallelHead | None = None
         if self.is_first_stage():
-            word = VocabParallelEmbedding(config.vocab_size, config.hidden_size, mesh, **padding)
+            word = VocabParallelEmbedding(
+                config.vocab_size, config.hidden_size, mesh, padding_id=config.padding_id, **padding
+            )
             position = None
             if config.position == "learned":
                 position = PositionEmbedding(config.max_seq_length, config.hidden_size, mesh, initializer=drawn)

@@ -113,6 +113,7 @@ def cases(mesh: ParallelMesh) -> Iterator[tuple[str, nn.Module, Tensor]]:
     tokens = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(4))
     tokens[0] = torch.tensor([5, V - 1, 5, 0, 5, 5, V - 1, 2])
     yield "embedding", VocabParallelEmbedding(V, D, mesh), tokens
+    yield "embedding with padding", VocabParallelEmbedding(V, D, mesh, padding_id=int(tokens[0, 1])), tokens
     yield "tied", Tied(mesh), tokens
 
 

@@ -48,6 +48,7 @@ def _sizes(
     *,
     norm_eps: float = 1e-6,
     tied: bool = False,
+    padding: int | None = None,
 ) -> tuple[Field, ...]:
     return (
         Field("vocab_size", vocab_size, "vocab_size"),
@@ -60,8 +61,15 @@ def _sizes(
         Field("initializer_range", 0.02, "init_std"),
         Field("rms_norm_eps", norm_eps, "norm_eps"),
         Field("tie_word_embeddings", tied, "tie_embeddings"),
+        # The embedding of these families does not train this row, where the lookup reads it.
+        Field("pad_token_id", padding, _padding),
         Field("attention_dropout", 0.0, lambda values: {"attention_dropout": values["attention_dropout"] or 0.0}),
     )
+
+
+def _padding(values: Values) -> Mapping[str, Any]:
+    padding = values["pad_token_id"]
+    return {"padding_id": padding if padding is None or padding >= 0 else values["vocab_size"] + padding}
 
 
 def _kv_heads(values: Values) -> Mapping[str, Any]:
@@ -203,7 +211,7 @@ GEMMA = Family(
     ConfigTable(
         "Gemma",
         (
-            *_sizes(256000, 3072, 24576, 28, 16, 8192, 16, tied=True),
+            *_sizes(256000, 3072, 24576, 28, 16, 8192, 16, tied=True, padding=0),
             *rotary_fields(),
             Field("hidden_act", "gelu_pytorch_tanh", _gemma_activation),
             Field("hidden_activation", None),
@@ -224,7 +232,7 @@ PHI3 = Family(
     ConfigTable(
         "Phi-3",
         (
-            *_sizes(32064, 3072, 8192, 32, 32, 4096, norm_eps=1e-5),
+            *_sizes(32064, 3072, 8192, 32, 32, 4096, norm_eps=1e-5, padding=32000),
             *rotary_fields(part="partial_rotary_factor", earlier={"yarn": "longrope"}),
             _ACTIVATION,
             Field("sliding_window", None, _window),
