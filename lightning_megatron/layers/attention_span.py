@@ -17,8 +17,8 @@ _ALIGNMENT = 8
 class AttentionSpan:
     """Describe the rows of a batch: which places hold tokens, at which positions, of which documents.
 
-    None everywhere means one document a row, without padding. A place that holds no token is seen by itself alone, so
-    that what it computes is finite; its results mean nothing and its labels should be ignored.
+    None everywhere means one document a row, without padding. A place that holds no token is seen by none, but
+    by itself where it would see nothing, so that what it computes is finite.
 
     Shapes: all ``(B, S)``.
 
@@ -83,8 +83,9 @@ def attention_mask(
     if span is not None and span.documents is not None:
         seen = seen & (span.documents[:, :, None] == span.documents[:, None, :])
     if span is not None and span.valid is not None:
-        # The weights of a row that sees nothing would be 0 / 0.
-        seen = (seen & span.valid[:, None, :].bool()) | (distance == 0)
+        seen = seen & span.valid[:, None, :].bool()
+        # The weights of a row that sees nothing would be 0 / 0: it sees itself.
+        seen = seen | ((distance == 0) & ~seen.any(-1, keepdim=True))
     # Memory-efficient attention would copy rows that do not begin at a multiple of this, in every layer.
     width = -(-seq_length // _ALIGNMENT) * _ALIGNMENT
     mask = torch.zeros((*seen.shape[:-1], width), dtype=dtype, device=device)[..., :seq_length]

@@ -111,7 +111,7 @@ class HuggingFaceLM(nn.Module):
         length = given.shape[1]
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
-        span = span_of(attention_mask, position_ids, cu_seq_lens_q, given.shape[:2])
+        span = span_of(attention_mask, position_ids, cu_seq_lens_q, given.shape[:2], shift_labels)
         extra = -length % (self.gpt.mesh.tp.size if self.gpt.mesh.sequence_parallel else 1)
         if extra:
             # Positions behind the last token change none of those before; their own results are cut off.
@@ -137,17 +137,23 @@ class HuggingFaceLM(nn.Module):
 
 
 def span_of(
-    attention_mask: Tensor | None, position_ids: Tensor | None, borders: Tensor | None, shape: torch.Size
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    borders: Tensor | None,
+    shape: torch.Size,
+    labels: Tensor | None = None,
 ) -> AttentionSpan | None:
     """Say who attends to whom by Hugging Face's arguments; None where every position sees all before it.
 
-    A mask on a GPU is read by the host to find out whether it masks anything.
+    Padding behind the tokens is seen by nothing but itself: without labels there it needs no mask, which is faster. A
+    mask on a GPU is read by the host to find that out.
 
     Args:
         attention_mask: 1 for tokens, 0 for padding.
         position_ids: Position of every token.
         borders: Borders of packed sequences.
         shape: Sequences and their length.
+        labels: What every position is to predict, or -100; None if nothing is made of the positions of padding.
 
     Raises:
         UnsupportedError: For masks of other shapes.
@@ -161,7 +167,10 @@ def span_of(
                 "mask of that shape, or pack sequences with position_ids."
             )
         mask = attention_mask.to(torch.bool)
-        valid = None if bool(mask.all()) else mask
+        unseen = (mask[:, 1:] <= mask[:, :-1]).all()
+        if labels is not None:
+            unseen = unseen & (mask | (labels == _IGNORED)).all()
+        valid = None if bool(unseen) else mask
     if borders is not None:
         places = torch.arange(shape[1], device=borders.device)
         documents = torch.searchsorted(borders[1:].contiguous(), places, right=True).expand(shape)

@@ -44,11 +44,11 @@ def test_a_place_sees_what_window_documents_and_padding_leave_it() -> None:
     ]
 
 
-def test_padding_is_seen_by_itself_alone() -> None:
+def test_padding_is_seen_by_none_but_by_itself_where_it_sees_nothing() -> None:
     valid = torch.tensor([[False, False, True, True], [True, True, False, False]])
     assert shown(attention_mask(AttentionSpan(valid=valid), None, 4, **LIKE)) == [
         ["x...", ".x..", "..x.", "..xx"],
-        ["x...", "xx..", "xxx.", "xx.x"],
+        ["x...", "xx..", "xx..", "xx.."],
     ]
 
 

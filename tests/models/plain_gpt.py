@@ -117,5 +117,6 @@ class PlainGPT:
                     near = window is None or place - other < window
                     here = documents is None or bool(documents[row, place] == documents[row, other])
                     holds = valid is None or bool(valid[row, other])
-                    seen[row, 0, place, other] = (near and here and holds) or place == other
+                    seen[row, 0, place, other] = near and here and holds
+                seen[row, 0, place, place] |= not seen[row, 0, place].any()
         return seen

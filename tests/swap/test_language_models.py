@@ -13,7 +13,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
 from lightning_megatron.swap.families import family_of
-from lightning_megatron.swap.language_model import HuggingFaceLM
+from lightning_megatron.swap.language_model import HuggingFaceLM, span_of
 from lightning_megatron.swap.mapping import TensorsInMemory
 from tests.oracles import assert_equal, assert_same_gradients
 from tests.swap.families import CASES, V, twin_of
@@ -59,6 +59,7 @@ def inputs() -> dict[str, dict[str, Tensor]]:
     return {
         "whole": {"input_ids": tokens, "labels": labels},
         "padded right": {"input_ids": tokens, "attention_mask": right, "labels": labels.masked_fill(right == 0, -100)},
+        "padded right, with labels there": {"input_ids": tokens, "attention_mask": right, "labels": labels},
         "padded left": {
             "input_ids": tokens,
             "attention_mask": left,
@@ -153,3 +154,17 @@ def test_two_ranks_compute_what_hugging_face_does() -> None:
 
 def test_three_ranks_compute_what_hugging_face_does() -> None:
     run_world(check_twins, 3)
+
+
+def test_padding_behind_the_tokens_needs_no_mask() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    labels = torch.tensor([[5, 6, -100, -100], [1, 2, 3, -100]])
+    assert span_of(mask, None, None, mask.shape, labels) is None
+    assert span_of(mask, None, None, mask.shape) is None
+    seen = labels.clone()
+    seen[0, 3] = 4
+    for other, wanted in ((mask, seen), (mask.flip(1), labels)):
+        span = span_of(other, None, None, mask.shape, wanted)
+        assert span is not None
+        assert span.valid is not None
+        assert torch.equal(span.valid, other.bool())
