@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_megatron.models.causal_lm import CausalLM as CausalLM
     from lightning_megatron.models.config import GPTConfig as GPTConfig
     from lightning_megatron.models.gpt import GPT as GPT
+    from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM as HuggingFaceCausalLM
     from lightning_megatron.plan.layout import ParallelLayout as ParallelLayout
     from lightning_megatron.strategy.cli import MegatronCLI as MegatronCLI
     from lightning_megatron.strategy.loss_curve import LossCurve as LossCurve
@@ -40,6 +41,7 @@ _HOMES = {
     "CorruptDataError": "errors",
     "GPT": "models.gpt",
     "GPTConfig": "models.config",
+    "HuggingFaceCausalLM": "models.hugging_face_lm",
     "LossCurve": "strategy.loss_curve",
     "MegatronCLI": "strategy.cli",
     "MegatronStrategy": "strategy.megatron_strategy",

@@ -23,7 +23,7 @@ LEAVES = {"data": {"plan"}, "evaluation": {"plan"}, "kernels": {"plan"}}
 OPEN_TO_ALL = {"errors", "extras"}
 
 # Lightning is imported by the strategy and by the modules that it offers to recipes.
-LIGHTNING_FILES = {"cli.py", "models/causal_lm.py", "data/datamodule.py"}
+LIGHTNING_FILES = {"cli.py", "models/token_module.py", "data/datamodule.py"}
 # Triton comes with the CUDA builds of torch. Kernels are written in its language, so their room imports it at once;
 # `layers` imports that room by name, where a GPU has Triton.
 TRITON_ROOM = "kernels"

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT, single_mesh
-from lightning_megatron.models.schedule import WarmupSchedule
-
-_IGNORED = -100
+from lightning_megatron.models.token_module import IGNORED, TokenModule
 
 
-class CausalLM(LightningModule):
+class CausalLM(TokenModule):
     """Train, validate and test a GPT on batches of ``{"tokens": (B, S), "labels": (B, S)}``; label -100 is ignored.
 
     Runs under MegatronStrategy in any layout, and unchanged under ``ddp`` or on one device. Logs ``train_loss``,
@@ -32,73 +27,23 @@ class CausalLM(LightningModule):
 
     Args:
         config: Shape of the model.
-        learning_rate: Highest learning rate, reached after the warm-up.
-        weight_decay: Decay of matrices; biases and norms (one-dimensional parameters) do not decay.
-        betas: Decay rates of AdamW's moments.
-        warmup_steps: Optimizer steps over which the learning rate rises from 0 (steps).
-        max_steps: Optimizer steps after which the learning rate is lowest; None takes the length of the training
-            (steps).
-        schedule: How the learning rate falls after the warm-up: ``cosine``, ``linear`` or ``constant``.
-        min_lr_ratio: Lowest learning rate, as a part of the highest.
         label_smoothing: Probability spread evenly over the vocabulary in training; validation and test use none.
-        bytes_per_token: Mean length of a token, for bits per byte; None asks the data module (bytes).
-        token_weighted: Whether the gradients of a step under MegatronStrategy are those of the mean over all its
-            tokens, whichever rank and microbatch they are on; else microbatches and ranks weigh by their samples, as
-            ranks do under every other strategy. The two differ where samples have ignored labels.
+        training: Arguments of `TokenModule`: ``learning_rate``, ``weight_decay``, ``betas``, ``warmup_steps``,
+            ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``, ``token_weighted``.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        learning_rate: float = 3e-4,
-        weight_decay: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.95),
-        warmup_steps: int = 0,
-        max_steps: int | None = None,
-        schedule: Literal["cosine", "linear", "constant"] = "cosine",
-        min_lr_ratio: float = 0.1,
-        label_smoothing: float = 0.0,
-        bytes_per_token: float | None = None,
-        token_weighted: bool = True,
-    ) -> None:
-        super().__init__()
+    def __init__(self, config: GPTConfig, label_smoothing: float = 0.0, **training: Any) -> None:
+        super().__init__(**training)
         # A checkpoint stores plain values, so the configuration comes back as a mapping.
         self.config = GPTConfig(**config) if isinstance(config, Mapping) else config
-        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
-        self.warmup_steps, self.max_steps = warmup_steps, max_steps
-        self.schedule, self.min_lr_ratio = schedule, min_lr_ratio
-        self.label_smoothing, self.bytes_per_token = label_smoothing, bytes_per_token
-        self.token_weighted = token_weighted
-        self.save_hyperparameters(
-            {
-                "config": asdict(self.config),
-                "learning_rate": learning_rate,
-                "weight_decay": weight_decay,
-                "betas": tuple(betas),
-                "warmup_steps": warmup_steps,
-                "max_steps": max_steps,
-                "schedule": schedule,
-                "min_lr_ratio": min_lr_ratio,
-                "label_smoothing": label_smoothing,
-                "bytes_per_token": bytes_per_token,
-                "token_weighted": token_weighted,
-            }
-        )
+        self.label_smoothing = label_smoothing
+        self.save_hyperparameters({"config": asdict(self.config), "label_smoothing": label_smoothing})
         self.model: GPT | None = None
 
-    def setup(self, stage: str) -> None:
-        """Refuse data whose token ids the model does not have; the data module is set up when this is called.
-
-        Raises:
-            ParallelPlanError: If the vocabulary of the data is larger than that of the model.
-        """
-        found = _vocab_size_of(getattr(self.trainer, "datamodule", None))
-        if found is not None and found > self.config.vocab_size:
-            raise ParallelPlanError(
-                f"vocab_size ({self.config.vocab_size}) of the model must be at least that of the data ({found}), "
-                "because every token id is a row of the embedding. "
-                f"Use a vocab_size of {found} or more, or the tokenizer that the model was made for."
-            )
+    @property
+    @override
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
 
     def configure_model(self) -> None:
         """Build this rank's part of the model; called once for every fit, validate, test and predict."""
@@ -111,51 +56,25 @@ class CausalLM(LightningModule):
         Shapes: tokens and labels ``(B, S)``; losses ``(B, S)``; logits ``(B, S, V)``.
         """
         assert self.model is not None, "configure_model builds the model before its first use"
-        return self.model(tokens, labels, label_smoothing=label_smoothing, ignore_index=_IGNORED)
+        return self.model(tokens, labels, label_smoothing=label_smoothing, ignore_index=IGNORED)
 
+    @override
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor | dict[str, Tensor]:
-        """Return the mean loss of the batch's tokens, and how many they are."""
         if self.device_mesh is None:
             # Only MegatronStrategy moves the random streams on by itself.
             assert self.model is not None, "configure_model builds the model before its first use"
             self.model.mesh.random.device = self.device
             self.model.mesh.random.begin_microbatch(self.global_step, batch_idx)
-        loss, num_tokens = self._mean_loss(batch, self.label_smoothing)
-        self.log(
-            "train_loss", loss.detach(), on_step=True, prog_bar=True, sync_dist=True, batch_size=len(batch["tokens"])
-        )
-        return {"loss": loss, "num_tokens": num_tokens} if self.token_weighted else loss
-
-    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
-        """Log the mean loss of the batch's tokens."""
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
-        """Log the mean loss of the batch's tokens."""
-        self._evaluate(batch, "test")
+        return super().training_step(batch, batch_idx)
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of every token, or the logits of a batch without labels."""
         return self(batch["tokens"], batch.get("labels"))
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW and the schedule of its learning rate, by step."""
-        decayed = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
-        others = [p for p in self.parameters() if p.requires_grad and p.dim() <= 1]
-        # Both groups exist on every rank, also on one that holds no parameter of a kind, so that checkpoints line up.
-        groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(
-            groups, lr=self.learning_rate, betas=(self.betas[0], self.betas[1]), fused=self._is_fused() or None
-        )
-        schedule = WarmupSchedule(self.schedule, self.warmup_steps, self._num_steps(), self.min_lr_ratio)
-        # A lambda is not saved with the scheduler, so a resumed training follows the settings it is given.
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.factor(step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def _is_fused(self) -> bool:
-        """Tell whether one kernel updates all parameters: on GPUs, except where Lightning cannot clip for it."""
-        on_gpu = all(parameter.is_cuda for parameter in self.parameters())
-        return on_gpu and isinstance(self.device_mesh, ParallelMesh)
+    @override
+    def mean_loss(self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool) -> Tensor:
+        smoothing = self.label_smoothing if is_trained else 0.0
+        return self(batch["tokens"], batch["labels"], smoothing).sum() / num_tokens.clamp(min=1)
 
     def _mesh(self) -> ParallelMesh:
         found: Any = self.device_mesh
@@ -168,40 +87,3 @@ class CausalLM(LightningModule):
             )
         # Every data-parallel process drops other elements, while all start from the same weights.
         return single_mesh(derive_seed(torch.initial_seed(), self.global_rank))
-
-    def _mean_loss(self, batch: Mapping[str, Tensor], label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Return the mean loss over the tokens that are not ignored, 0 if all are, and their number."""
-        losses = self(batch["tokens"], batch["labels"], label_smoothing)
-        num_tokens = (batch["labels"] != _IGNORED).sum()
-        return losses.sum() / num_tokens.clamp(min=1), num_tokens
-
-    def _evaluate(self, batch: Mapping[str, Tensor], name: str) -> None:
-        loss, num_tokens = self._mean_loss(batch)
-        # A mean over batches and ranks weighs by this; a number would have to be read from the device.
-        weight: Any = num_tokens.to(loss.dtype)
-        self.log(f"{name}_loss", loss, prog_bar=True, sync_dist=True, batch_size=weight)
-        length = self._bytes_per_token()
-        if length:
-            self.log(f"{name}_bits_per_byte", loss / (math.log(2.0) * length), sync_dist=True, batch_size=weight)
-
-    def _bytes_per_token(self) -> float | None:
-        if self.bytes_per_token is not None:
-            return self.bytes_per_token
-        return getattr(getattr(self.trainer, "datamodule", None), "bytes_per_token", None)
-
-    def _num_steps(self) -> int | None:
-        """Return the optimizer steps until the learning rate is lowest; None if training has no known end."""
-        if self.max_steps is not None:
-            return self.max_steps
-        if self.schedule == "constant":
-            return None
-        known = self.trainer.estimated_stepping_batches
-        return int(known) if math.isfinite(known) and known > 0 else None
-
-
-def _vocab_size_of(data: Any) -> int | None:
-    """Return the vocabulary of a data module; None if it has none, or cannot know which tokenizer wrote its files."""
-    with suppress(UnsupportedError):
-        found = getattr(data, "vocab_size", None)
-        return found if isinstance(found, int) else None
-    return None

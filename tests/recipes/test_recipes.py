@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
-from lightning_megatron.data.speeches import load_speeches
+from lightning_megatron.data.speeches import load_speeches, write_documents
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import MissingExtraError
 from lightning_megatron.models.config import GPTConfig
@@ -20,6 +22,7 @@ from lightning_megatron.strategy.cli import MegatronCLI
 RECIPES = Path(__file__).parents[2] / "recipes"
 OVERLAYS = {"gpt_speeches_1process.yaml": ["gpt_speeches_cpu.yaml"]}
 COMPLETE = [[*OVERLAYS.get(path.name, []), path.name] for path in sorted(RECIPES.glob("*.yaml"))]
+FINETUNE = "finetune_hf.yaml"
 
 
 @pytest.fixture(params=COMPLETE, ids=lambda names: names[-1])
@@ -34,11 +37,16 @@ def config(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], m
 
 
 def test_recipe_describes_a_model_that_can_be_cut(config: dict) -> None:
+    if config["model"]["class_path"].endswith(".HuggingFaceCausalLM"):
+        pytest.skip("its folder describes the model")
     shape = GPTConfig(**config["model"]["init_args"]["config"])
     assert shape.max_seq_length == config["data"]["init_args"]["seq_length"]
 
 
 def test_recipe_has_room_for_every_token(config: dict) -> None:
+    if config["model"]["class_path"].endswith(".HuggingFaceCausalLM"):
+        assert config["data"]["init_args"]["tokenizer"] == config["model"]["init_args"]["path"]
+        return
     try:
         tokenizer = load_tokenizer(config["data"]["init_args"]["tokenizer"])
     except MissingExtraError as error:
@@ -74,11 +82,37 @@ def test_four_processes_train_like_one(tmp_path: Path) -> None:
         assert four[name] == pytest.approx(values, abs=2e-4), name
 
 
-def losses(folder: Path, *recipes: str) -> dict[str, list[float]]:
+@pytest.mark.slow
+def test_a_hugging_face_folder_trains_on_four_processes_like_on_one(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    from tests.tiny_llama import save_tiny_llama
+
+    model = tmp_path / "tiny_llama"
+    save_tiny_llama(model)
+    texts = [f"In {year} our fathers brought forth a new nation." for year in range(1960, 2000)]
+    write_documents(str(tmp_path / "text"), texts, load_tokenizer(model))
+    data = {"corpus": "null", "train": tmp_path / "text", "split": "8,1,1", "seq_length": 32}
+    options = [f"--data.{name}={value}" for name, value in data.items()]
+    options += ["--trainer.accelerator=cpu", "--trainer.precision=32-true", f"--model.path={model}"]
+    one = losses(tmp_path / "one", FINETUNE, options=[*options, "--trainer.devices=1"])
+    layout = ["--trainer.devices=4", "--trainer.strategy.tp=2", "--trainer.strategy.pp=2"]
+    four = losses(tmp_path / "four", FINETUNE, options=[*options, *layout])
+    assert len(four["train_loss"]) == 3
+    assert len(four["val_loss"]) == len(four["val_bits_per_byte"]) == 1
+    for name, values in one.items():
+        assert all(math.isfinite(value) for value in values), name
+        assert four[name] == pytest.approx(values, abs=2e-4), name
+    (checkpoint,) = (tmp_path / "four").glob("finetune_hf/version_0/checkpoints/step3-*.ckpt")
+    assert checkpoint.is_dir()
+
+
+def losses(folder: Path, *recipes: str, options: Sequence[str] = ()) -> dict[str, list[float]]:
     """Run a few steps and return what the metrics file says, by name."""
+    folder.mkdir(exist_ok=True)
     files = [option for name in recipes for option in ("-c", str(RECIPES / name))]
-    options = {"max_steps": 3, "val_check_interval": 3, "limit_val_batches": 2, "log_every_n_steps": 1}
-    given = [f"--trainer.{name}={value}" for name, value in options.items()]
+    steps = {"max_steps": 3, "val_check_interval": 3, "limit_val_batches": 2, "log_every_n_steps": 1}
+    given = [f"--trainer.{name}={value}" for name, value in steps.items()]
     command = [
         sys.executable,
         "-m",
@@ -86,6 +120,7 @@ def losses(folder: Path, *recipes: str) -> dict[str, list[float]]:
         "fit",
         *files,
         *given,
+        *options,
         f"--trainer.default_root_dir={folder}",
     ]
     environment = dict(os.environ, OMP_NUM_THREADS="1")

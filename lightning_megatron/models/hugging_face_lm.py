@@ -1,0 +1,104 @@
+"""A ready LightningModule that trains a Hugging Face language model: from a local folder, or anew by its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.extras import import_extra
+from lightning_megatron.models.token_module import TokenModule
+
+
+class HuggingFaceCausalLM(TokenModule):
+    """Train, validate and test a Hugging Face decoder on batches of ``{"tokens": (B, S), "labels": (B, S)}``.
+
+    Labels are those of the next tokens, as `TokenDataModule` gives them; label -100 is ignored. Under MegatronStrategy
+    a model of a known family is cut in any layout, and every rank reads only its part of the weights; others stay as
+    they are. Under ``ddp`` or on one device it is Hugging Face's own model. Logs what `CausalLM` logs.
+
+    Args:
+        path: Local folder with ``config.json`` and, unless ``from_scratch``, the weights in safetensors files.
+        from_scratch: Whether to begin with random weights of the shape in ``config.json``. Under MegatronStrategy they
+            depend on the seed and not on the layout; they are not those that Hugging Face's own model draws.
+        dtype: In which the weights are kept before the Trainer's ``precision`` converts them; ``auto`` is that of the
+            folder.
+        training: Arguments of `TokenModule`: ``learning_rate``, ``weight_decay``, ``betas``, ``warmup_steps``,
+            ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``, ``token_weighted``.
+
+    Raises:
+        UnsupportedError: If there is no such folder.
+        MissingExtraError: If transformers is not installed.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        from_scratch: bool = False,
+        dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32",
+        **training: Any,
+    ) -> None:
+        super().__init__(**training)
+        self.path, self.from_scratch, self.dtype_name = path, from_scratch, dtype
+        self.save_hyperparameters()
+        if not (Path(path) / "config.json").is_file():
+            raise UnsupportedError(
+                f"path must be a local folder with config.json: {path!r} is none. Nothing is downloaded. Use a folder "
+                "that save_pretrained or `hf download` has written."
+            )
+        # The strategy can spare ranks the whole model if the library is imported before configure_model.
+        self.config: Any = _library().AutoConfig.from_pretrained(path)
+        self.model: nn.Module | None = None
+
+    @property
+    @override
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    def configure_model(self) -> None:
+        """Build the model; called once for every fit, validate, test and predict."""
+        if self.model is None:
+            library = _library().AutoModelForCausalLM
+            if self.from_scratch:
+                dtype = self.config.dtype if self.dtype_name == "auto" else getattr(torch, self.dtype_name)
+                model = library.from_config(self.config, dtype=dtype or torch.float32)
+            else:
+                model = library.from_pretrained(self.path, dtype=self.dtype_name)
+            # What is loaded comes without dropout.
+            self.model = model.train()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits.
+
+        Shapes: tokens ``(B, S)``; logits ``(B, S, V)``.
+        """
+        assert self.model is not None, "configure_model builds the model before its first use"
+        found: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return found
+
+    def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the logits of a batch."""
+        return self(batch["tokens"])
+
+    @override
+    def mean_loss(self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool) -> Tensor:
+        assert self.model is not None, "configure_model builds the model before its first use"
+        labels = batch["labels"]
+        # Hugging Face's models compute a loss where there are labels, and of the shifted ones where these are given.
+        loss: Tensor = self.model(
+            input_ids=batch["tokens"],
+            labels=labels,
+            shift_labels=labels,
+            num_items_in_batch=num_tokens.clamp(min=1),
+            use_cache=False,
+        ).loss
+        return loss
+
+
+def _library() -> Any:
+    return import_extra("transformers", "hf")

@@ -1,0 +1,162 @@
+"""HuggingFaceCausalLM: the loss of Hugging Face's model on shifted labels, with and without the strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_megatron import HuggingFaceCausalLM, MegatronStrategy
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.swap.language_model import HuggingFaceLM
+from tests.world import run_world
+
+transformers = pytest.importorskip("transformers")
+
+V, B, S, STEPS = 31, 4, 9, 4
+
+
+class Batches(L.LightningDataModule):
+    """The same four sequences in every step, dealt out to the ranks; some labels are ignored, unequally many."""
+
+    vocab_size = V
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"rank": 0, "num_replicas": 1}
+        rows = [row for row in range(B) if row % place["num_replicas"] == place["rank"]]
+        samples = [{name: part[row] for name, part in batch().items()} for _ in range(STEPS) for row in rows]
+        return DataLoader(samples, batch_size=len(rows))
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return self.train_dataloader()
+
+
+def batch() -> dict[str, Tensor]:
+    text = torch.randint(V, (B, S + 1), generator=torch.Generator().manual_seed(4))
+    tokens, labels = text[:, :-1], text[:, 1:].clone()
+    labels[0, 3:] = -100
+    return {"tokens": tokens, "labels": labels}
+
+
+def save(folder: Path, kind: str = "llama") -> str:
+    sizes: dict[str, Any] = {"vocab_size": V, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    sizes |= {"ffn_dim": 24, "word_embed_proj_dim": 16} if kind == "opt" else {"intermediate_size": 24}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return save(tmp_path / "model")
+
+
+def train(module: HuggingFaceCausalLM, layout: dict[str, Any] | None = None, devices: int = 1) -> dict[str, float]:
+    """Train a few steps and return the last logged losses; without a layout as plain Lightning does."""
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="auto" if layout is None else MegatronStrategy(**layout),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, Batches())
+    # What a training step logs is a mean over microbatches, of its own part of the tokens each.
+    return {"val_loss": float(trainer.callback_metrics["val_loss"])}
+
+
+def learning(folder: str, **options: Any) -> HuggingFaceCausalLM:
+    return HuggingFaceCausalLM(folder, learning_rate=1e-2, schedule="constant", **options)
+
+
+def test_its_loss_is_that_of_the_logits_and_the_shifted_labels(folder: str) -> None:
+    module = HuggingFaceCausalLM(folder)
+    module.configure_model()
+    given = batch()
+    count = (given["labels"] != -100).sum()
+    expected = F.cross_entropy(module(given["tokens"]).flatten(0, 1), given["labels"].flatten())
+    assert torch.allclose(module.mean_loss(given, count, is_trained=True), expected)
+    nothing = {"tokens": given["tokens"], "labels": torch.full((B, S), -100)}
+    assert module.mean_loss(nothing, torch.tensor(0), is_trained=True).item() == 0.0
+
+
+def test_the_strategy_trains_it_as_plain_lightning_does(folder: str) -> None:
+    plain, swapped = learning(folder), learning(folder)
+    expected, found = train(plain), train(swapped, {})
+    assert type(plain.model).__name__ == "LlamaForCausalLM"
+    assert isinstance(swapped.model, HuggingFaceLM)
+    assert expected["val_loss"] < 3.0
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def train_layouts(rank: int, size: int, folder: str) -> list[dict[str, float]]:
+    """Train in every layout of four ranks, from the folder and from random weights."""
+    layouts: list[dict[str, Any]] = [{"tp": 2, "pp": 2}, {}, {"tp": 2, "microbatch_size": 2}]
+    return [
+        train(learning(folder, from_scratch=from_scratch), layout, size)
+        for from_scratch in (False, True)
+        for layout in layouts
+    ]
+
+
+def test_every_layout_weighs_all_tokens_alike(folder: str) -> None:
+    loaded = train(learning(folder), {"microbatch_size": B})
+    drawn = train(learning(folder, from_scratch=True), {"microbatch_size": B})
+    assert abs(loaded["val_loss"] - drawn["val_loss"]) > 1e-3
+    for found in run_world(train_layouts, 4, folder):
+        for losses, expected in zip(found, [loaded] * 3 + [drawn] * 3, strict=True):
+            assert losses == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_family_without_a_table_trains_as_it_is(tmp_path: Path) -> None:
+    module = learning(save(tmp_path / "opt", "opt"))
+    losses = train(module, {})
+    assert type(module.model).__name__ == "OPTForCausalLM"
+    assert losses["val_loss"] < 3.0
+
+
+def test_weights_are_kept_in_the_type_that_is_asked_for(folder: str) -> None:
+    for options in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "from_scratch": True}):
+        module = HuggingFaceCausalLM(folder, **options)
+        module.configure_model()
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+    whole = HuggingFaceCausalLM(folder, dtype="auto", from_scratch=True)
+    whole.configure_model()
+    assert whole.model is not None
+    assert whole.model.training
+    assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
+
+
+def test_a_checkpoint_brings_settings_and_weights_back(folder: str, tmp_path: Path) -> None:
+    module = learning(folder, betas=(0.8, 0.9))
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, default_root_dir=tmp_path)
+    trainer.fit(module, Batches())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    loaded = HuggingFaceCausalLM.load_from_checkpoint(tmp_path / "one.ckpt")
+    assert (loaded.path, loaded.betas, loaded.learning_rate) == (folder, (0.8, 0.9), 1e-2)
+    assert loaded.model is not None
+    assert torch.equal(loaded.model.lm_head.weight, module.model.lm_head.weight)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="Use a folder that save_pretrained or `hf download` has written"):
+        HuggingFaceCausalLM(str(tmp_path / "gone"))
+
+
+def test_data_with_more_tokens_than_the_model_are_refused(folder: str) -> None:
+    module, data = HuggingFaceCausalLM(folder), Batches()
+    data.vocab_size = V + 1
+    with pytest.raises(ParallelPlanError, match=r"vocab_size \(31\) of the model must be at least that of the data"):
+        L.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, barebones=True).fit(module, data)
