@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from lightning_megatron.groups.collectives import gather_from_axis
+from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.regions import column_linear, row_linear
@@ -83,19 +83,21 @@ class RowParallelLinear(nn.Module):
 
     Equal to torch.nn.Linear(in_features, out_features, bias) on the joined inputs.
 
-    Shapes: input ``(S, B, in/tp)``; output ``(S, B, out)``, or ``(S/tp, B, out)`` under sequence parallelism.
+    Shapes: input ``(S, B, in/tp)``, or ``(S, B, in)`` with ``split_input``; output ``(S, B, out)``, or ``(S/tp, B,
+        out)`` under sequence parallelism.
 
     Args:
         in_features: Size of each full input vector (elements).
         out_features: Size of each output vector (elements).
         mesh: The groups of this rank.
         bias: Whether to add a bias, which every rank holds whole.
+        split_input: Whether inputs come complete, and this rank takes its part of them.
         initializer: How the full weight starts; the bias starts at zero.
 
     Raises:
         ParallelPlanError: If ``in_features`` does not divide by tp.
 
-    Communication: see ``row_linear``.
+    Communication: see ``row_linear``; with ``split_input`` an all-gather over tp backward.
     Source: Shoeybi et al. 2019, section 3.
     """
 
@@ -106,10 +108,12 @@ class RowParallelLinear(nn.Module):
         mesh: ParallelMesh,
         *,
         bias: bool = True,
+        split_input: bool = False,
         initializer: Initializer | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.mesh = in_features, out_features, mesh
+        self.split_input = split_input
         cut = even_range(in_features, mesh.tp.size, mesh.tp.rank, what="in_features")
         self.weight = sharded_parameter((out_features, in_features), [cut], initializer or Initializer.normal(), dim=1)
         # Under sequence parallelism each rank adds the bias to its own positions only, so gradients are parts of a sum.
@@ -123,6 +127,8 @@ class RowParallelLinear(nn.Module):
             hidden: The input.
             add_bias: False leaves the bias to the caller, who may add it in one pass with what comes next.
         """
+        if self.split_input:
+            hidden = split_to_axis(hidden, self.mesh.tp, dim=-1)
         return row_linear(hidden, self.weight, self.bias if add_bias else None, self.mesh)
 
     def extra_repr(self) -> str:

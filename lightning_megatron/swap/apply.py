@@ -17,6 +17,7 @@ from lightning_megatron.swap.build import Site
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face import NOTE as HELD_WHOLE
 from lightning_megatron.swap.hugging_face import family_of_module, language_model
+from lightning_megatron.swap.own_plan import own_plan, planned_kinds, whole_parts
 from lightning_megatron.swap.plan import Place, choose_kinds, places_of
 from lightning_megatron.swap.record import SwapRecord
 from lightning_megatron.swap.registry import BlockRule, rule_for, source_names, swapped
@@ -60,6 +61,7 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
       user's responsibility.
     * ``column_gather``: nn.Linear whose outputs are gathered.
     * ``row``: nn.Linear that takes cut inputs and sums.
+    * ``row_split``: nn.Linear that takes complete inputs, of which each rank multiplies its part, and sums.
     * ``vocab``: nn.Embedding over its vocabulary; nn.Linear with any number of outputs, gathered, which may share the
       weight of such an embedding.
     * ``dropout``: nn.Dropout between ``column`` and ``row``, where masks must differ by rank.
@@ -89,6 +91,9 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
     places = places_of(module)
     _check_root(module, mesh)
     kinds = choose_kinds(places, plan, _fits)
+    planned = _with_own_plans(places, kinds) if plan is None and mesh.tp.size > 1 else []
+    for place, own in planned:
+        kinds |= planned_kinds(place, own, places, mesh.tp.size)
     swaps = _chosen(places, kinds, mesh)
     agree_on_values(module, places, mesh)
     built = [_model(place, mesh) for place in _first_names(places) if is_foreign(place.module, mesh)]
@@ -100,9 +105,9 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
         _check_hooks(swap)
     order = {place.name: number for number, place in enumerate(places)}
     built.sort(key=lambda swap: order[swap.place.name])
-    records = [_record(swap) for swap in built]
+    records, before = [_record(swap) for swap in built], [_num_elements(place.module) for place, _ in planned]
     _install(places, built)
-    return records
+    return records + [_planned_record(place, num) for (place, _), num in zip(planned, before, strict=True)]
 
 
 def _fits(kind: str, module: nn.Module) -> bool:
@@ -192,6 +197,24 @@ def _language_model(place: Place, family: Family, mesh: ParallelMesh) -> _Swap:
     had_values = not any(parameter.is_meta for parameter in place.module.parameters())
     note = HELD_WHOLE if had_values and mesh.tp.size * mesh.pp.size > 1 else ""
     return _Swap(place, "model", language_model(place.name, place.module, family, mesh), note=note)
+
+
+def _with_own_plans(places: Sequence[Place], kinds: Mapping[str, str]) -> list[tuple[Place, dict[str, str]]]:
+    """List Hugging Face's models that no table is known for and that bring a plan."""
+    taken = [place.name for place, _ in _known_models(places, kinds)]
+    found = []
+    for place in _first_names(places):
+        is_inside = any(place.name == name or place.name.startswith(f"{name}.") for name in taken)
+        own = None if is_inside else own_plan(place.module)
+        if own is not None:
+            taken.append(place.name)
+            found.append((place, own))
+    return found
+
+
+def _planned_record(place: Place, before: int) -> SwapRecord:
+    kind, local = type(place.module).__name__, _num_elements(place.module)
+    return SwapRecord(place.name, "its own plan", kind, kind, before, local, whole_parts(place.module))
 
 
 def _block(number: int, place: Place, kind: str, rule: BlockRule, mesh: ParallelMesh) -> _Swap:

@@ -49,6 +49,11 @@ def row(site: Site) -> nn.Module:
     return _row(site, site.module)
 
 
+def row_split(site: Site) -> nn.Module:
+    """Cut the inputs of a torch.nn.Linear, which come complete."""
+    return _row(site, site.module, split_input=True)
+
+
 def _column(site: Site, source: nn.Module, *, gather_output: bool, what: str = "out_features") -> ColumnParallelLinear:
     assert isinstance(source, nn.Linear), "the registry gives linear layers only"
     pads = ", or the kind 'vocab', which pads and gathers" if what == "out_features" else ""
@@ -59,10 +64,11 @@ def _column(site: Site, source: nn.Module, *, gather_output: bool, what: str = "
     )
 
 
-def _row(site: Site, source: nn.Module, what: str = "in_features") -> RowParallelLinear:
+def _row(site: Site, source: nn.Module, what: str = "in_features", split_input: bool = False) -> RowParallelLinear:
     assert isinstance(source, nn.Linear), "the registry gives linear layers only"
     _check_divides(site, what, source.in_features)
-    return RowParallelLinear(source.in_features, source.out_features, site.mesh, bias=source.bias is not None)
+    has_bias = source.bias is not None
+    return RowParallelLinear(source.in_features, source.out_features, site.mesh, bias=has_bias, split_input=split_input)
 
 
 def _check_divides(site: Site, what: str, size: int, otherwise: str = "") -> None:

@@ -19,6 +19,7 @@ KINDS: Mapping[str, str] = {
     "column": "nn.Linear whose outputs stay cut",
     "column_gather": "nn.Linear whose outputs are gathered",
     "row": "nn.Linear whose inputs are cut",
+    "row_split": "nn.Linear that takes its part of complete inputs",
     "vocab": "nn.Embedding, or nn.Linear with a vocabulary of any size as outputs",
     "dropout": "nn.Dropout between a column and a row layer",
     "replicate": "any module, which then stays as it is",

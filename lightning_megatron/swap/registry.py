@@ -62,6 +62,7 @@ RULES: tuple[BlockRule, ...] = (
     BlockRule("column", nn.Linear, build.column, _LINEAR),
     BlockRule("column_gather", nn.Linear, build.column_gather, _LINEAR),
     BlockRule("row", nn.Linear, build.row, _LINEAR),
+    BlockRule("row_split", nn.Linear, build.row_split, _LINEAR),
     BlockRule("vocab", nn.Linear, build.linear_over_vocabulary, _LINEAR),
     BlockRule("vocab", nn.Embedding, build.embedding_over_vocabulary, _same("weight")),
     BlockRule("dropout", nn.Dropout, build.dropout),

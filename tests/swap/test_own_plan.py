@@ -1,0 +1,78 @@
+"""Hugging Face models without a table are cut by the plan that they bring, and compute what they did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_megatron import ParallelPlanError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap import SwapRecord, parallelize
+from lightning_megatron.swap.own_plan import own_plan
+from tests.oracles import assert_equal, full_gradients
+from tests.swap.parts import mesh_of
+from tests.world import run_world
+
+transformers = pytest.importorskip("transformers")
+
+V = 61
+SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, "attn_implementation": "sdpa"}
+MODELS = ("Starcoder2ForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM", "CohereForCausalLM")
+
+
+def model_of(name: str, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**{**SIZES, **changes})).double().eval()
+
+
+def check(name: str, mesh: ParallelMesh) -> list[SwapRecord]:
+    twin, root = model_of(name), nn.ModuleDict({"model": model_of(name)})
+    records = parallelize(root, mesh)
+    tokens = torch.randint(0, V, (2, 9), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for model in (twin, root["model"]):
+        logits.append(model(input_ids=tokens).logits)
+        F.cross_entropy(logits[-1][:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    # Some of their norms round to float32 on the way.
+    assert_equal(logits[1], logits[0], f"{name}: logits", 1e-6)
+    found = full_gradients(root["model"], mesh)
+    for key, parameter in twin.named_parameters():
+        assert parameter.grad is not None
+        assert_equal(found[key], parameter.grad, f"{name}: gradient of {key}", 1e-6)
+    return records
+
+
+def check_all(rank: int, size: int) -> dict[str, list[SwapRecord]]:
+    mesh = ParallelMesh.create(ParallelLayout(size, tp=size))
+    return {name: check(name, mesh) for name in MODELS}
+
+
+def test_two_ranks_compute_what_hugging_face_does_by_its_own_plan() -> None:
+    for records in run_world(check_all, 2):
+        for name in MODELS:
+            summary = records[name][-1]
+            assert (summary.name, summary.kind, summary.source) == ("model", "its own plan", name)
+            assert summary.local_elements < 0.6 * summary.full_elements
+            assert "norm" in str(summary)
+            assert {record.kind for record in records[name]} >= {"column", "vocab", "its own plan"}
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    root = nn.ModuleDict({"model": model_of("GraniteForCausalLM", num_attention_heads=8, num_key_value_heads=2)})
+    with pytest.raises(ParallelPlanError, match=r"num_key_value_heads \(2\) of 'model' must be a multiple of tp \(4\)"):
+        parallelize(root, mesh_of(tp=4))
+
+
+def test_a_plan_that_is_not_understood_is_not_followed_in_part() -> None:
+    model: Any = model_of("GraniteForCausalLM")
+    assert own_plan(model) is not None
+    model.tp_plan = {**model.tp_plan, "model.layers.*.mlp": "packed_colwise"}
+    assert own_plan(model) is None
+    assert own_plan(nn.Linear(2, 2)) is None
