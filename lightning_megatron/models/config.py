@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.models.config_checks import Activation, check_config, settled
+from lightning_megatron.models.config_checks import Activation, check_axes, check_config, check_length, settled
 from lightning_megatron.plan.activations import ModelShape
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
@@ -246,15 +245,7 @@ class GPTConfig:
         attention_ranges(self.num_heads, self.kv_heads, self.head_size, layout.tp, 0)
         even_range(self.ffn_size, layout.tp, 0, what="ffn_hidden_size")
         self.stage_layers(layout)
-        if layout.ep > 1:
-            raise ParallelPlanError(
-                f"ep ({layout.ep}) needs a model with experts, because it cuts experts over ranks. "
-                "This model has none: use ep 1."
-            )
-        if layout.cp > 1:
-            raise UnsupportedError(
-                f"cp ({layout.cp}) is not available for GPT, because its attention sees whole sequences. Use cp 1."
-            )
+        check_axes(layout, "GPT")
         if seq_length is not None:
             self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1)
 
@@ -268,19 +259,7 @@ class GPTConfig:
         Raises:
             ParallelPlanError: If the length does not fit.
         """
-        if seq_length > self.max_seq_length:
-            raise ParallelPlanError(
-                f"seq_length ({seq_length}) must not exceed max_seq_length ({self.max_seq_length}), because the model "
-                f"knows no later position. Use at most {self.max_seq_length} tokens or a larger max_seq_length."
-            )
-        if seq_length % sequence_shards:
-            below = seq_length // sequence_shards * sequence_shards
-            legal = " or ".join(str(n) for n in (below, below + sequence_shards) if 0 < n <= self.max_seq_length)
-            raise ParallelPlanError(
-                f"seq_length ({seq_length}) must be a multiple of tp ({sequence_shards}) under sequence parallelism, "
-                "because each rank holds an equal part of the sequence. "
-                f"Use {legal or 'another tp'}, or sequence_parallel=False."
-            )
+        check_length(seq_length, self.max_seq_length, sequence_shards)
 
     def _head_cost(self) -> float:
         """Return the multiplications of the output head over those of one layer, per token."""

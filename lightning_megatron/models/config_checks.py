@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import attention_ranges
 
 if TYPE_CHECKING:
@@ -56,6 +57,54 @@ def check_config(config: GPTConfig) -> None:
     _check_heads(config)
     _check_rotary(config)
     _check_combinations(config)
+
+
+def check_axes(layout: ParallelLayout, model: str) -> None:
+    """Refuse axes along which a model of equal blocks with whole sequences cannot be cut.
+
+    Args:
+        layout: Sizes of the axes.
+        model: What the model is, for errors.
+
+    Raises:
+        ParallelPlanError: If experts are to be cut.
+        UnsupportedError: If sequences are.
+    """
+    if layout.ep > 1:
+        raise ParallelPlanError(
+            f"ep ({layout.ep}) needs a model with experts, because it cuts experts over ranks. "
+            "This model has none: use ep 1."
+        )
+    if layout.cp > 1:
+        raise UnsupportedError(
+            f"cp ({layout.cp}) is not available for {model}, because its attention sees whole sequences. Use cp 1."
+        )
+
+
+def check_length(seq_length: int, max_seq_length: int, sequence_shards: int) -> None:
+    """Refuse sequences that are too long, or that do not divide over the ranks that share them.
+
+    Args:
+        seq_length: Length of the sequences (tokens).
+        max_seq_length: The longest that the model knows (tokens).
+        sequence_shards: tp under sequence parallelism, else 1 (ranks).
+
+    Raises:
+        ParallelPlanError: If the length does not fit.
+    """
+    if seq_length > max_seq_length:
+        raise ParallelPlanError(
+            f"seq_length ({seq_length}) must not exceed max_seq_length ({max_seq_length}), because the model "
+            f"knows no later position. Use at most {max_seq_length} tokens or a larger max_seq_length."
+        )
+    if seq_length % sequence_shards:
+        below = seq_length // sequence_shards * sequence_shards
+        legal = " or ".join(str(n) for n in (below, below + sequence_shards) if 0 < n <= max_seq_length)
+        raise ParallelPlanError(
+            f"seq_length ({seq_length}) must be a multiple of tp ({sequence_shards}) under sequence parallelism, "
+            "because each rank holds an equal part of the sequence. "
+            f"Use {legal or 'another tp'}, or sequence_parallel=False."
+        )
 
 
 def _check_heads(config: GPTConfig) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
@@ -19,18 +17,19 @@ from lightning_megatron.layers.embedding import (
     VocabParallelHead,
     vocab_logits,
 )
-from lightning_megatron.layers.init import Initializer, initialize_
+from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
-from lightning_megatron.layers.recompute import Recompute, check_recompute
+from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt_block import build_block, build_norm
-from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.models.layered import LayeredModule, dtype_of_products
+from lightning_megatron.models.layered import single_mesh as single_mesh
 
 _WORD_EMBEDDING = "embedding.word.weight"
 
 
-class GPT(PipelinedModule):
+class GPT(LayeredModule):
     """Predict the next token; hold only this rank's shards of this rank's layers.
 
     Equal to Hugging Face's models of the families that its settings describe (GPT-2, Llama, Mistral, Qwen, Gemma,
@@ -48,20 +47,11 @@ class GPT(PipelinedModule):
         ParallelPlanError: If the layout cannot hold the model.
     """
 
+    config: GPTConfig
+
     def __init__(self, config: GPTConfig, mesh: ParallelMesh | None = None, seed: int | None = None) -> None:
-        seed = torch.initial_seed() if seed is None else seed
-        super().__init__(mesh or single_mesh(seed))
-        config.check_layout(self.mesh.layout, self.mesh.sequence_parallel)
-        self.config = config
-        self.recompute: Recompute = "none"
-        self._owns_mesh, self._num_calls = mesh is None, 0
+        super().__init__(config, mesh, seed)
         self._rotary = RotaryTables(config.rotary_size, config.rotary_base, config.rotary_scaling)
-        self._dtype = torch.get_default_dtype()
-        self._layers_of_chunk = config.stage_layers(self.mesh.layout)[self.mesh.pp.rank]
-        with torch.device("meta"):
-            self._build()
-        if not torch.empty(0).is_meta:
-            initialize_(self, self.mesh.device, seed)
 
     def _build(self) -> None:
         config, mesh = self.config, self.mesh
@@ -137,26 +127,6 @@ class GPT(PipelinedModule):
             lambda: self.boundary(given),
         )
 
-    def boundary(self, tokens: Tensor) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and dtype of the hidden between stages.
-
-        Shapes: tokens ``(B, S)``, or embeddings ``(B, S, D)``; the hidden is ``(S, B, D)``, or ``(S/tp, B, D)`` under
-        sequence parallelism.
-        """
-        num_sequences, seq_length = tokens.shape[:2]
-        shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
-        first = next(self.parameters(), None)
-        dtype = self._dtype if first is None else first.dtype
-        return torch.Size((seq_length // shards, num_sequences, self.config.hidden_size)), dtype
-
-    @override
-    def chunk_of(self, name: str) -> int | None:
-        kind, _, rest = name.partition(".")
-        if kind == "layers":
-            index = int(rest.partition(".")[0])
-            return next(chunk for chunk, layers in enumerate(self._layers_of_chunk) if index in layers)
-        return 0 if kind == "embedding" else self.num_chunks - 1
-
     def _embed(self, tokens: Tensor | None, span: AttentionSpan | None, embeddings: Tensor | None) -> Tensor:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         return self.embedding(tokens, positions=None if span is None else span.positions, vectors=embeddings)
@@ -170,7 +140,7 @@ class GPT(PipelinedModule):
             window = self.config.window_of(index)
             if window not in masks:
                 masks[window] = attention_mask(
-                    span, window, seq_length, dtype=_dtype_of_products(hidden), device=hidden.device
+                    span, window, seq_length, dtype=dtype_of_products(hidden), device=hidden.device
                 )
             hidden = self.layers[str(index)](hidden, rotary, self.recompute, masks[window])
         return hidden
@@ -192,14 +162,6 @@ class GPT(PipelinedModule):
         )
         return losses.t().contiguous()
 
-    def _advance_own_streams(self, device: torch.device) -> None:
-        # Without a strategy nobody else moves the random streams on, and every step would drop the same elements. The
-        # user may also have moved the model since it was built.
-        if self._owns_mesh and self.training:
-            self.mesh.random.device = device
-            self.mesh.random.begin_microbatch(self._num_calls, 0)
-            self._num_calls += 1
-
 
 def _one_of(tokens: Tensor | None, embeddings: Tensor | None) -> Tensor:
     given = embeddings if tokens is None else tokens
@@ -209,18 +171,3 @@ def _one_of(tokens: Tensor | None, embeddings: Tensor | None) -> Tensor:
             "other. Give one of them."
         )
     return given
-
-
-def _dtype_of_products(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
-def single_mesh(seed: int) -> ParallelMesh:
-    """Return the mesh of one process on the ambient default device, or on the CPU where that is meta.
-
-    Args:
-        seed: Seed of the random streams.
-    """
-    ambient = torch.empty(0).device
-    return ParallelMesh.single("cpu" if ambient.type == "meta" else ambient, seed=seed)

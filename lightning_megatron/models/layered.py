@@ -1,0 +1,108 @@
+"""What models of numbered layers have in common: how they are built, cut into stages, and draw random numbers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.recompute import Recompute
+from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.plan.layout import ParallelLayout
+
+
+class LayeredConfig(Protocol):
+    """Name what is asked of the settings of a model of numbered layers."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Return the size D of the residual stream (elements)."""
+
+    def check_layout(
+        self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
+    ) -> None:
+        """Refuse a layout that cannot hold the model."""
+
+    def stage_layers(self, layout: ParallelLayout) -> tuple[tuple[range, ...], ...]:
+        """Return ``layers[stage][chunk]``, the global indices of the layers that each virtual stage holds."""
+
+
+class LayeredModule(PipelinedModule):
+    """Hold this rank's shards of this rank's layers, named by their index in the whole model.
+
+    Built on the meta device, then initialised one tensor at a time on the mesh's device, so no rank ever holds the full
+    model; under an ambient meta device it stays there, and ``layers.init.initialize_`` fills it later.
+
+    Args:
+        config: Shape of the model.
+        mesh: The groups of this rank; None means one process that holds everything.
+        seed: Seed of the initial weights, equal on all ranks; None means ``torch.initial_seed()``.
+
+    Raises:
+        ParallelPlanError: If the layout cannot hold the model.
+    """
+
+    def __init__(self, config: LayeredConfig, mesh: ParallelMesh | None = None, seed: int | None = None) -> None:
+        seed = torch.initial_seed() if seed is None else seed
+        super().__init__(mesh or single_mesh(seed))
+        config.check_layout(self.mesh.layout, self.mesh.sequence_parallel)
+        self.config = config
+        self.recompute: Recompute = "none"
+        self._owns_mesh, self._num_calls = mesh is None, 0
+        self._dtype = torch.get_default_dtype()
+        self._layers_of_chunk = config.stage_layers(self.mesh.layout)[self.mesh.pp.rank]
+        with torch.device("meta"):
+            self._build()
+        if not torch.empty(0).is_meta:
+            initialize_(self, self.mesh.device, seed)
+
+    def _build(self) -> None:
+        raise NotImplementedError
+
+    def boundary(self, tokens: Tensor) -> tuple[torch.Size, torch.dtype]:
+        """Return shape and dtype of the hidden between stages.
+
+        Shapes: tokens ``(B, S)``, or embeddings ``(B, S, D)``; the hidden is ``(S, B, D)``, or ``(S/tp, B, D)`` under
+        sequence parallelism.
+        """
+        num_sequences, seq_length = tokens.shape[:2]
+        shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
+        first = next(self.parameters(), None)
+        dtype = self._dtype if first is None else first.dtype
+        return torch.Size((seq_length // shards, num_sequences, self.config.hidden_size)), dtype
+
+    @override
+    def chunk_of(self, name: str) -> int | None:
+        kind, _, rest = name.partition(".")
+        if kind == "layers":
+            index = int(rest.partition(".")[0])
+            return next(chunk for chunk, layers in enumerate(self._layers_of_chunk) if index in layers)
+        return 0 if kind == "embedding" else self.num_chunks - 1
+
+    def _advance_own_streams(self, device: torch.device) -> None:
+        # Without a strategy nobody else moves the random streams on, and every step would drop the same elements. The
+        # user may also have moved the model since it was built.
+        if self._owns_mesh and self.training:
+            self.mesh.random.device = device
+            self.mesh.random.begin_microbatch(self._num_calls, 0)
+            self._num_calls += 1
+
+
+def dtype_of_products(hidden: Tensor) -> torch.dtype:
+    """Return the dtype in which matrices are multiplied."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def single_mesh(seed: int) -> ParallelMesh:
+    """Return the mesh of one process on the ambient default device, or on the CPU where that is meta.
+
+    Args:
+        seed: Seed of the random streams.
+    """
+    ambient = torch.empty(0).device
+    return ParallelMesh.single("cpu" if ambient.type == "meta" else ambient, seed=seed)
