@@ -17,7 +17,7 @@ from lightning_megatron.swap.build import Site
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face import NOTE as HELD_WHOLE
 from lightning_megatron.swap.hugging_face import family_of_module, language_model
-from lightning_megatron.swap.own_plan import own_plan, planned_kinds, whole_parts
+from lightning_megatron.swap.own_plan import is_hugging_face, own_plan, planned_kinds, whole_parts
 from lightning_megatron.swap.plan import Place, choose_kinds, places_of
 from lightning_megatron.swap.record import SwapRecord
 from lightning_megatron.swap.registry import BlockRule, rule_for, source_names, swapped
@@ -107,7 +107,7 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
     built.sort(key=lambda swap: order[swap.place.name])
     records, before = [_record(swap) for swap in built], [_num_elements(place.module) for place, _ in planned]
     _install(places, built)
-    return records + [_planned_record(place, num) for (place, _), num in zip(planned, before, strict=True)]
+    return records + [_planned_record(*one, num) for one, num in zip(planned, before, strict=True)]
 
 
 def _fits(kind: str, module: nn.Module) -> bool:
@@ -200,21 +200,21 @@ def _language_model(place: Place, family: Family, mesh: ParallelMesh) -> _Swap:
 
 
 def _with_own_plans(places: Sequence[Place], kinds: Mapping[str, str]) -> list[tuple[Place, dict[str, str]]]:
-    """List Hugging Face's models that no table is known for and that bring a plan."""
+    """List Hugging Face's models that no table is known for, with the plans that they bring, if any."""
     taken = [place.name for place, _ in _known_models(places, kinds)]
     found = []
     for place in _first_names(places):
         is_inside = any(place.name == name or place.name.startswith(f"{name}.") for name in taken)
-        own = None if is_inside else own_plan(place.module)
-        if own is not None:
+        if is_hugging_face(place.module) and not is_inside:
             taken.append(place.name)
-            found.append((place, own))
+            found.append((place, own_plan(place.module)))
     return found
 
 
-def _planned_record(place: Place, before: int) -> SwapRecord:
-    kind, local = type(place.module).__name__, _num_elements(place.module)
-    return SwapRecord(place.name, "its own plan", kind, kind, before, local, whole_parts(place.module))
+def _planned_record(place: Place, own: Mapping[str, str], before: int) -> SwapRecord:
+    model, local = type(place.module).__name__, _num_elements(place.module)
+    kind = "its own plan" if own else "no plan that is understood: tensor_parallel_plan can give one"
+    return SwapRecord(place.name, kind, model, model, before, local, whole_parts(place.module))
 
 
 def _block(number: int, place: Place, kind: str, rule: BlockRule, mesh: ParallelMesh) -> _Swap:

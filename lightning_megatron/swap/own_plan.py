@@ -27,18 +27,21 @@ _KINDS: Mapping[str, str] = {
 _SHOWN = 8
 
 
-def own_plan(model: Any) -> dict[str, str] | None:
+def is_hugging_face(module: nn.Module) -> bool:
+    """Tell whether a module is a whole model of Hugging Face."""
+    return type(module).__module__.startswith("transformers.") and hasattr(module, "can_generate")
+
+
+def own_plan(model: Any) -> dict[str, str]:
     """Return the plan of a Hugging Face model in kinds of ours, by patterns over its names.
 
     Returns:
-        None for other modules, for models that bring no plan, and for plans with a style that has no kind here: a part
-        of a plan would give wrong results.
+        Nothing for models that bring no plan, and for plans with a style that has no kind here: a part of a plan would
+        give wrong results.
     """
-    if not type(model).__module__.startswith("transformers.") or not hasattr(model, "can_generate"):
-        return None
     styles: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not styles or not set(styles.values()) <= _KINDS.keys():
-        return None
+        return {}
     head = model.get_output_embeddings()
     heads = [name for name, module in model.named_modules() if module is head and head is not None]
     plan = {pattern: _KINDS[style] for pattern, style in styles.items()}

@@ -72,7 +72,13 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 def test_a_plan_that_is_not_understood_is_not_followed_in_part() -> None:
     model: Any = model_of("GraniteForCausalLM")
-    assert own_plan(model) is not None
+    assert own_plan(model)["model.layers.*.mlp.gate_proj"] == "column"
     model.tp_plan = {**model.tp_plan, "model.layers.*.mlp": "packed_colwise"}
-    assert own_plan(model) is None
-    assert own_plan(nn.Linear(2, 2)) is None
+    assert own_plan(model) == {}
+    root = nn.ModuleDict({"model": model})
+    (record,) = parallelize(root, mesh_of(tp=2))
+    assert root["model"] is model
+    assert record.local_elements == record.full_elements
+    assert "no plan that is understood" in str(record)
+    assert "Whole on every rank: " in str(record)
+    assert "model.layers.*.mlp.up_proj" in str(record)
