@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_megatron.swap.families.known import FAMILIES
 from tests.readme_blocks import MAP, README, ROOT, Block, printed_text, read_blocks, room_map
 
 BLOCKS = read_blocks()
@@ -51,6 +52,17 @@ def test_map_of_the_rooms_is_what_the_rooms_say() -> None:
     found = MAP.search(README.read_text())
     assert found is not None
     assert found.group() == room_map(), "the map is old. Write it again: python -m tests.readme_blocks"
+
+
+def test_family_in_the_readme_is_the_one_that_is_tested() -> None:
+    (block,) = [block for block in BLOCKS if block.name == "family"]
+    assert block.code in (ROOT / "tests" / "swap" / "starcoder2.py").read_text()
+
+
+def test_the_readme_lists_all_families() -> None:
+    rows = re.search(r"^\| family \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", README.read_text(), re.MULTILINE)
+    assert rows is not None
+    assert set(re.findall(r"`(\w+)`", rows.group(1))) == {family.model_type for family in FAMILIES}
 
 
 def test_links_and_recipes_in_the_readme_exist() -> None:
