@@ -55,8 +55,8 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
 
     Kinds of the plan:
 
-    * ``auto``: nn.TransformerEncoderLayer and nn.MultiheadAttention, alone or anywhere inside the named module. Without
-      a plan all of them are swapped.
+    * ``auto``: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, alone or anywhere
+      inside the named module. Without a plan all of them are swapped.
     * ``column``: nn.Linear whose outputs stay cut; only elementwise functions and a ``row`` may follow, which is the
       user's responsibility.
     * ``column_gather``: nn.Linear whose outputs are gathered.
@@ -136,9 +136,17 @@ def _first_names(places: Sequence[Place]) -> list[Place]:
 def _chosen(places: Sequence[Place], kinds: Mapping[str, str], mesh: ParallelMesh) -> list[_Choice]:
     chosen: list[_Choice] = []
     encoders: list[tuple[Place, nn.TransformerEncoder]] = []
+    whole = ""
     for place in _first_names(places):
         kind = kinds.get(place.name, "replicate")
         rule = rule_for(kind, place.module)
+        if whole and place.name.startswith(whole):
+            continue
+        if isinstance(place.module, nn.TransformerDecoderLayer) and rule is not None:
+            if not all(kind == "auto" for name, kind in kinds.items() if name.startswith(f"{place.name}.")):
+                # The plan cuts its parts one by one.
+                continue
+            whole = f"{place.name}."
         if isinstance(place.module, nn.TransformerEncoder):
             encoders.append((place, place.module))
         elif rule is not None:

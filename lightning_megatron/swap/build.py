@@ -12,6 +12,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.plan.legal_values import divisors, one_of
 from lightning_megatron.swap.attention import HeadParallelAttention
+from lightning_megatron.swap.decoder import ParallelDecoderLayer
 from lightning_megatron.swap.dropout import TensorDropout
 from lightning_megatron.swap.encoder import ParallelEncoder, ParallelEncoderLayer
 from lightning_megatron.swap.vocabulary import EmbeddingOverVocabulary, LinearOverVocabulary
@@ -169,6 +170,30 @@ def encoder_layer(site: Site) -> nn.Module:
         dropout=source.dropout.p,
         dropout1=source.dropout1.p,
         dropout2=source.dropout2.p,
+    )
+
+
+def decoder_layer(site: Site) -> nn.Module:
+    """Cut a torch.nn.TransformerDecoderLayer by heads and inner features."""
+    source = site.module
+    assert isinstance(source, nn.TransformerDecoderLayer), "the registry gives decoder layers only"
+    _refuse(
+        site,
+        "decoder layer",
+        {"an activation that mixes features or has weights": not _is_elementwise(source.activation)},
+    )
+    return ParallelDecoderLayer(
+        _attention(site, source.self_attn, None),
+        _attention(site, source.multihead_attn, None),
+        _column(site, source.linear1, gather_output=False, what="dim_feedforward"),
+        _row(site, source.linear2, what="dim_feedforward"),
+        (source.norm1, source.norm2, source.norm3),
+        source.activation,
+        mesh=site.mesh,
+        layer=site.layer,
+        norm_first=source.norm_first,
+        dropout=source.dropout.p,
+        dropouts=(source.dropout1.p, source.dropout2.p, source.dropout3.p),
     )
 
 

@@ -15,7 +15,8 @@ from lightning_megatron.plan.legal_values import one_of
 
 #: What a plan can say about a block, and for which blocks it is meant.
 KINDS: Mapping[str, str] = {
-    "auto": "nn.TransformerEncoderLayer and nn.MultiheadAttention, alone or inside the named module",
+    "auto": "nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, alone or inside the "
+    "named module",
     "column": "nn.Linear whose outputs stay cut",
     "column_gather": "nn.Linear whose outputs are gathered",
     "row": "nn.Linear whose inputs are cut",

@@ -57,6 +57,10 @@ _ENCODER_LAYER = (
     *_same(*(f"self_attn.{rule.target}" for rule in _ATTENTION)),
     *_same("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias"),
 )
+_DECODER_LAYER = (
+    *_ENCODER_LAYER,
+    *_same(*(f"multihead_attn.{rule.target}" for rule in _ATTENTION)),
+)
 
 RULES: tuple[BlockRule, ...] = (
     BlockRule("column", nn.Linear, build.column, _LINEAR),
@@ -68,6 +72,7 @@ RULES: tuple[BlockRule, ...] = (
     BlockRule("dropout", nn.Dropout, build.dropout),
     BlockRule("auto", nn.MultiheadAttention, build.attention, _ATTENTION),
     BlockRule("auto", nn.TransformerEncoderLayer, build.encoder_layer, _ENCODER_LAYER),
+    BlockRule("auto", nn.TransformerDecoderLayer, build.decoder_layer, _DECODER_LAYER),
     BlockRule("auto", nn.TransformerEncoder, build.encoder),
 )
 

@@ -54,13 +54,20 @@ class TiedDecoder(nn.Module):
 class Translator(nn.Module):
     """Hold a whole torch.nn.Transformer, whose decoder layers have attention of both sorts."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__()
-        self.transformer = nn.Transformer(16, 4, 1, 2, 24, dropout=0.0, batch_first=True)
+        self.transformer = nn.Transformer(16, 4, 1, 2, 24, dropout=0.0, **{"batch_first": True, **settings})
+        # torch gives them the values of one layer.
+        for parameter in self.transformer.decoder.parameters():
+            nn.init.normal_(parameter, std=0.3)
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source: Tensor, target: Tensor, **masks: Tensor) -> Tensor:
+        if not self.transformer.batch_first:
+            source, target = source.transpose(0, 1), target.transpose(0, 1)
+            mask = nn.Transformer.generate_square_subsequent_mask(len(target), dtype=target.dtype)
+            return self.transformer(source, target, tgt_mask=mask, **masks).transpose(0, 1)
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=target.dtype)
-        return self.transformer(source, target, tgt_mask=mask, tgt_is_causal=True)
+        return self.transformer(source, target, tgt_mask=mask, tgt_is_causal=True, **masks)
 
 
 class Attending(nn.Module):

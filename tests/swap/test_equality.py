@@ -100,7 +100,21 @@ def attention(note: Comparison, mesh: ParallelMesh) -> None:
     theirs, ours, _ = twin(
         cases.Translator, mesh, {"*": "auto", "*decoder*linear1": "column", "*decoder*linear2": "row"}
     )
-    compare_training(note, "encoder and decoder", theirs, ours, lambda m: m(x, target), inputs=(x, target))
+    compare_training(note, "encoder and parts of the decoder", theirs, ours, lambda m: m(x, target), inputs=(x, target))
+    hidden = torch.zeros(3, 6, dtype=torch.bool)
+    hidden[1, 4:] = True
+    for claim, shape in SHAPES.items():
+        theirs, ours, records = twin(partial(cases.Translator, **shape), mesh)
+        kinds = [record.target for record in records if "decoder" in record.name]
+        assert kinds == ([] if mesh.tp.size == 1 else ["ParallelDecoderLayer"] * 2), kinds
+        compare_training(
+            note,
+            f"encoder and decoder, {claim}",
+            theirs,
+            ours,
+            lambda m: m(x, target, src_key_padding_mask=hidden, memory_key_padding_mask=hidden),
+            inputs=(x, target),
+        )
 
 
 def shared_weights(note: Comparison, mesh: ParallelMesh) -> None:
