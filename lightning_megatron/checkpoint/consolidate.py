@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_megatron.checkpoint.directory import find_checkpoint
 from lightning_megatron.checkpoint.load import SavedTensor, load_metadata, read_full, saved_tensors
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.swap.foreign_names import to_foreign_names
 
 #: Keys of the metadata beside Lightning's own: hyperparameters of the optimizers, and the model in one process.
 OPTIMIZERS, ONE_PROCESS = "megatron_optimizers", "megatron_one_process"
@@ -27,6 +28,8 @@ _STATE = re.compile(r"optimizer\.\d+\.state\.")
 _TRAINING = re.compile(rf"{_STATE.pattern}|{re.escape(CURRENT)}")
 #: Tensors are read in turns of this size (bytes).
 _BATCH = 1 << 30
+#: Where checkpoints say which of their models are of Hugging Face.
+HUGGING_FACE = "hugging_face"
 #: What Lightning leaves out of a checkpoint with ``save_weights_only=True``.
 _TRAINING_KEYS = (OPTIMIZERS, "callbacks", "lr_schedulers", "MegatronPrecision", "averaging_state")
 
@@ -66,7 +69,8 @@ def consolidate(
         CheckpointMismatchError: If there is no complete checkpoint, it does not say what one process would have, or
             ``out`` is a directory.
         CorruptDataError: If it is damaged, naming the file.
-        UnsupportedError: If it holds more than tensors and plain values, and ``unsafe`` is not set.
+        UnsupportedError: If it holds more than tensors and plain values, and ``unsafe`` is not set, or optimizer states
+            of a Hugging Face model, and ``weights_only`` is not.
     """
     metadata = load_metadata(path, weights_only=not unsafe)
     one_process, saved = metadata.pop(ONE_PROCESS, None), saved_tensors(path)
@@ -74,6 +78,13 @@ def consolidate(
         raise CheckpointMismatchError(
             f"a checkpoint must say how one process holds its model to be written as one file: {os.fspath(path)} "
             "does not. An earlier version saved it. Load it with MegatronStrategy and save it again."
+        )
+    models = metadata.pop(HUGGING_FACE, {})
+    if models and not weights_only:
+        raise UnsupportedError(
+            f"optimizer states of a replaced Hugging Face model cannot be written as one file: {', '.join(models)} of "
+            f"{os.fspath(path)}. Their parameters are numbered otherwise there. Add --weights-only, or continue with "
+            "MegatronStrategy, which loads them in any layout."
         )
     metadata = without_training(metadata) if weights_only else metadata
     target = _new_file(out)
@@ -88,7 +99,8 @@ def consolidate(
         plain = _without_division(metadata, find_checkpoint(path).header.layout.dp)
         aliases = one_process["aliases"]
         order = {name: aliases.get(name, name) for name in one_process["order"]}
-        plain["state_dict"] = {name: tensors.get(f"{MODEL}{first}") for name, first in order.items()}
+        state = {name: tensors.get(f"{MODEL}{first}") for name, first in order.items()}
+        plain["state_dict"] = to_foreign_names(models, state) if models else state
         if not weights_only and any(name.startswith(CURRENT) for name in names):
             plain["current_model_state"] = {name: tensors.get(f"{CURRENT}{first}") for name, first in order.items()}
         if not weights_only:

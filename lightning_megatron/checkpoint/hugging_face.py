@@ -11,22 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoint.consolidate import MODEL, Written, read_one_by_one
+from lightning_megatron.checkpoint.consolidate import HUGGING_FACE, MODEL, Written, read_one_by_one
 from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.checkpoint.load import load_metadata, saved_tensors
 from lightning_megatron.checkpoint.rewrite import write_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
 from lightning_megatron.swap.export import MAX_FILE_BYTES, export_folder
-from lightning_megatron.swap.families import Family, family_of
+from lightning_megatron.swap.families import Family, ModelConfig, family_of
 from lightning_megatron.swap.language_model import HuggingFaceLM
 from lightning_megatron.swap.load import check_tensors, reader_of
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
-
-#: Where checkpoints say which of their models are of Hugging Face.
-HUGGING_FACE = "hugging_face"
-#: Where the layers of such a model are in it.
-_LAYERS = "gpt."
 
 
 def describe_models(module: nn.Module) -> dict[str, dict[str, Any]]:
@@ -34,7 +31,7 @@ def describe_models(module: nn.Module) -> dict[str, dict[str, Any]]:
     return {
         name: {"architecture": part.family.architecture, "config": part.config.to_dict()}
         for name, part in module.named_modules()
-        if isinstance(part, HuggingFaceLM)
+        if isinstance(part, (HuggingFaceLM, HuggingFaceEncoder))
     }
 
 
@@ -62,11 +59,13 @@ def export_model(
         UnsupportedError: If ``out`` has weights.
     """
     name, model = _chosen(load_metadata(path, weights_only=not unsafe).get(HUGGING_FACE) or {}, name, path)
-    prefix = f"{MODEL}{name}.{_LAYERS}" if name else f"{MODEL}{_LAYERS}"
+    family = family_of(model["architecture"])
+    layers = _layers(family.config(model["config"]))
+    prefix = f"{MODEL}{name}.{layers}" if name else f"{MODEL}{layers}"
     saved = saved_tensors(path)
     names = [entry for entry in saved if entry.startswith(prefix)]
     tensors = ((entry.removeprefix(prefix), full) for entry, full in read_one_by_one(path, names, saved))
-    export_folder(tensors, family_of(model["architecture"]), model["config"], out, max_file_bytes, dtype)
+    export_folder(tensors, family, model["config"], out, max_file_bytes, dtype)
 
 
 def import_model(
@@ -93,7 +92,7 @@ def import_model(
     """
     source = SafetensorsFolder(folder)
     family = family_of(_architecture(source))
-    prefix = f"{MODEL}{name}.{_LAYERS}"
+    prefix = f"{MODEL}{name}.{_layers(family.config(source.config))}"
     tensors = ((f"{prefix}{key}", full) for key, full in _converted(source, family, dtype))
     metadata = {
         "epoch": 0,
@@ -112,6 +111,11 @@ def _converted(source: SafetensorsFolder, family: Family, dtype: torch.dtype | N
         full = torch.empty(tensor.shape, dtype=dtype or source.dtype)
         tensor.fill(full, [0] * full.dim(), tensor.shape, reader)
         yield tensor.target, full
+
+
+def _layers(config: ModelConfig) -> str:
+    """Return where the layers are in a swapped model."""
+    return "encoder." if isinstance(config, EncoderConfig) else "gpt."
 
 
 def _architecture(source: SafetensorsFolder) -> str:

@@ -34,6 +34,7 @@ from lightning_megatron.strategy.weight_averaging import (
     check_averaging,
 )
 from lightning_megatron.strategy.weight_changes import only_steps_change_weights
+from lightning_megatron.swap.foreign_names import refuse_foreign_states, to_own_names
 
 
 class MegatronStrategy(ModelStrategy):
@@ -287,6 +288,7 @@ class MegatronStrategy(ModelStrategy):
             trainer, full = self.user_module.trainer, checkpoint["state_dict"]
             if trainer.state.fn == TrainerFn.FITTING and averaging_callback(trainer) is not None:
                 full = checkpoint.get("current_model_state", full)
+            full = to_own_names(self.user_module, full)
             plain_checkpoint.load_state_dict(full, self.user_module, self._state.main, self.mesh, strict)
 
     @override
@@ -294,6 +296,7 @@ class MegatronStrategy(ModelStrategy):
         """Fill the optimizers from the file of another strategy; load_checkpoint has filled them from a directory."""
         if "optimizer_states" in checkpoint:
             assert self._state is not None, "setup has run"
+            refuse_foreign_states(self.user_module)
             self._make_groups(checkpoint)
             main, full = self._state.main, checkpoint["state_dict"]
             for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.hugging_face import export_model, import_model
 from lightning_megatron.cli import main
-from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from tests.swap.families import V, twin_of
 from tests.world import run_world
 
@@ -106,6 +107,35 @@ def test_what_four_ranks_have_trained_is_what_transformers_loads(case: str, tmp_
         expected.append(found["val_loss"])
     for losses in every_rank:
         assert losses == pytest.approx(expected, abs=1e-4)
+
+
+def test_files_of_plain_lightning_are_read_and_written(tmp_path: Path) -> None:
+    folder, plain, ours = saved("llama", tmp_path / "given"), tmp_path / "plain.ckpt", str(tmp_path / "ours.ckpt")
+    other = saved("llama", tmp_path / "other")
+    seed_everything(1, verbose=False)
+    trainer = trainer_of(None, 1)
+    trainer.fit(FineTune(str(folder)), DataLoader(Texts(), batch_size=4))
+    trainer.save_checkpoint(plain)
+    losses = []
+    for layout in (None, {}):
+        trainer = trainer_of(layout, 1)
+        data = DataLoader(Texts(), batch_size=4)
+        (found,) = trainer.validate(FineTune(str(other)), data, ckpt_path=plain, verbose=False)
+        losses.append(found["val_loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    with pytest.raises(UnsupportedError, match="its optimizer numbers the parameters"):
+        trainer_of({}, 1).fit(FineTune(str(other)), data, ckpt_path=plain)
+    trainer = trainer_of({}, 1)
+    trainer.fit(FineTune(str(folder)), data)
+    trainer.save_checkpoint(ours)
+    with pytest.raises(UnsupportedError, match="Add --weights-only"):
+        consolidate(ours, tmp_path / "file.ckpt")
+    consolidate(ours, tmp_path / "file.ckpt", weights_only=True)
+    losses = []
+    for layout, path in ((None, tmp_path / "file.ckpt"), ({}, ours)):
+        (found,) = trainer_of(layout, 1).validate(FineTune(str(other)), data, ckpt_path=path, verbose=False)
+        losses.append(found["val_loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 def test_the_command_refuses_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,89 @@
+"""State dicts of modules around Hugging Face models, as those are before and after they are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.swap.families import Family, family_of
+from lightning_megatron.swap.language_model import HuggingFaceLM
+from lightning_megatron.swap.load import check_tensors, reader_of
+
+#: Where the layers are in a model that has been replaced.
+LAYERS = "gpt."
+
+
+def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict in which the tensors of replaced models are those of their layers here.
+
+    Args:
+        module: The module, whose Hugging Face models have been replaced.
+        full: Full tensors by the names that the module had before; others are passed on.
+
+    Raises:
+        CheckpointMismatchError: If tensors of a model are missing, left over or of another shape.
+    """
+    found = dict(full)
+    for name, part in module.named_modules():
+        if not isinstance(part, HuggingFaceLM):
+            continue
+        prefix = f"{name}." if name else ""
+        foreign = {
+            key.removeprefix(prefix): found.pop(key)
+            for key in full
+            if key.startswith(prefix) and not key.startswith(f"{prefix}{LAYERS}")
+        }
+        if foreign:
+            own = _own_tensors(foreign, part.family, part.gpt.config)
+            found |= {f"{prefix}{LAYERS}{target}": tensor for target, tensor in own.items()}
+    return found
+
+
+def refuse_foreign_states(module: nn.Module) -> None:
+    """Refuse to continue an optimizer of replaced models from another strategy's file.
+
+    Raises:
+        UnsupportedError: If there is one.
+    """
+    replaced = [name for name, part in module.named_modules() if isinstance(part, HuggingFaceLM)]
+    if replaced:
+        raise UnsupportedError(
+            f"a training of a replaced Hugging Face model ({', '.join(replaced)}) cannot continue from another "
+            "strategy's file: its optimizer numbers the parameters that the model had before. Save the weights with "
+            "save_pretrained and build the model from that folder, or continue with the strategy that saved."
+        )
+
+
+def _own_tensors(foreign: Mapping[str, Tensor], family: Family, config: Any) -> dict[str, Tensor]:
+    reader, table = reader_of(foreign, family), family.tensors(config)
+    check_tensors(reader, table, family, config.tie_embeddings)
+    found = {}
+    for tensor in table:
+        full = torch.empty(tensor.shape, dtype=next(iter(foreign.values())).dtype)
+        tensor.fill(full, [0] * full.dim(), tensor.shape, reader)
+        found[tensor.target] = full
+    return found
+
+
+def to_foreign_names(models: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict in which replaced models have the tensors that they had before.
+
+    Args:
+        models: Class and configuration of each model, by its name in the module.
+        state: Full tensors by the names of this package; those of vocabularies may have rows of padding.
+    """
+    found = dict(state)
+    for name, model in models.items():
+        prefix, family = f"{name}." if name else "", family_of(model["architecture"])
+        config = family.config(model["config"])
+        for tensor in family.tensors(config):
+            own = found.pop(f"{prefix}{LAYERS}{tensor.target}")
+            found |= {f"{prefix}{key}": part for key, part in tensor.split(own[: tensor.shape[0]]).items()}
+        found.pop(f"{prefix}{LAYERS}head.weight", None)
+        if config.tie_embeddings:
+            found[f"{prefix}{family.head}"] = found[f"{prefix}{family.embedding}"]
+    return found
