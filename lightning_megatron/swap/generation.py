@@ -15,8 +15,9 @@ def generating(model: HuggingFaceLM, source: nn.Module) -> HuggingFaceLM:
     """Return the same model with the methods of Hugging Face's GenerationMixin.
 
     ``generate`` takes what it takes there: searches, sampling, stopping rules. Nothing is cached, so that every token
-    costs a pass over all before it. Tensor-parallel ranks must call it together, with the same prompts; ranks of other
-    data need not.
+    costs a pass over all before it. The tensor-parallel ranks and the stages of one copy must call it together, with
+    the same prompts; ranks of other data need not. With pp it is for hooks between steps, such as
+    on_validation_epoch_end.
 
     Args:
         model: The layers behind Hugging Face's call.
@@ -35,12 +36,13 @@ def generating(model: HuggingFaceLM, source: nn.Module) -> HuggingFaceLM:
             """Continue prompts; see transformers.GenerationMixin.generate.
 
             Raises:
-                UnsupportedError: With pipeline stages.
+                UnsupportedError: Inside a step, with pipeline stages.
             """
-            if self.gpt.mesh.pp.size > 1:
+            if self.gpt.cursor is not None:
                 raise UnsupportedError(
-                    f"generate is not available with pp ({self.gpt.mesh.pp.size}) above 1, because every token would "
-                    "have to go through all stages in turn. Generate with pp 1; checkpoints load there."
+                    f"generate cannot run inside a step with pp ({self.gpt.mesh.pp.size}) above 1, because its stages "
+                    "are busy with other microbatches. Call it between steps, such as in on_validation_epoch_end, or "
+                    "use pp 1."
                 )
             found: Tensor = super().generate(*args, **{**kwargs, "use_cache": False})
             return found

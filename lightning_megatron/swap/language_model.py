@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.collectives import gather_from_axis
+from lightning_megatron.groups.collectives import broadcast_, gather_from_axis
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.relay import run_in_turn
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.outputs import CausalLMOutput
 
@@ -98,8 +99,12 @@ class HuggingFaceLM(nn.Module):
             others: Must ask for nothing.
 
         Raises:
-            UnsupportedError: For what a swapped model cannot do.
-            StageDone: On pipeline stages that do not compute the result.
+            UnsupportedError: For what a swapped model cannot do, and for a call with gradients outside of a step where
+                the model is cut over pp.
+            StageDone: On pipeline stages that do not compute the result, inside a step.
+
+        Communication: that of the layers. Without gradients and outside of a step the stages of pp run in turn, and
+            every rank has the result: call it on all of them.
         """
         _refuse({"past_key_values": past_key_values, **others})
         given = input_ids if input_ids is not None else inputs_embeds
@@ -118,10 +123,35 @@ class HuggingFaceLM(nn.Module):
             input_ids, shift_labels = _padded(input_ids, extra, 0), _padded(shift_labels, extra, _IGNORED)
             inputs_embeds = None if inputs_embeds is None else F.pad(inputs_embeds, (0, 0, 0, extra))
             span = None if span is None else _padded_span(span, extra)
-        losses, shard = self.gpt(input_ids, shift_labels, ignore_index=_IGNORED, span=span, embeddings=inputs_embeds)
-        loss = None if losses is None else _mean(losses, shift_labels, num_items_in_batch)
         kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
-        return CausalLMOutput(loss, lambda: self._gather(shard[kept]))
+
+        def run() -> tuple[Tensor | None, Tensor]:
+            losses, shard = self.gpt(
+                input_ids, shift_labels, ignore_index=_IGNORED, span=span, embeddings=inputs_embeds
+            )
+            return None if losses is None else _mean(losses, shift_labels, num_items_in_batch), shard[kept]
+
+        if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
+            return self._from_last_stage(run, given.shape[0], kept.stop - kept.start, shift_labels is not None)
+        loss, shard = run()
+        return CausalLMOutput(loss, lambda: self._gather(shard))
+
+    def _from_last_stage(
+        self, run: Callable[[], tuple[Tensor | None, Tensor]], num_sequences: int, length: int, has_labels: bool
+    ) -> CausalLMOutput:
+        """Run the stages in turn and give every rank the result, as a call of a model that is not cut has it."""
+        pp, options = self.gpt.mesh.pp, {"device": self.device, "dtype": self.dtype}
+        found = run_in_turn(self.gpt, run)
+        logits = torch.empty(num_sequences, length, self.gpt.config.vocab_size, **options)
+        loss = torch.empty((), device=self.device, dtype=torch.promote_types(self.dtype, torch.float32))
+        if found is not None:
+            logits.copy_(self._gather(found[1]))
+            if found[0] is not None:
+                loss.copy_(found[0])
+        broadcast_(logits, pp, pp.size - 1)
+        if has_labels:
+            broadcast_(loss, pp, pp.size - 1)
+        return CausalLMOutput(loss if has_labels else None, lambda: logits)
 
     def _gather(self, shard: Tensor) -> Tensor:
         full = gather_from_axis(shard, self.gpt.mesh.tp, dim=-1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
@@ -107,8 +109,8 @@ def compare(case: str, mesh: ParallelMesh) -> None:
 
 
 def check_generation(mesh: ParallelMesh) -> None:
-    twin = twin_of("llama", pad_token_id=0, eos_token_id=None).eval()
-    root = nn.ModuleDict({"model": twin_of("llama", pad_token_id=0, eos_token_id=None)})
+    changes = {"pad_token_id": 0, "eos_token_id": None, "num_hidden_layers": 4}
+    twin, root = twin_of("llama", **changes).eval(), nn.ModuleDict({"model": twin_of("llama", **changes)})
     parallelize(root, mesh)
     prompts = torch.randint(1, V, (2, 5), generator=torch.Generator().manual_seed(3))
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -140,6 +142,31 @@ def check_twins(rank: int, size: int) -> None:
                 compare(case, mesh)
         check_generation(mesh)
         mesh.destroy()
+
+
+def check_stages(rank: int, size: int) -> None:
+    for layout in (ParallelLayout(size, tp=2, pp=2), ParallelLayout(size, pp=2, vpp=2)):
+        mesh = ParallelMesh.create(layout, sequence_parallel=layout.tp > 1)
+        for case in ("llama", "gpt2", "qwen2"):
+            changes = {"n_layer": 4} if case == "gpt2" else {"num_hidden_layers": 4}
+            twin, root = exact_twin(case, **changes), nn.ModuleDict({"model": exact_twin(case, **changes)})
+            parallelize(root, mesh)
+            with pytest.raises(UnsupportedError, match="2 pipeline stages cannot be called by itself"):
+                root["model"](**inputs()["whole"])
+            with torch.no_grad():
+                for kind, call in inputs().items():
+                    seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+                    output = root["model"](**call)
+                    with torch.enable_grad():
+                        expected = expected_of(twin, call)
+                    assert_equal(output.logits[seen], expected[0][seen], f"{case}, {kind}, {layout}: logits", 1e-9)
+                    assert_equal(output.loss, expected[1], f"{case}, {kind}, {layout}: loss", 1e-9)
+        check_generation(mesh)
+        mesh.destroy()
+
+
+def test_stages_compute_in_turn_what_hugging_face_does() -> None:
+    run_world(check_stages, 4)
 
 
 def test_one_process_computes_what_hugging_face_does() -> None:

@@ -1,0 +1,58 @@
+"""A call of a whole model whose stages are on several ranks: each runs its part in turn and passes the hidden on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from lightning_megatron.groups.p2p import exchange
+from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
+
+T = TypeVar("T")
+
+
+def run_in_turn(model: PipelinedModule, call: Callable[[], T]) -> T | None:
+    """Call a model that is cut over pp, outside of a training or evaluation step and without gradients.
+
+    Equal to the call of a model that is not cut. One stage works at a time: it is meant for what is rare, such as
+    generating text, and not for throughput, which the schedule of steps gives.
+
+    Args:
+        model: The model; no step may be running.
+        call: Calls it with this rank's inputs, which are the same on all stages.
+
+    Returns:
+        What the call returns, on the last stage; None on others.
+
+    Communication: one hidden from each virtual stage to the next; call it on all ranks of pp.
+    """
+    axis, device = model.mesh.pp, model.mesh.device
+    last = model.num_chunks - 1
+    try:
+        for chunk in range(model.num_chunks):
+            cursor = model.cursor = StageCursor(chunk, None, probe=True)
+            _stop(call)
+            assert cursor.boundary is not None, "a probed model tells the shape of its hidden"
+            hidden = None
+            if not model.is_first_stage(chunk):
+                hidden = torch.empty(cursor.boundary, dtype=cursor.dtype, device=device)
+                exchange([], [(hidden, (axis.rank - 1) % axis.size)], axis).wait()
+            cursor = model.cursor = StageCursor(chunk, hidden)
+            if axis.is_last and chunk == last:
+                return call()
+            _stop(call)
+            assert cursor.output is not None, "a stage that is not the last has a hidden for the next"
+            exchange([(cursor.output.contiguous(), (axis.rank + 1) % axis.size)], [], axis).wait()
+        return None
+    finally:
+        model.cursor = None
+
+
+def _stop(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except StageDone:
+        return
+    raise AssertionError("a stage that is not the last ends its call early")
