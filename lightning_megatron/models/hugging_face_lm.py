@@ -19,8 +19,8 @@ class HuggingFaceCausalLM(TokenModule):
     """Train, validate and test a Hugging Face decoder on batches of ``{"tokens": (B, S), "labels": (B, S)}``.
 
     Labels are those of the next tokens, as `TokenDataModule` gives them; label -100 is ignored. Under MegatronStrategy
-    a model of a known family is cut in any layout, and every rank reads only its part of the weights; others stay as
-    they are. Under ``ddp`` or on one device it is Hugging Face's own model. Logs what `CausalLM` logs.
+    a model of a known family is cut in any layout, and every rank reads only its part of the weights; others need one
+    pipeline stage. Under ``ddp`` or on one device it is Hugging Face's own model. Logs what `CausalLM` logs.
 
     Args:
         path: Local folder with ``config.json`` and, unless ``from_scratch``, the weights in safetensors files.
@@ -59,6 +59,13 @@ class HuggingFaceCausalLM(TokenModule):
     @override
     def vocab_size(self) -> int:
         return int(self.config.vocab_size)
+
+    @property
+    def architecture(self) -> str | None:
+        """Name the class of Hugging Face's model; None if this version of transformers has none for the folder."""
+        classes = import_extra("transformers.models.auto.modeling_auto", "hf").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        found: str | None = classes.get(self.config.model_type)
+        return found
 
     def configure_model(self) -> None:
         """Build the model; called once for every fit, validate, test and predict."""

@@ -9,9 +9,11 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.schedule import check_schedule_sizes
 from lightning_megatron.strategy.options import StrategyOptions
+from lightning_megatron.swap.families import find_family
 
 
 def check_sizes(
@@ -19,8 +21,8 @@ def check_sizes(
 ) -> None:
     """Refuse what cannot run, as far as it is known when the Trainer is called.
 
-    A model is known by a ``config`` of the module that is a :class:`GPTConfig`, batches by the ``batch_size`` of a
-    dataloader or the ``tokens_shape`` (samples, tokens of each) of a data module.
+    A model is known by a ``config`` of the module that is a :class:`GPTConfig`, or by the folder that the module loads,
+    batches by the ``batch_size`` of a dataloader or the ``tokens_shape`` (samples, tokens of each) of a data module.
 
     Args:
         module: The module that will run.
@@ -30,7 +32,7 @@ def check_sizes(
 
     Raises:
         ParallelPlanError: For sizes that do not fit together.
-        UnsupportedError: For manual optimization with pp > 1.
+        UnsupportedError: For manual optimization with pp > 1, or a folder whose model a GPT cannot compute.
     """
     check_optimization(module, layout.pp)
     loader = arguments.get("train_dataloaders")
@@ -39,6 +41,11 @@ def check_sizes(
     config = getattr(module, "config", None)
     if isinstance(config, GPTConfig):
         config.check_layout(layout, options.shards_sequence, seq_length)
+    elif isinstance(module, HuggingFaceCausalLM) and not options.tensor_parallel_plan:
+        family = find_family(module.architecture or "")
+        if family is not None:
+            # What replaces the model pads sequences that its ranks could not share equally.
+            family.config(module.config.to_dict()).check_layout(layout, False, seq_length)
     if "train_dataloaders" in arguments and module.automatic_optimization and isinstance(batch_size, int):
         check_batch_size(batch_size, options, layout)
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_megatron import HuggingFaceCausalLM, MegatronStrategy
+from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.swap.language_model import HuggingFaceLM
 from tests.world import run_world
@@ -46,7 +47,7 @@ def batch() -> dict[str, Tensor]:
 
 def save(folder: Path, kind: str = "llama") -> str:
     sizes: dict[str, Any] = {"vocab_size": V, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
-    sizes |= {"ffn_dim": 24, "word_embed_proj_dim": 16} if kind == "opt" else {"intermediate_size": 24}
+    sizes |= {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0} if kind == "opt" else {"intermediate_size": 24}
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -120,11 +121,21 @@ def test_every_layout_weighs_all_tokens_alike(folder: str) -> None:
             assert losses == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_family_without_a_table_trains_as_it_is(tmp_path: Path) -> None:
-    module = learning(save(tmp_path / "opt", "opt"))
-    losses = train(module, {})
-    assert type(module.model).__name__ == "OPTForCausalLM"
-    assert losses["val_loss"] < 3.0
+def train_unknown(rank: int, size: int, folder: str) -> tuple[dict[str, float], str]:
+    """Train a model of an unknown family with tp, and try it with pp."""
+    with pytest.raises(UnsupportedError, match="needs exactly one model that can be cut into stages"):
+        train(learning(folder), {"pp": 2}, size)
+    module = learning(folder)
+    return train(module, {"tp": 2}, size), type(module.model).__name__
+
+
+def test_a_family_without_a_table_trains_as_it_is_but_not_in_stages(tmp_path: Path) -> None:
+    folder = save(tmp_path / "opt", "opt")
+    expected = train(learning(folder))
+    assert expected["val_loss"] < 3.0
+    for losses, name in run_world(train_unknown, 2, folder):
+        assert name == "OPTForCausalLM"
+        assert losses == pytest.approx(expected, abs=1e-4)
 
 
 def test_weights_are_kept_in_the_type_that_is_asked_for(folder: str) -> None:
@@ -148,6 +159,26 @@ def test_a_checkpoint_brings_settings_and_weights_back(folder: str, tmp_path: Pa
     assert (loaded.path, loaded.betas, loaded.learning_rate) == (folder, (0.8, 0.9), 1e-2)
     assert loaded.model is not None
     assert torch.equal(loaded.model.lm_head.weight, module.model.lm_head.weight)
+
+
+def test_a_checkpoint_of_a_replaced_model_gives_hugging_faces_own_its_weights(folder: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    module, again = learning(folder), learning(folder)
+    trainer = L.Trainer(strategy=MegatronStrategy(), max_steps=1, **options)
+    trainer.fit(module, Batches())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    L.Trainer(strategy=MegatronStrategy(), max_steps=1, **options).fit(
+        again, Batches(), ckpt_path=tmp_path / "one.ckpt"
+    )
+    for parameter, expected in zip(again.parameters(), module.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+    with pytest.raises(UnsupportedError, match="Add --weights-only"):
+        consolidate(tmp_path / "one.ckpt", tmp_path / "plain.ckpt")
+    consolidate(tmp_path / "one.ckpt", tmp_path / "plain.ckpt", weights_only=True)
+    plain = HuggingFaceCausalLM.load_from_checkpoint(tmp_path / "plain.ckpt")
+    assert type(plain.model).__name__ == "LlamaForCausalLM"
+    tokens = batch()["tokens"]
+    assert torch.allclose(plain.eval()(tokens), module.eval()(tokens), atol=1e-5)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

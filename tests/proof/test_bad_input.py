@@ -16,6 +16,7 @@ from lightning_megatron import (
     CausalLM,
     CorruptDataError,
     GPTConfig,
+    HuggingFaceCausalLM,
     MegatronStrategy,
     ParallelLayout,
     ParallelPlanError,
@@ -184,6 +185,18 @@ def test_sizes_that_do_not_fit_are_refused_before_any_process_is_started(case: s
 def test_validation_refuses_a_layout_as_training_does() -> None:
     with pytest.raises(ParallelPlanError, match=re.escape(NINE_HEADS)):
         trainer(4, MegatronStrategy(tp=2)).validate(model(num_heads=9), windows())
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_folder_that_does_not_fit_is_refused_before_any_process_is_started(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(vocab_size=257, n_positions=16, n_embd=36, n_head=9, n_layer=2).save_pretrained(tmp_path)
+    module = HuggingFaceCausalLM(str(tmp_path), from_scratch=True)
+    with pytest.raises(ParallelPlanError, match=re.escape(NINE_HEADS)):
+        trainer(4, MegatronStrategy(tp=2)).fit(module, windows())
+    data = TokenDataModule(train="none", seq_length=17, batch_size=4)
+    with pytest.raises(ParallelPlanError, match=re.escape("seq_length (17) must not exceed max_seq_length (16)")):
+        trainer(3, MegatronStrategy(tp=3)).fit(module, data)
 
 
 @pytest.mark.usefixtures("no_process")
