@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,7 +81,7 @@ def sharded_parameter(
     return set_shard_spec(parameter, spec)
 
 
-def initialize_(module: nn.Module, device: str | torch.device, seed: int) -> None:
+def initialize_(module: nn.Module, device: str | torch.device, seed: int, only: Container[str] | None = None) -> None:
     """Fill every parameter of ``module`` in place; parameters on the meta device move to ``device``.
 
     One tensor at a time is drawn in full, in float32, from a seed of ``seed`` and its name within ``module``, so any
@@ -92,12 +92,15 @@ def initialize_(module: nn.Module, device: str | torch.device, seed: int) -> Non
         module: The root of the names.
         device: Where tensors are drawn, and where meta parameters go.
         seed: Seed of the run, equal on all ranks.
+        only: Names of the parameters to fill; None means all.
 
     Raises:
         ValueError: If a parameter carries no initializer.
     """
     done: dict[int, nn.Parameter] = {}
     for name, owner, key, parameter in list(_slots(module)):
+        if only is not None and name not in only:
+            continue
         if id(parameter) not in done:
             done[id(parameter)] = _materialised(parameter, torch.device(device))
             _fill_(done[id(parameter)], name, seed)

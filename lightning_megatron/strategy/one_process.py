@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.shards import padded_vocab_size
 from lightning_megatron.strategy.name_order import merge_orders, order_groups
 from lightning_megatron.training.main_parameters import MainParameters
 
-#: Tensors of a GPT whose rows are the vocabulary.
-_VOCABULARY = ("embedding.word.weight", "head.weight")
+#: Tensors of a GPT or an Encoder whose rows are the vocabulary.
+_VOCABULARY = ("embedding.word.weight", "head.weight", "head.bias")
 
 
 def describe_for_one_process(
@@ -66,7 +67,7 @@ def padded_rows(module: nn.Module) -> dict[str, int]:
     """Count the rows that vocabulary tables have in one process, where these are more than the vocabulary (rows)."""
     rows: dict[str, int] = {}
     for prefix, part in module.named_modules():
-        if isinstance(part, GPT):
+        if isinstance(part, (GPT, Encoder)):
             size = padded_vocab_size(part.config.vocab_size, 1, part.config.vocab_multiple)
             if size > part.config.vocab_size:
                 held = dict(part.named_parameters())

@@ -15,8 +15,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.agree import agree_on_values
 from lightning_megatron.swap.build import Site
 from lightning_megatron.swap.families import Family
-from lightning_megatron.swap.hugging_face import NOTE as HELD_WHOLE
-from lightning_megatron.swap.hugging_face import family_of_module, language_model
+from lightning_megatron.swap.hugging_face import family_of_module, is_part, swapped_model
 from lightning_megatron.swap.own_plan import is_hugging_face, own_plan, planned_kinds, whole_parts
 from lightning_megatron.swap.plan import Place, choose_kinds, places_of
 from lightning_megatron.swap.record import SwapRecord
@@ -97,7 +96,7 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
     swaps = _chosen(places, kinds, mesh)
     agree_on_values(module, places, mesh)
     built = [_model(place, mesh) for place in _first_names(places) if is_foreign(place.module, mesh)]
-    built += [_language_model(place, family, mesh) for place, family in _known_models(places, kinds)]
+    built += [_known_model(place, family, mesh) for place, family in _known_models(places, kinds)]
     models = [swap.place.name for swap in built]
     built += [_block(number, *choice, mesh) for number, choice in enumerate(swaps)]
     tie(module, {key: home for swap in built for key, home in _homes(swap).items()}, models)
@@ -194,17 +193,26 @@ def _model(place: Place, mesh: ParallelMesh) -> _Swap:
 
 def _known_models(places: Sequence[Place], kinds: Mapping[str, str]) -> Iterator[tuple[Place, Family]]:
     """List Hugging Face's models that have a family, but those that the plan leaves alone or cuts itself."""
+    around: list[str] = []
+    taken: list[str] = []
     for place in _first_names(places):
-        family = family_of_module(place.module)
+        if not is_hugging_face(place.module) or _is_inside(place, taken):
+            continue
+        family, within = family_of_module(place.module), _is_inside(place, around)
+        around.append(place.name)
         inside = {kind for name, kind in kinds.items() if name == place.name or name.startswith(f"{place.name}.")}
-        if family is not None and inside <= {"auto"}:
+        if family is not None and inside <= {"auto"} and not (within and is_part(place.module)):
+            taken.append(place.name)
             yield place, family
 
 
-def _language_model(place: Place, family: Family, mesh: ParallelMesh) -> _Swap:
-    had_values = not any(parameter.is_meta for parameter in place.module.parameters())
-    note = HELD_WHOLE if had_values and mesh.tp.size * mesh.pp.size > 1 else ""
-    return _Swap(place, "model", language_model(place.name, place.module, family, mesh), note=note)
+def _is_inside(place: Place, names: Sequence[str]) -> bool:
+    return any(place.name.startswith(f"{name}.") for name in names)
+
+
+def _known_model(place: Place, family: Family, mesh: ParallelMesh) -> _Swap:
+    model = swapped_model(place.name, place.module, family, mesh)
+    return _Swap(place, "model", model.module, note=model.note)
 
 
 def _with_own_plans(places: Sequence[Place], kinds: Mapping[str, str]) -> list[tuple[Place, dict[str, str]]]:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
-from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.swap.families.family import Family
+from lightning_megatron.swap.families.family import Family, ModelConfig
 from lightning_megatron.swap.mapping import named
 from lightning_megatron.swap.safetensors_folder import CONFIG, DTYPES, INDEX, LENGTH_BYTES, WEIGHTS
 
@@ -30,7 +29,7 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 def foreign_tensors(
-    full_tensors: Iterable[tuple[str, Tensor]], family: Family, config: GPTConfig
+    full_tensors: Iterable[tuple[str, Tensor]], family: Family, config: ModelConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """Turn full tensors of ours into those of a family, one after the other.
 
@@ -63,6 +62,10 @@ def foreign_tensors(
         yield from tensor.split(full.detach()).items()
         # The next one may be gathered into this one's memory.
         del full
+    heads = {name for name, tensor in table.items() if all(family.is_head(source.name) for source in tensor.sources)}
+    if heads == left.keys():
+        # The model was built without its head, and Hugging Face reads it so.
+        return
     if left:
         raise CheckpointMismatchError(
             f"the tensors must be those of a {family.architecture} of this configuration: {named(left)} missing. "

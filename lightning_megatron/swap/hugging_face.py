@@ -1,7 +1,8 @@
-"""Replace the causal language models of Hugging Face, whole, by a GPT behind their own call."""
+"""Replace models of Hugging Face, whole, by a GPT or an Encoder behind their own call."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,12 +11,15 @@ from torch import nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
 from lightning_megatron.swap.families import Family, find_family
 from lightning_megatron.swap.generation import generating
 from lightning_megatron.swap.language_model import HuggingFaceLM, LabelledGPT
 from lightning_megatron.swap.load import load_from
-from lightning_megatron.swap.mapping import TensorReader, TensorsInMemory
+from lightning_megatron.swap.mapping import TensorsInMemory, named
 from lightning_megatron.swap.pretrained import folder_of
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
@@ -33,10 +37,32 @@ def family_of_module(module: nn.Module) -> Family | None:
     return find_family(type(module).__name__)
 
 
-def language_model(name: str, source: Any, family: Family, mesh: ParallelMesh) -> HuggingFaceLM:
-    """Return this rank's part of a Hugging Face model.
+def is_part(module: Any) -> bool:
+    """Tell whether a Hugging Face model has no head that its class gives it, and has its values.
 
-    A model without values (on the meta device) gets those of its folder, or new ones that do not depend on the layout.
+    Inside a larger one of Hugging Face it stays, because that reads its tensors and may share them.
+    """
+    return module.base_model is module and not any(parameter.is_meta for parameter in module.parameters())
+
+
+@dataclass(frozen=True)
+class SwappedModel:
+    """Hold a model that takes the place of a Hugging Face one.
+
+    Args:
+        module: The model.
+        note: What the log should say about it.
+    """
+
+    module: nn.Module
+    note: str = ""
+
+
+def swapped_model(name: str, source: Any, family: Family, mesh: ParallelMesh) -> SwappedModel:
+    """Return this rank's part of a Hugging Face model, behind its call.
+
+    A model without values (on the meta device) gets those of its folder, or new ones that do not depend on the layout;
+    so does a head that the folder lacks.
 
     Args:
         name: Name of the model, for errors.
@@ -45,41 +71,50 @@ def language_model(name: str, source: Any, family: Family, mesh: ParallelMesh) -
         mesh: The groups of this rank.
 
     Raises:
-        UnsupportedError: For settings that no GPT has, or parameters that are partly frozen.
+        UnsupportedError: For settings that no model of ours has, or parameters that are partly frozen.
         ParallelPlanError: If the layout cannot hold the model.
         CheckpointMismatchError: If the model has other tensors than its family.
     """
+    model = _built(source, family, mesh)
+    had_values = not any(parameter.is_meta for parameter in source.parameters())
+    folder = folder_of(source)
+    note = NOTE if had_values and mesh.tp.size * mesh.pp.size > 1 else ""
+    if had_values:
+        load_from(model, TensorsInMemory(source.state_dict()), family)
+    elif folder is None:
+        initialize_(model, mesh.device, torch.initial_seed())
+    else:
+        missing = load_from(model, SafetensorsFolder(folder), family, torch.initial_seed())
+        note = f"{named(missing)} are not in {folder} and keep their first values." if missing else note
+    _freeze(name, model, source, family)
+    if any(getattr(part, "gradient_checkpointing", False) for part in source.modules()):
+        model.recompute = "full"
+    if isinstance(model, Encoder):
+        return SwappedModel(HuggingFaceEncoder(model, source.config, family).train(source.training), note)
+    language_model = generating(HuggingFaceLM(model, source.config, family), source)
+    return SwappedModel(language_model.train(source.training), note)
+
+
+def _built(source: Any, family: Family, mesh: ParallelMesh) -> LabelledGPT | Encoder:
     config = family.config(source.config.to_dict())
     before = torch.get_default_dtype()
     torch.set_default_dtype(source.dtype)
     try:
         with torch.device("meta"):
-            gpt = LabelledGPT(config, mesh)
+            if isinstance(config, GPTConfig):
+                return LabelledGPT(config, mesh)
+            # Whether there is a pooler is not said by the configuration.
+            has_head = config.head != "pooler" or source.pooler is not None
+            return Encoder(config if has_head else replace(config, head="none"), mesh)
     finally:
         torch.set_default_dtype(before)
-    reader = _values(source)
-    if reader is None:
-        initialize_(gpt, mesh.device, torch.initial_seed())
-    else:
-        load_from(gpt, reader, family)
-    _freeze(name, gpt, source, family)
-    if any(getattr(part, "gradient_checkpointing", False) for part in source.modules()):
-        gpt.recompute = "full"
-    return generating(HuggingFaceLM(gpt, source.config, family), source).train(source.training)
 
 
-def _values(source: nn.Module) -> TensorReader | None:
-    if not any(parameter.is_meta for parameter in source.parameters()):
-        return TensorsInMemory(source.state_dict())
-    folder = folder_of(source)
-    return None if folder is None else SafetensorsFolder(folder)
-
-
-def _freeze(name: str, gpt: GPT, source: nn.Module, family: Family) -> None:
+def _freeze(name: str, model: GPT | Encoder, source: nn.Module, family: Family) -> None:
     """Train what was trained."""
     trained = {key: parameter.requires_grad for key, parameter in source.named_parameters(remove_duplicate=False)}
-    own = dict(gpt.named_parameters())
-    for tensor in family.tensors(gpt.config):
+    own = dict(model.named_parameters())
+    for tensor in family.tensors(model.config):
         if tensor.target in own:
             kinds = {trained[one.name] for one in tensor.sources if one.name in trained}
             if len(kinds) > 1:

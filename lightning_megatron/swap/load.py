@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.mapping import Slices, TensorMap, TensorReader, TensorsInMemory, named
@@ -17,7 +19,9 @@ from lightning_megatron.swap.mapping import Slices, TensorMap, TensorReader, Ten
 _WORD_EMBEDDING = "embedding.word.weight"
 
 
-def load_from(model: GPT, tensors: TensorReader | Mapping[str, Tensor], family: Family) -> None:
+def load_from(
+    model: GPT | Encoder, tensors: TensorReader | Mapping[str, Tensor], family: Family, seed: int | None = None
+) -> tuple[str, ...]:
     """Fill the parameters that this rank holds, converted to their dtype; those on the meta device move to the mesh's.
 
     Names and shapes are compared before anything is changed. Padding is zero.
@@ -26,6 +30,10 @@ def load_from(model: GPT, tensors: TensorReader | Mapping[str, Tensor], family: 
         model: Any rank's part of a model whose configuration the family made.
         tensors: A folder of safetensors files, or a state dict.
         family: How the tensors are named and cut.
+        seed: Seed of the first values of a head that is not among the tensors, equal on all ranks; None refuses that.
+
+    Returns:
+        Names of the tensors of heads that were missing, the same on every rank.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, left over or of another shape, on either side, or a head that
@@ -33,11 +41,16 @@ def load_from(model: GPT, tensors: TensorReader | Mapping[str, Tensor], family: 
     """
     reader = reader_of(tensors, family)
     table = {tensor.target: tensor for tensor in family.tensors(model.config)}
-    check_tensors(reader, table.values(), family, model.config.tie_embeddings)
+    missing = check_tensors(reader, table.values(), family, model.config.tie_embeddings, may_lack=seed is not None)
     _check_parameters(model, table)
+    drawn = {target for target, tensor in table.items() if not missing.isdisjoint(tensor.source_shapes)}
+    if seed is not None:
+        initialize_(model, model.mesh.device, seed, drawn)
     for name, parameter in list(model.named_parameters()):
         spec = shard_spec_of(parameter, model.mesh.tp.rank)
         tensor = table[spec.tied_to or name]
+        if tensor.target in drawn:
+            continue
         if parameter.is_meta:
             parameter = _materialised(model, name, parameter)
         with torch.no_grad():
@@ -47,6 +60,7 @@ def load_from(model: GPT, tensors: TensorReader | Mapping[str, Tensor], family: 
                 tensor.fill(view, box.offsets, box.sizes, reader)
         if tensor.target == _WORD_EMBEDDING and model.config.tie_embeddings and family.head in reader.names():
             _check_tied(parameter, reader, family)
+    return tuple(sorted(missing))
 
 
 @dataclass(frozen=True)
@@ -90,9 +104,9 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
     reader = TensorsInMemory(tensors) if isinstance(tensors, Mapping) else tensors
     own: dict[str, str] = {}
     for name in reader.names():
-        if own.setdefault(_renamed(name, family), name) != name:
+        if own.setdefault(family.present_name(name), name) != name:
             raise CheckpointMismatchError(
-                f"a tensor must be there once: {own[_renamed(name, family)]!r} and {name!r} are the same of a "
+                f"a tensor must be there once: {own[family.present_name(name)]!r} and {name!r} are the same of a "
                 f"{family.architecture}, by its present and an earlier name. One would be lost. Remove one of them."
             )
     if own and not any(name.startswith(family.base) for name in own):
@@ -100,21 +114,20 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
     return RenamedTensors(reader, {name: first for name, first in own.items() if not family.ignores(name)})
 
 
-def _renamed(name: str, family: Family) -> str:
-    for earlier, present in family.renamed:
-        if name.startswith(earlier):
-            return f"{present}{name.removeprefix(earlier)}"
-    return name
-
-
-def check_tensors(reader: RenamedTensors, table: Iterable[TensorMap], family: Family, is_tied: bool) -> None:
-    """Refuse tensors that are not exactly those of a table.
+def check_tensors(
+    reader: RenamedTensors, table: Iterable[TensorMap], family: Family, is_tied: bool, may_lack: bool = False
+) -> frozenset[str]:
+    """Refuse tensors that are not exactly those of a table; heads of other classes are overlooked.
 
     Args:
         reader: The tensors.
         table: What must be there, and nothing else.
         family: How they are named.
         is_tied: Whether the output head is the embedding, which it may be beside.
+        may_lack: Whether tensors of heads may be missing.
+
+    Returns:
+        Names of those that are.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, left over or of another shape.
@@ -123,6 +136,9 @@ def check_tensors(reader: RenamedTensors, table: Iterable[TensorMap], family: Fa
     if is_tied and family.head in reader.own:
         shapes[family.head] = shapes[family.embedding]
     missing, unknown = shapes.keys() - reader.own.keys(), reader.own.keys() - shapes.keys()
+    unknown = {name for name in unknown if not family.is_head(name)}
+    lacking = frozenset(name for name in missing if may_lack and family.is_head(name))
+    missing = missing - lacking
     if missing or unknown:
         parts = [f"{named(missing)} missing"] if missing else []
         parts += [f"{named(unknown)} left over"] if unknown else []
@@ -133,7 +149,7 @@ def check_tensors(reader: RenamedTensors, table: Iterable[TensorMap], family: Fa
     other = [
         f"{name!r} {reader.shape(name)} instead of {shape}"
         for name, shape in shapes.items()
-        if reader.shape(name) != shape
+        if name not in lacking and reader.shape(name) != shape
     ]
     if other:
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
@@ -141,6 +157,7 @@ def check_tensors(reader: RenamedTensors, table: Iterable[TensorMap], family: Fa
             f"the tensors must have the shapes of this configuration: {other[0]}{more}. Sizes differ. Load the weights "
             "that belong to the configuration."
         )
+    return lacking
 
 
 def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
@@ -183,7 +200,7 @@ def _check_tied(parameter: Tensor, reader: RenamedTensors, family: Family) -> No
             )
 
 
-def _materialised(model: GPT, name: str, parameter: nn.Parameter) -> nn.Parameter:
+def _materialised(model: GPT | Encoder, name: str, parameter: nn.Parameter) -> nn.Parameter:
     path, _, key = name.rpartition(".")
     # A meta tensor cannot change its device in place: the new Parameter takes over what was attached to the old one.
     result = nn.Parameter(torch.empty_like(parameter, device=model.mesh.device), requires_grad=parameter.requires_grad)

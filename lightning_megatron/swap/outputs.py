@@ -1,4 +1,4 @@
-"""What a swapped language model returns: Hugging Face's output, with logits that are gathered when they are read."""
+"""What swapped models return: Hugging Face's outputs, with logits of tokens that are gathered when they are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,31 @@ from typing import Any
 from torch import Tensor
 
 
-class CausalLMOutput:
+class _Output:
+    """Give the entries that are there by name, by position and in order."""
+
+    hidden_states: None = None
+    attentions: None = None
+
+    def keys(self) -> tuple[str, ...]:
+        """List the entries that are there."""
+        raise NotImplementedError
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Return the entries that are there, in Hugging Face's order."""
+        return tuple(getattr(self, key) for key in self.keys())
+
+    def __getitem__(self, key: int | slice | str) -> Any:
+        """Return an entry by name or position."""
+        if isinstance(key, str):
+            if key not in self.keys():
+                raise KeyError(key)
+            return getattr(self, key)
+        names = self.keys()[key]
+        return getattr(self, names) if isinstance(names, str) else tuple(getattr(self, name) for name in names)
+
+
+class CausalLMOutput(_Output):
     """Hold the loss, and the logits for whoever reads them.
 
     Equal to Hugging Face's CausalLMOutputWithPast: attributes, keys and positions, without entries that are None.
@@ -19,8 +43,6 @@ class CausalLMOutput:
     """
 
     past_key_values: None = None
-    hidden_states: None = None
-    attentions: None = None
 
     def __init__(self, loss: Tensor | None, gather: Callable[[], Tensor]) -> None:
         self.loss, self._gather = loss, gather
@@ -53,15 +75,41 @@ class CausalLMOutput:
         """List the entries that are there."""
         return ("logits",) if self.loss is None else ("loss", "logits")
 
-    def to_tuple(self) -> tuple[Any, ...]:
-        """Return the entries that are there, in Hugging Face's order."""
-        return tuple(getattr(self, key) for key in self.keys())
 
-    def __getitem__(self, key: int | slice | str) -> Any:
-        """Return an entry by name or position."""
-        if isinstance(key, str):
-            if key not in self.keys():
-                raise KeyError(key)
-            return getattr(self, key)
-        names = self.keys()[key]
-        return getattr(self, names) if isinstance(names, str) else tuple(getattr(self, name) for name in names)
+class MaskedLMOutput(CausalLMOutput):
+    """Hold the loss, and the logits for whoever reads them.
+
+    Equal to Hugging Face's MaskedLMOutput: attributes, keys and positions, without entries that are None.
+    """
+
+
+class EncoderOutput(_Output):
+    """Hold what an encoder, or a classifier of sequences, returns.
+
+    Equal to Hugging Face's BaseModelOutputWithPoolingAndCrossAttentions and SequenceClassifierOutput: attributes, keys
+    and positions, without entries that are None.
+
+    Args:
+        loss: Mean over the labels.
+        logits: Of the classes ``(B, num_labels)``.
+        last_hidden_state: Output of the last layer ``(B, S, D)``.
+        pooler_output: Output of the pooler ``(B, D)``.
+    """
+
+    past_key_values: None = None
+    cross_attentions: None = None
+
+    def __init__(
+        self,
+        loss: Tensor | None = None,
+        logits: Tensor | None = None,
+        last_hidden_state: Tensor | None = None,
+        pooler_output: Tensor | None = None,
+    ) -> None:
+        self.loss, self.logits = loss, logits
+        self.last_hidden_state, self.pooler_output = last_hidden_state, pooler_output
+
+    def keys(self) -> tuple[str, ...]:
+        """List the entries that are there."""
+        names = ("loss", "logits", "last_hidden_state", "pooler_output")
+        return tuple(name for name in names if getattr(self, name) is not None)

@@ -1,6 +1,8 @@
-"""Families of foreign language models: their configurations and tensors as those of a GPT."""
+"""Families of foreign models: their configurations and tensors as those of a GPT or an Encoder."""
 
+from lightning_megatron.swap.families.encoder import EncoderNames as EncoderNames
 from lightning_megatron.swap.families.family import Family as Family
+from lightning_megatron.swap.families.family import ModelConfig as ModelConfig
 from lightning_megatron.swap.families.family import Names as Names
 from lightning_megatron.swap.families.fields import ConfigTable as ConfigTable
 from lightning_megatron.swap.families.fields import Field as Field

@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.swap.mapping import Source, TensorMap
+
+ModelConfig: TypeAlias = GPTConfig | EncoderConfig
+"""The settings of a model of ours; their type says which model it is."""
 
 
 @dataclass(frozen=True)
@@ -17,29 +21,42 @@ class Family:
 
     Args:
         model_type: Its name in configurations, such as ``llama``.
-        architecture: Name of the class of its language model, such as ``LlamaForCausalLM``.
-        config: Turns a configuration of the family into ours, or refuses it.
+        architecture: Name of the class of the model, such as ``LlamaForCausalLM``.
+        config: Turns a configuration of the family into a ``ModelConfig`` of ours, or refuses it.
         tensors: Lists where the full tensors of a model come from.
         base: What names begin with in a file of the language model and not in one of the model without its head.
         ignored: Patterns of whole names that files may have and that hold no weights, such as masks.
-        renamed: Beginnings that names had in earlier files, and what they are now.
+        renamed: Patterns of parts of names in other files of the family, and what they are in those of the class.
         head: Name of the output head's weight, which a file may have beside the embedding it is tied to.
         embedding: Name of the token embedding's weight.
+        heads: Patterns of whole names of tensors that belong to heads. A file may have those of other classes, which
+            are left out, and lack those of this one, which then keep their first values.
     """
 
     model_type: str
     architecture: str
-    config: Callable[[Mapping[str, Any]], GPTConfig]
-    tensors: Callable[[GPTConfig], tuple[TensorMap, ...]]
+    config: Callable[[Mapping[str, Any]], Any]
+    tensors: Callable[[Any], tuple[TensorMap, ...]]
     base: str = "model."
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     head: str = "lm_head.weight"
     embedding: str = "model.embed_tokens.weight"
+    heads: tuple[str, ...] = ()
 
     def ignores(self, name: str) -> bool:
         """Tell whether a tensor of this name holds no weights."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+
+    def is_head(self, name: str) -> bool:
+        """Tell whether a tensor of this name belongs to a head."""
+        return any(re.fullmatch(pattern, name) for pattern in self.heads)
+
+    def present_name(self, name: str) -> str:
+        """Return the name that a tensor of a file has in the class."""
+        for earlier, present in self.renamed:
+            name = re.sub(earlier, present, name)
+        return name
 
 
 @dataclass(frozen=True)

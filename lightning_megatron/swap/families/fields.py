@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.legal_values import one_of
+from lightning_megatron.swap.families.family import ModelConfig
 
 Values: TypeAlias = Mapping[str, Any]
 """Fields of a foreign configuration by name, with the family's defaults where they are not given."""
@@ -44,7 +45,7 @@ class Field:
     Args:
         name: Its name there.
         default: What it is where it is not given.
-        becomes: The field of GPTConfig that has its value, or what computes fields of GPTConfig from all values of the
+        becomes: The field of ours that has its value, or what computes fields of ours from all values of the
             configuration; None if it says nothing itself, because another field's rule reads it.
         only: The values that the family is computed with; None allows all.
         why: Why there is no other.
@@ -80,16 +81,18 @@ class ConfigTable:
     Args:
         family: Name of the family, for messages.
         fields: What the fields become.
-        fixed: Fields of GPTConfig that all models of the family share.
+        fixed: Fields of ours that all models of the family share.
         irrelevant: Names of further fields that change nothing in a training.
+        builds: Makes our configuration of its fields.
     """
 
     family: str
     fields: tuple[Field, ...]
     fixed: Mapping[str, Any]
     irrelevant: frozenset[str] = frozenset()
+    builds: Callable[..., ModelConfig] = GPTConfig
 
-    def __call__(self, config: Values) -> GPTConfig:
+    def __call__(self, config: Values) -> ModelConfig:
         """Return our configuration of a model.
 
         Args:
@@ -113,7 +116,7 @@ class ConfigTable:
             elif rule.becomes is not None:
                 self._check_type(rule, value)
                 found[rule.becomes] = value
-        return GPTConfig(**found)
+        return self.builds(**found)
 
     def _check_type(self, rule: Field, value: Any) -> None:
         legal = (int, float) if isinstance(rule.default, float) else type(rule.default)

@@ -114,6 +114,6 @@ GPT_NEOX = Family(
     ),
     base="gpt_neox.",
     ignored=(r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",),
-    renamed=(("embed_out.", "lm_head."),),
+    renamed=((r"^embed_out\.", "lm_head."),),
     embedding="gpt_neox.embed_in.weight",
 )

@@ -6,6 +6,14 @@ from collections.abc import Iterable
 from importlib import metadata
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.swap.families.encoder import (
+    BERT,
+    BERT_CLASSES,
+    BERT_MASKED,
+    ROBERTA,
+    ROBERTA_CLASSES,
+    ROBERTA_MASKED,
+)
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.gpt2 import GPT2, GPT_NEOX
 from lightning_megatron.swap.families.llama import GEMMA, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
@@ -13,7 +21,10 @@ from lightning_megatron.swap.families.llama import GEMMA, LLAMA, MISTRAL, PHI3, 
 #: Entry points under which packages offer families of their own.
 ENTRY_POINTS = "lightning_megatron.families"
 
-FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, PHI3, GPT_NEOX)
+FAMILIES: tuple[Family, ...] = (
+    *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, PHI3, GPT_NEOX),
+    *(BERT_MASKED, BERT_CLASSES, BERT, ROBERTA_MASKED, ROBERTA_CLASSES, ROBERTA),
+)
 
 
 def families(further: Iterable[Family] = ()) -> tuple[Family, ...]:

@@ -1,0 +1,114 @@
+"""Small layers that every tensor-parallel rank holds whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.groups.collectives import reduce_from_axis
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
+from lightning_megatron.layers.loss import check_ids
+from lightning_megatron.plan.shards import whole_range
+
+
+class ReplicatedLinear(nn.Module):
+    """Compute ``x A^T + b`` on every tensor-parallel rank.
+
+    Equal to torch.nn.Linear(in_features, out_features).
+
+    Shapes: input ``(..., in)``; output ``(..., out)``.
+
+    Args:
+        in_features: Size of each input vector (elements).
+        out_features: Size of each output vector (elements).
+        mesh: The groups of this rank.
+        partial: Whether each rank multiplies other vectors than its neighbours; otherwise all multiply the same ones.
+        initializer: How the weight starts; the bias starts at zero.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: ParallelMesh,
+        *,
+        partial: bool,
+        initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__()
+        whole = [whole_range(out_features, mesh.tp.rank)]
+        drawn = initializer or Initializer.normal()
+        self.weight = sharded_parameter((out_features, in_features), whole, drawn, partial=partial)
+        self.bias = sharded_parameter((out_features,), whole, ZEROS, partial=partial)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the outputs."""
+        return F.linear(hidden, self.weight, self.bias)
+
+
+class TableEmbedding(nn.Module):
+    """Look vectors of ids up in a small table, such as that of positions or of kinds of tokens.
+
+    Equal to torch.nn.Embedding(num_rows, hidden_size, padding_idx=untrained), transposed to sequence first.
+
+    Shapes: ids ``(B, S)``; output ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``.
+
+    Args:
+        num_rows: Rows of the table.
+        hidden_size: Size of each vector (elements).
+        mesh: The groups of this rank.
+        untrained: A row that gets no gradient; None means that all do.
+        initializer: How the table starts.
+
+    Raises:
+        IndexError: In forward, if an id is outside the table (on CPU; a CUDA kernel asserts).
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        hidden_size: int,
+        mesh: ParallelMesh,
+        *,
+        untrained: int | None = None,
+        initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__()
+        self.mesh, self.untrained = mesh, untrained
+        self.weight = sharded_parameter(
+            (num_rows, hidden_size),
+            [whole_range(num_rows, mesh.tp.rank)],
+            initializer or Initializer.normal(),
+            # Under sequence parallelism each rank looks up its own places only.
+            partial=mesh.sequence_parallel,
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the vectors of this rank's places."""
+        check_ids(ids, self.weight.shape[0])
+        return F.embedding(own_places(ids, self.mesh), self.weight, padding_idx=self.untrained)
+
+
+def own_places(ids: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Return what is known of the places of this rank, sequence first.
+
+    Shapes: ids ``(B, S)``; output ``(S, B)`` or, under sequence parallelism, ``(S/tp, B)``.
+    """
+    return ids.t().chunk(mesh.tp.size)[mesh.tp.rank] if mesh.sequence_parallel else ids.t()
+
+
+def first_place(hidden: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Return the vectors of the first place of every sequence on all tensor-parallel ranks.
+
+    What follows must be computed alike on all of them; its gradient is then counted once.
+
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, D)``.
+    Communication: under sequence parallelism an all-reduce over tp forward, none backward.
+    """
+    if not mesh.sequence_parallel:
+        return hidden[0]
+    # The other ranks go on with a gradient of zero, because the layers before wait for theirs.
+    elsewhere = torch.full((), mesh.tp.rank != 0, dtype=torch.bool, device=hidden.device)
+    return reduce_from_axis(hidden[0].masked_fill(elsewhere, 0.0), mesh.tp)

@@ -1,0 +1,233 @@
+"""Encoder: BERT and RoBERTa, cut over tensor and pipeline axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import gather_from_axis
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention import SelfAttention
+from lightning_megatron.layers.block import TransformerBlock
+from lightning_megatron.layers.embedding import VocabParallelEmbedding
+from lightning_megatron.layers.encoder_embedding import EncoderEmbedding
+from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
+from lightning_megatron.layers.mlp import MLP
+from lightning_megatron.layers.norm import LayerNorm
+from lightning_megatron.layers.padding_mask import padding_mask
+from lightning_megatron.layers.recompute import check_recompute
+from lightning_megatron.layers.replicated import TableEmbedding
+from lightning_megatron.models.config_checks import check_length
+from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.encoder_heads import Classifier, MaskedLMHead, Pooler
+from lightning_megatron.models.layered import LayeredModule, dtype_of_products
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderResult:
+    """Hold what an encoder computes; what its head does not compute is None.
+
+    Args:
+        hidden: Output of the last layer ``(S, B, D)``, or this rank's part of it ``(S/tp, B, D)``.
+        pooled: Output of the pooler ``(B, D)``.
+        logits: Of a classifier ``(B, num_labels)``; of a masked language model this rank's columns
+            ``(S, B, padded V/tp)``.
+        losses: Of a masked language model with labels ``(B, S)``, 0 where they are ignored.
+    """
+
+    hidden: Tensor | None = None
+    pooled: Tensor | None = None
+    logits: Tensor | None = None
+    losses: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderInput:
+    """Describe the rows of a batch; all but tokens or vectors may be left out.
+
+    Shapes: all ``(B, S)`` but vectors ``(B, S, D)``.
+
+    Args:
+        tokens: Token ids; None where vectors are given.
+        vectors: What replaces the tokens' vectors.
+        valid: False at padding, which nobody sees; None means no padding.
+        positions: Position of every token; None means those of the configuration.
+        token_types: Kind of every token; None means 0.
+    """
+
+    tokens: Tensor | None = None
+    vectors: Tensor | None = None
+    valid: Tensor | None = None
+    positions: Tensor | None = None
+    token_types: Tensor | None = None
+
+    @property
+    def given(self) -> Tensor:
+        """Return tokens or vectors.
+
+        Raises:
+            UnsupportedError: If there are neither, or both.
+        """
+        found = self.vectors if self.tokens is None else self.tokens
+        if found is None or (self.tokens is not None and self.vectors is not None):
+            raise UnsupportedError(
+                f"an encoder takes tokens or vectors: {'neither' if found is None else 'both'} were given. One stands "
+                "for the other. Give one of them."
+            )
+        return found
+
+
+class Encoder(LayeredModule):
+    """Read whole sequences in both directions; hold only this rank's shards of this rank's layers.
+
+    Equal to Hugging Face's BertModel and RobertaModel, and their models for masked language and for classes of
+    sequences, with the same weights, under every layout.
+
+    Args:
+        config: Shape of the model.
+        mesh: The groups of this rank; None means one process that holds everything.
+        seed: Seed of the initial weights, equal on all ranks; None means ``torch.initial_seed()``.
+
+    Raises:
+        ParallelPlanError: If the layout cannot hold the model.
+    """
+
+    config: EncoderConfig
+
+    def __init__(self, config: EncoderConfig, mesh: ParallelMesh | None = None, seed: int | None = None) -> None:
+        super().__init__(config, mesh, seed)
+
+    def _build(self) -> None:
+        config, mesh = self.config, self.mesh
+        self.embedding = _embedding(config, mesh) if self.is_first_stage() else None
+        indices = [index for layers in self._layers_of_chunk for index in layers]
+        self.layers = nn.ModuleDict({str(index): _block(config, mesh, index) for index in indices})
+        self.head: nn.Module | None = None
+        if self.is_last_stage():
+            if config.head == "pooler":
+                self.head = Pooler(config, mesh)
+            elif config.head == "classifier":
+                self.head = Classifier(config, mesh)
+            elif config.head == "masked_lm":
+                self.head = MaskedLMHead(config, mesh, holds_copy=mesh.pp.size > 1)
+
+    def forward(self, rows: EncoderInput, labels: Tensor | None = None, ignore_index: int = -100) -> EncoderResult:
+        """Return what the layers and the head compute.
+
+        Shapes: labels ``(B, S)``.
+
+        Args:
+            rows: The batch, equal on every stage.
+            labels: Tokens that a masked language model should have found, or ``ignore_index``.
+            ignore_index: Label whose loss is zero.
+
+        Raises:
+            ParallelPlanError: If the sequence is too long, or does not divide by tp under sequence parallelism.
+            UnsupportedError: If there are neither tokens nor vectors, or both.
+            IndexError: If an id is outside its table (on CPU; a CUDA kernel asserts).
+            StageDone: On pipeline stages that do not compute the result.
+
+        Communication: that of the layers.
+        """
+        given = rows.given
+        self.check_callable_whole()
+        check_recompute(self.recompute)
+        # Positions that are given, or that leave padding out, may be few in a long row.
+        is_counted = rows.positions is None and (self.config.positions == "row" or rows.tokens is None)
+        longest = self.config.max_seq_length if is_counted else given.shape[1]
+        check_length(given.shape[1], longest, self.mesh.tp.size if self.mesh.sequence_parallel else 1)
+        self._advance_own_streams(given.device)
+        result: EncoderResult = self.run_stage(
+            lambda: self._embed(rows, given),
+            lambda hidden, chunk: self._run_layers(hidden, chunk, rows.valid),
+            lambda hidden: self._result(hidden, labels, ignore_index),
+            lambda: self.boundary(given),
+        )
+        return result
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """Return the last layer's output on every tensor-parallel rank, for what all of them compute alike.
+
+        Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, S, D)``.
+        Communication: under sequence parallelism an all-gather over tp forward, none backward.
+        """
+        full = gather_from_axis(hidden, self.mesh.tp, dim=0) if self.mesh.sequence_parallel else hidden
+        return full.transpose(0, 1)
+
+    def _embed(self, rows: EncoderInput, given: Tensor) -> Tensor:
+        assert self.embedding is not None, "the first virtual stage holds the embedding"
+        positions = self._positions(rows, given) if rows.positions is None else rows.positions
+        kinds = torch.zeros_like(positions) if rows.token_types is None else rows.token_types
+        hidden: Tensor = self.embedding(rows.tokens, positions, kinds, rows.vectors)
+        return hidden
+
+    def _positions(self, rows: EncoderInput, given: Tensor) -> Tensor:
+        if self.config.positions == "tokens" and rows.tokens is not None:
+            padding = self.config.padding_token
+            assert padding is not None, "a configuration that counts tokens names their padding"
+            counted = (rows.tokens != padding).long()
+            return counted.cumsum(1) * counted + padding
+        first, (num_sequences, length) = self.config.first_position, given.shape[:2]
+        return torch.arange(first, first + length, device=given.device).expand(num_sequences, length)
+
+    def _run_layers(self, hidden: Tensor, chunk: int, valid: Tensor | None) -> Tensor:
+        mask = padding_mask(valid, dtype=dtype_of_products(hidden))
+        for index in self._layers_of_chunk[chunk]:
+            hidden = self.layers[str(index)](hidden, None, self.recompute, mask)
+        return hidden
+
+    def _result(self, hidden: Tensor, labels: Tensor | None, ignore_index: int) -> EncoderResult:
+        head: Any = self.head
+        if self.config.head == "classifier":
+            return EncoderResult(hidden, logits=head(hidden))
+        if self.config.head == "pooler":
+            return EncoderResult(hidden, pooled=head(hidden))
+        if self.config.head == "none":
+            return EncoderResult(hidden)
+        logits = head(hidden, None if self.embedding is None else self.embedding.word.weight)
+        if labels is None:
+            return EncoderResult(logits=logits)
+        losses = vocab_parallel_cross_entropy(
+            logits, labels.t(), self.mesh, self.config.vocab_size, ignore_index=ignore_index, overwrite_logits=True
+        )
+        return EncoderResult(logits=logits, losses=losses.t().contiguous())
+
+
+def _embedding(config: EncoderConfig, mesh: ParallelMesh) -> EncoderEmbedding:
+    drawn, size = Initializer.normal(config.init_std), config.hidden_size
+    untrained = config.padding_token if config.positions == "tokens" else None
+    return EncoderEmbedding(
+        VocabParallelEmbedding(config.vocab_size, size, mesh, multiple=config.vocab_multiple, initializer=drawn),
+        TableEmbedding(config.num_positions, size, mesh, untrained=untrained, initializer=drawn),
+        TableEmbedding(config.num_token_types, size, mesh, initializer=drawn),
+        LayerNorm(size, mesh, eps=config.norm_eps),
+        mesh=mesh,
+        dropout=config.hidden_dropout,
+        untrained=config.padding_token,
+    )
+
+
+def _block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
+    size, drawn, layer = config.hidden_size, Initializer.normal(config.init_std), index + 1
+    attention = SelfAttention(
+        size,
+        config.num_heads,
+        mesh,
+        causal=False,
+        dropout=config.attention_dropout,
+        layer=layer,
+        initializer=drawn,
+        output_initializer=drawn,
+    )
+    mlp = MLP(
+        size, config.ffn_hidden_size, mesh, activation=config.activation, initializer=drawn, output_initializer=drawn
+    )
+    norms = (LayerNorm(size, mesh, eps=config.norm_eps), LayerNorm(size, mesh, eps=config.norm_eps))
+    return TransformerBlock(
+        attention, mlp, *norms, mesh=mesh, layer=layer, norm_position="post", dropout=config.hidden_dropout
+    )

@@ -1,0 +1,134 @@
+"""What follows the layers of an encoder: a pooler, a classifier, or a masked language model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
+from lightning_megatron.layers.embedding import vocab_parameter
+from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
+from lightning_megatron.layers.mlp import gelu_activation
+from lightning_megatron.layers.norm import LayerNorm
+from lightning_megatron.layers.regions import column_linear
+from lightning_megatron.layers.replicated import ReplicatedLinear, first_place
+from lightning_megatron.models.encoder_config import EncoderActivation, EncoderConfig
+from lightning_megatron.plan.shards import padded_vocab_size, vocab_range
+
+#: The parameter that the output layer of a masked language model shares.
+WORD_EMBEDDING = "embedding.word.weight"
+
+
+class Pooler(nn.Module):
+    """Transform the first place of every sequence, the same on all tensor-parallel ranks.
+
+    Equal to Hugging Face's BertPooler.
+
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, D)``.
+
+    Args:
+        config: Shape of the model.
+        mesh: The groups of this rank.
+    """
+
+    def __init__(self, config: EncoderConfig, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.dense = _dense(config, config.hidden_size, mesh, partial=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return a vector for each sequence."""
+        return torch.tanh(self.dense(first_place(hidden, self.mesh)))
+
+
+class Classifier(nn.Module):
+    """Score the labels of every sequence from its first place, the same on all tensor-parallel ranks.
+
+    Equal to the pooler, dropout and classifier of Hugging Face's BertForSequenceClassification; with
+    ``config.drops_first`` to its RobertaClassificationHead.
+
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, num_labels)``.
+
+    Args:
+        config: Shape of the model.
+        mesh: The groups and random streams of this rank.
+    """
+
+    def __init__(self, config: EncoderConfig, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.config, self.mesh = config, mesh
+        self.dense = _dense(config, config.hidden_size, mesh, partial=False)
+        self.output = _dense(config, config.num_labels, mesh, partial=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return a number for each label of each sequence."""
+        self.mesh.random.seek(self.config.num_layers + 1)
+        first = first_place(hidden, self.mesh)
+        if self.config.drops_first:
+            first = self._dropped(first)
+        return self.output(self._dropped(torch.tanh(self.dense(first))))
+
+    def _dropped(self, vectors: Tensor) -> Tensor:
+        probability = self.config.head_dropout
+        if not self.training or probability == 0.0:
+            return vectors
+        with self.mesh.random.fork("replicated"):
+            return F.dropout(vectors, probability, training=True)
+
+
+class MaskedLMHead(nn.Module):
+    """Compute this rank's columns of the logits of every place.
+
+    Equal to Hugging Face's BertLMPredictionHead and RobertaLMHead with tied weights.
+
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(S, B, padded V/tp)``.
+
+    Args:
+        config: Shape of the model.
+        mesh: The groups of this rank.
+        holds_copy: Whether it has a copy of the token embedding's weight, which is on another stage.
+
+    Communication: see ``column_linear``.
+    """
+
+    def __init__(self, config: EncoderConfig, mesh: ParallelMesh, *, holds_copy: bool) -> None:
+        super().__init__()
+        self.config, self.mesh = config, mesh
+        self.dense = _dense(config, config.hidden_size, mesh, partial=mesh.sequence_parallel)
+        self.norm = LayerNorm(config.hidden_size, mesh, eps=config.norm_eps)
+        vocabulary, multiple, tp = config.vocab_size, config.vocab_multiple, mesh.tp
+        self.bias = sharded_parameter(
+            (vocabulary,),
+            [vocab_range(vocabulary, tp.size, tp.rank, multiple)],
+            ZEROS,
+            local_size=padded_vocab_size(vocabulary, tp.size, multiple) // tp.size,
+        )
+        self.weight: nn.Parameter | None = None
+        if holds_copy:
+            drawn = Initializer.normal(config.init_std)
+            self.weight = vocab_parameter(vocabulary, config.hidden_size, mesh, multiple, drawn)
+            set_shard_spec(self.weight, shard_spec_of(self.weight).tied(WORD_EMBEDDING))
+
+    def forward(self, hidden: Tensor, embedding: Tensor | None) -> Tensor:
+        """Return the logits.
+
+        Args:
+            hidden: The last layer's output.
+            embedding: The token embedding's weight; None where the head holds a copy.
+        """
+        weight = embedding if self.weight is None else self.weight
+        assert weight is not None, "a head without a copy is on the embedding's rank"
+        hidden = self.norm(activated(self.dense(hidden), self.config.head_activation))
+        return column_linear(hidden, weight, self.bias, self.mesh)
+
+
+def activated(hidden: Tensor, activation: EncoderActivation) -> Tensor:
+    """Apply an activation."""
+    return F.relu(hidden) if activation == "relu" else gelu_activation(hidden, by_tanh=activation == "gelu_tanh")
+
+
+def _dense(config: EncoderConfig, out_features: int, mesh: ParallelMesh, *, partial: bool) -> ReplicatedLinear:
+    drawn = Initializer.normal(config.init_std)
+    return ReplicatedLinear(config.hidden_size, out_features, mesh, partial=partial, initializer=drawn)

@@ -1,0 +1,189 @@
+"""Hugging Face's call of an encoder, computed by an Encoder that is cut over tp and pp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import gather_from_axis
+from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
+from lightning_megatron.swap.families import Family
+from lightning_megatron.swap.outputs import EncoderOutput, MaskedLMOutput
+
+#: What Hugging Face's models ignore as a label.
+_IGNORED = -100
+
+#: Arguments of Hugging Face's call that say how to compute and not what.
+_IRRELEVANT = frozenset({"use_cache", "return_dict"})
+
+
+class HuggingFaceEncoder(nn.Module):
+    """Take and return what a Hugging Face encoder does, with or without a head, with the layers of an Encoder.
+
+    Equal to the model that it replaces: outputs, loss and gradients. A masked language model without any label that
+    counts has the loss 0, where Hugging Face's has none (NaN).
+
+    Args:
+        encoder: The layers and the head.
+        config: Hugging Face's configuration, for whoever reads it.
+        family: How configuration and tensors of the two correspond.
+    """
+
+    main_input_name = "input_ids"
+
+    def __init__(self, encoder: Encoder, config: Any, family: Family) -> None:
+        super().__init__()
+        self.encoder, self.config, self.family = encoder, config, family
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the weights are."""
+        return self.encoder.mesh.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the weights."""
+        return next(self.encoder.parameters()).dtype
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        **others: Any,
+    ) -> EncoderOutput | MaskedLMOutput | tuple[Any, ...]:
+        """Return an output with what Hugging Face's has: ``loss`` and ``logits``, or the hidden states.
+
+        Shapes: input_ids, attention_mask, token_type_ids and position_ids ``(B, S)``; inputs_embeds ``(B, S, D)``;
+        labels ``(B, S)`` of tokens, or ``(B)`` or ``(B, num_labels)`` of classes.
+
+        Args:
+            input_ids: Token ids; or give ``inputs_embeds``.
+            attention_mask: 1 for tokens, 0 for padding, on either side.
+            token_type_ids: Kind of every token; 0 without.
+            position_ids: Position of every token; without, those that Hugging Face counts.
+            inputs_embeds: Vectors in place of tokens.
+            labels: What a head is to find; -100 where no loss is wanted.
+            others: Must ask for nothing; ``return_dict=False`` gives a tuple.
+
+        Raises:
+            UnsupportedError: For what a swapped model cannot do.
+            StageDone: On pipeline stages that do not compute the result.
+        """
+        head = self.encoder.config.head
+        _refuse({**others, **({} if head in ("masked_lm", "classifier") else {"labels": labels})})
+        rows = EncoderInput(input_ids, inputs_embeds, None, position_ids, token_type_ids)
+        shape = rows.given.shape[:2]
+        rows = EncoderInput(
+            input_ids,
+            inputs_embeds,
+            _valid(attention_mask, shape),
+            None if position_ids is None else position_ids.expand(shape),
+            None if token_type_ids is None else token_type_ids.expand(shape),
+        )
+        mesh = self.encoder.mesh
+        extra = -shape[1] % (mesh.tp.size if mesh.sequence_parallel else 1)
+        targets = labels if head == "masked_lm" else None
+        if extra:
+            rows, targets = (
+                self._padded(rows, extra),
+                None if targets is None else F.pad(targets, (0, extra), value=_IGNORED),
+            )
+        result = self.encoder(rows, targets, _IGNORED)
+        output = (
+            self._masked(result, targets, shape[1]) if head == "masked_lm" else self._output(result, labels, shape[1])
+        )
+        return output.to_tuple() if others.get("return_dict") is False else output
+
+    def _padded(self, rows: EncoderInput, extra: int) -> EncoderInput:
+        """Add places that nobody sees."""
+        given = rows.given
+        valid = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device) if rows.valid is None else rows.valid
+        config, positions = self.encoder.config, rows.positions
+        if positions is None and (config.positions == "row" or rows.tokens is None):
+            first, length = config.first_position, given.shape[1]
+            positions = torch.arange(first, first + length, device=given.device).expand(given.shape[:2])
+        return EncoderInput(
+            _longer(rows.tokens, extra, config.padding_token or 0),
+            None if rows.vectors is None else F.pad(rows.vectors, (0, 0, 0, extra)),
+            F.pad(valid, (0, extra), value=False),
+            _longer(positions, extra, 0),
+            _longer(rows.token_types, extra, 0),
+        )
+
+    def _masked(self, result: EncoderResult, labels: Tensor | None, length: int) -> MaskedLMOutput:
+        shard, loss = result.logits, None
+        assert shard is not None, "a masked language model computes logits"
+        if result.losses is not None and labels is not None:
+            loss = result.losses.sum() / (labels != _IGNORED).sum().clamp(min=1)
+        mesh, vocabulary = self.encoder.mesh, self.encoder.config.vocab_size
+
+        def gather() -> Tensor:
+            return gather_from_axis(shard[:length], mesh.tp, dim=-1)[..., :vocabulary].transpose(0, 1)
+
+        return MaskedLMOutput(loss, gather)
+
+    def _output(self, result: EncoderResult, labels: Tensor | None, length: int) -> EncoderOutput:
+        if result.logits is not None:
+            loss = None if labels is None else self._class_loss(result.logits, labels)
+            return EncoderOutput(loss=loss, logits=result.logits)
+        assert result.hidden is not None, "an encoder without a head returns hidden states"
+        hidden = self.encoder.whole(result.hidden)[:, :length]
+        return EncoderOutput(last_hidden_state=hidden, pooler_output=result.pooled)
+
+    def _class_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        problem, count = self.config.problem_type, self.encoder.config.num_labels
+        if problem is None and count == 1:
+            problem = "regression"
+        elif problem is None:
+            is_single = labels.dtype in (torch.long, torch.int)
+            problem = "single_label_classification" if is_single else "multi_label_classification"
+        if problem == "regression":
+            return F.mse_loss(logits.squeeze(), labels.squeeze()) if count == 1 else F.mse_loss(logits, labels)
+        if problem == "single_label_classification":
+            return F.cross_entropy(logits.view(-1, count), labels.view(-1))
+        return F.binary_cross_entropy_with_logits(logits, labels)
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Compute blocks again in the backward pass instead of keeping their activations."""
+        self.encoder.recompute = "full"
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep the activations of blocks."""
+        self.encoder.recompute = "none"
+
+
+def _valid(attention_mask: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """Return which places hold tokens; None where all do. A mask on a GPU is read by the host to find that out."""
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != shape:
+        raise UnsupportedError(
+            f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
+            f"{tuple(attention_mask.shape)}. Masks of pairs of tokens are not supported. Mark padding with 0 in a mask "
+            "of that shape."
+        )
+    mask = attention_mask.to(torch.bool)
+    return None if bool(mask.all()) else mask
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if value is not None and value is not False and name not in _IRRELEVANT:
+            raise UnsupportedError(
+                f"a swapped encoder of this class takes no {name}: {type(value).__name__} was given. It has no cache "
+                f"and no cross attention, and returns what follows the last layer. Leave {name} out."
+            )
+
+
+def _longer(ids: Tensor | None, extra: int, value: int) -> Tensor | None:
+    return None if ids is None else F.pad(ids, (0, extra), value=value)

@@ -1,0 +1,162 @@
+"""A LightningModule around a Hugging Face encoder trains under every layout as it does without this library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
+from tests.world import run_world
+
+transformers = pytest.importorskip("transformers")
+
+V, STEPS, BATCH, LENGTH, LABELS = 61, 4, 8, 12, 3
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp4": {},
+    "tp4+sp": {"tp": 4},
+    "tp2 dp2": {"tp": 2, "sequence_parallel": False},
+    "tp2+sp pp2": {"tp": 2, "pp": 2},
+    "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
+}
+#: What is built of a folder; the body alone has a head of the user's own.
+BUILDERS = {
+    "masked": "AutoModelForMaskedLM",
+    "classes": "AutoModelForSequenceClassification",
+    "body": "AutoModel",
+}
+
+
+class Texts(Dataset):
+    """Give tokens with two of padding, on either side; every sample has as many labels, and every step the same."""
+
+    def __init__(self, task: str) -> None:
+        self.task = task
+
+    def __len__(self) -> int:
+        return STEPS * BATCH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(2, V, (LENGTH,), generator=torch.Generator().manual_seed(index % BATCH))
+        places = torch.arange(LENGTH)
+        mask = (places < LENGTH - 2 if index % 2 else places > 1).long()
+        found = {"input_ids": tokens.masked_fill((mask == 0) | (places == 4), 1), "attention_mask": mask}
+        labels = tokens.masked_fill((places % 3 != 0) | (mask == 0) | (places == 0) | (places == 9), -100)
+        return {**found, "labels": labels if self.task == "masked" else torch.tensor(index % LABELS)}
+
+
+class FineTune(LightningModule):
+    """Fine-tune a local folder; nothing in it knows of this library."""
+
+    def __init__(self, folder: str, task: str) -> None:
+        super().__init__()
+        self.folder, self.task, self.losses = folder, task, []
+
+    def configure_model(self) -> None:
+        self.model = getattr(transformers, BUILDERS[self.task]).from_pretrained(self.folder, dtype="float32")
+        if self.task == "body":
+            torch.manual_seed(2)
+            self.own = nn.Linear(2 * self.model.config.hidden_size, LABELS)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        if self.task == "body":
+            labels = batch.pop("labels")
+            states = self.model(**batch)
+            seen = batch["attention_mask"].unsqueeze(-1)
+            mean = (states.last_hidden_state * seen).sum(1) / seen.sum(1)
+            loss = F.cross_entropy(self.own(torch.cat([mean, states.pooler_output], -1)), labels)
+        else:
+            loss = self.model(**batch).loss
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-4)
+
+
+class InOrder(LightningDataModule):
+    """Deal the samples out in order; what Lightning puts in shuffles them."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__()
+        self.task = task
+
+    def train_dataloader(self) -> DataLoader:
+        ranks = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        texts = Texts(self.task)
+        sampler: Any = DistributedSampler(texts, shuffle=False, **ranks)
+        return DataLoader(texts, batch_size=BATCH // ranks["num_replicas"], sampler=sampler)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Hold what one training showed."""
+
+    losses: list[float]
+    is_swapped: bool
+    held: int
+
+
+def train(folder: str, task: str, layout: dict[str, Any] | None, devices: int) -> Report:
+    """Train the steps of all data, however many ranks share it; without a layout as plain Lightning does."""
+    seed_everything(1, verbose=False)
+    module = FineTune(folder, task)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="auto" if layout is None else MegatronStrategy(microbatch_size=1, **layout),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=0.5,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, InOrder(task))
+    return Report(
+        module.losses, isinstance(module.model, HuggingFaceEncoder), sum(p.numel() for p in module.parameters())
+    )
+
+
+def train_all(rank: int, size: int, folder: str, task: str) -> dict[str, Report]:
+    """Train under every layout; a head of the user's own has no stage."""
+    return {
+        name: train(folder, task, layout, size)
+        for name, layout in LAYOUTS.items()
+        if task != "body" or "pp" not in layout
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"), [("Bert", "masked"), ("Roberta", "masked"), ("Bert", "classes"), ("Roberta", "classes")]
+    + [("Bert", "body")]
+)  # fmt: skip
+def test_every_layout_trains_as_hugging_face_does(kind: str, task: str, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, pad_token_id=1,
+        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=LABELS,
+    )  # fmt: skip
+    folder = str(tmp_path)
+    getattr(transformers, BUILDERS[task]).from_config(config).save_pretrained(folder)
+    plain, one = train(folder, task, None, 1), train(folder, task, {}, 1)
+    assert not plain.is_swapped
+    assert one.is_swapped
+    assert plain.losses[-1] < plain.losses[0]
+    assert one.losses == pytest.approx(plain.losses, abs=1e-4)
+    for rank, reports in enumerate(run_world(train_all, 4, folder, task)):
+        for layout, report in reports.items():
+            assert report.is_swapped
+            assert report.losses == pytest.approx(plain.losses, abs=1e-4), f"{layout}, rank {rank}"
+            assert report.held < one.held or not LAYOUTS[layout], f"{layout} keeps a part on each rank"

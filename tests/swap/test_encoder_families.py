@@ -1,0 +1,251 @@
+"""Tensors of every encoder class become ours and come back bit for bit; heads may be missing or too many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
+from lightning_megatron.swap.export import export_folder, foreign_tensors
+from lightning_megatron.swap.families import Family, family_of
+from lightning_megatron.swap.hugging_face import swapped_model
+from lightning_megatron.swap.load import load_from
+from lightning_megatron.swap.pretrained import building_on_meta
+from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from tests.swap.encoders import CASES, V, encoder_of, transformers
+from tests.swap.parts import mesh_of
+
+TOKENS = torch.arange(16).view(2, 8)
+
+
+def family_of_case(case: str) -> Family:
+    return family_of(CASES[case][0])
+
+
+def part(config: Any, mesh: ParallelMesh) -> Encoder:
+    with torch.device("meta"):
+        return Encoder(config, mesh)
+
+
+def full_tensors(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        spec = shard_spec_of(parameter)
+        found[name] = parameter.new_empty(spec.full_shape)
+        spec.copy_to_full(parameter.detach(), found[name])
+    return found
+
+
+def loaded(case: str, twin: nn.Module) -> Encoder:
+    family = family_of_case(case)
+    model = part(family.config(twin.config.to_dict()), mesh_of())
+    load_from(model, twin.state_dict(), family)
+    return model
+
+
+def opened(architecture: str, folder: Path, **changes: Any) -> Any:
+    with building_on_meta():
+        return getattr(transformers, architecture).from_pretrained(folder, **changes)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_dict_comes_back_bit_for_bit(case: str) -> None:
+    twin = encoder_of(case)
+    model = loaded(case, twin)
+    back = dict(foreign_tensors(full_tensors(model).items(), family_of_case(case), model.config))
+    theirs = dict(twin.named_parameters())
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_reads_its_shard_from_files(case: str, tmp_path: Path) -> None:
+    twin, family = encoder_of(case, torch.bfloat16), family_of_case(case)
+    twin.save_pretrained(tmp_path)
+    folder, whole = SafetensorsFolder(tmp_path), full_tensors(loaded(case, twin))
+    config = family.config(folder.config)
+    assert config == family.config(twin.config.to_dict()), "the file says what the object says"
+    for tp in (1, 2, 3, 4):
+        for pp, pp_rank, tp_rank in [(n, p, t) for n in (1, 2) for p in range(n) for t in range(tp)]:
+            model = part(config, mesh_of(tp, pp, tp_rank, pp_rank))
+            load_from(model, folder, family)
+            for name, parameter in model.named_parameters():
+                spec = shard_spec_of(parameter)
+                expected = spec.shard(whole[spec.tied_to or name].float(), parameter.shape[spec.dim])
+                assert torch.equal(parameter, expected), f"{name} on tp {tp_rank} of {tp}, pp {pp_rank} of {pp}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_exported_folder_is_loaded_bit_for_bit(case: str, tmp_path: Path) -> None:
+    twin, family = encoder_of(case).eval(), family_of_case(case)
+    export_folder(full_tensors(loaded(case, twin)).items(), family, twin.config.to_dict(), tmp_path, 20_000)
+    again, report = type(twin).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    expected = twin.state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+    assert torch.equal(again.eval()(TOKENS)[0], twin(TOKENS)[0])
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize("saved", ["", " masked", " classes"])
+@pytest.mark.parametrize("built", ["", " masked", " classes"])
+def test_every_class_is_built_from_every_file(kind: str, saved: str, built: str, tmp_path: Path) -> None:
+    twin, architecture = encoder_of(f"{kind}{saved}"), CASES[f"{kind}{built}"][0]
+    twin.save_pretrained(tmp_path)
+    model = opened(architecture, tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    torch.manual_seed(3)
+    swap = swapped_model("model", model, family_of(architecture), ParallelMesh.single())
+    ours = dict(
+        foreign_tensors(full_tensors(swap.module.encoder).items(), swap.module.family, swap.module.encoder.config)
+    )
+    theirs = getattr(transformers, architecture).from_pretrained(tmp_path).state_dict()
+    prefix = f"{kind}."
+    in_file = {name.removeprefix(prefix): tensor for name, tensor in twin.state_dict().items()}
+    for name, tensor in ours.items():
+        if name.removeprefix(prefix) in in_file:
+            assert torch.equal(tensor, theirs[name]), name
+            assert repr(name) not in swap.note
+        else:
+            assert "keep their first values" in swap.note
+            assert torch.isfinite(tensor).all()
+    assert bool(swap.note) == any(name.removeprefix(prefix) not in in_file for name in ours)
+
+
+def test_a_new_head_does_not_depend_on_the_layout(tmp_path: Path) -> None:
+    encoder_of("roberta").save_pretrained(tmp_path)
+    family = family_of("RobertaForSequenceClassification")
+    config = family.config(SafetensorsFolder(tmp_path).config)
+    whole = part(config, mesh_of())
+    missing = load_from(whole, SafetensorsFolder(tmp_path), family, 5)
+    assert missing == tuple(
+        f"classifier.{layer}.{kind}" for layer in ("dense", "out_proj") for kind in ("bias", "weight")
+    )
+    last = part(config, mesh_of(2, 2, 1, 1))
+    assert load_from(last, SafetensorsFolder(tmp_path), family, 5) == missing
+    first = part(config, mesh_of(2, 2, 1, 0))
+    assert load_from(first, SafetensorsFolder(tmp_path), family, 5) == missing, "all ranks know what is missing"
+    assert torch.equal(last.head.dense.weight, whole.head.dense.weight)
+    assert float(whole.head.dense.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert not whole.head.output.bias.any()
+
+
+def test_the_log_says_which_head_is_new(tmp_path: Path) -> None:
+    encoder_of("bert").save_pretrained(tmp_path)
+    root = nn.ModuleDict({"model": opened("BertForSequenceClassification", tmp_path)})
+    (record,) = parallelize(root, ParallelMesh.single())
+    assert "'classifier.bias', 'classifier.weight' are not in" in record.note
+
+
+def test_a_missing_layer_is_no_head(tmp_path: Path) -> None:
+    twin, family = encoder_of("bert"), family_of("BertForSequenceClassification")
+    state = {name: tensor for name, tensor in twin.state_dict().items() if "layer.1.output.dense.bias" not in name}
+    model = part(family.config(twin.config.to_dict()), mesh_of())
+    with pytest.raises(CheckpointMismatchError, match=r"'bert.encoder.layer.1.output.dense.bias' missing"):
+        load_from(model, state, family, 1)
+    with pytest.raises(CheckpointMismatchError, match=r"'classifier.bias', 'classifier.weight' missing"):
+        load_from(model, twin.state_dict(), family)
+    with pytest.raises(CheckpointMismatchError, match=r"'bert.extra' left over"):
+        load_from(model, {**twin.state_dict(), "extra": torch.ones(2)}, family, 1)
+
+
+def test_files_of_earlier_releases_are_read() -> None:
+    twin, family = encoder_of("bert masked"), family_of("BertForMaskedLM")
+    expected = full_tensors(loaded("bert masked", twin))
+    state = {}
+    for name, tensor in twin.state_dict().items():
+        state[name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")] = tensor
+    state["bert.embeddings.position_ids"] = torch.arange(20).unsqueeze(0)
+    state["cls.seq_relationship.weight"] = torch.ones(2, 48)
+    state["bert.pooler.dense.bias"] = torch.ones(48)
+    model = part(family.config(twin.config.to_dict()), mesh_of())
+    load_from(model, state, family)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in full_tensors(model).items())
+    state["cls.predictions.decoder.weight"] = state["cls.predictions.decoder.weight"] + 1
+    with pytest.raises(CheckpointMismatchError, match="a tied head must be the embedding"):
+        load_from(model, state, family)
+
+
+def test_a_model_without_pooler_stays_without(tmp_path: Path) -> None:
+    settings = {**CASES["bert"][1]}
+    twin = transformers.BertModel(transformers.BertConfig(**settings), add_pooling_layer=False).eval()
+    swap = swapped_model("model", twin, family_of("BertModel"), ParallelMesh.single())
+    output = swap.module(TOKENS, return_dict=False)
+    assert len(output) == 1
+    assert torch.allclose(output[0], twin(TOKENS)[0], atol=1e-5)
+    tensors = full_tensors(swap.module.encoder).items()
+    export_folder(tensors, swap.module.family, twin.config.to_dict(), tmp_path)
+    again = transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in twin.state_dict().items())
+
+
+def test_the_encoder_inside_a_class_without_a_table_is_left_alone() -> None:
+    model = transformers.BertForPreTraining(transformers.BertConfig(**CASES["bert"][1]))
+    root = nn.ModuleDict({"model": model})
+    parallelize(root, ParallelMesh.single())
+    assert type(model.bert) is transformers.BertModel
+
+
+def test_an_encoder_inside_a_module_of_ones_own_is_replaced() -> None:
+    own = nn.Sequential(nn.ModuleDict({"body": encoder_of("roberta")}))
+    parallelize(own, ParallelMesh.single())
+    assert isinstance(own[0]["body"], HuggingFaceEncoder)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("bert", {"is_decoder": True}, "is_decoder of a BERT configuration must be False"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type of a BERT"),
+        ("bert", {"hidden_act": "silu"}, "hidden_act must be"),
+        ("roberta", {"add_cross_attention": True}, "add_cross_attention of a RoBERTa"),
+        ("roberta masked", {"tie_word_embeddings": False}, "tie_word_embeddings of a RoBERTa"),
+        ("bert classes", {"problem_type": "ranking"}, "problem_type of a BERT"),
+        ("bert classes", {"num_labels": 7}, "num_labels must be the number of id2label"),
+        ("bert", {"output_hidden_states": True}, "output_hidden_states of a BERT"),
+        ("bert", {"new_field": 3}, "new_field of a BERT"),
+    ],
+)
+def test_what_we_lack_is_refused_by_name(case: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        family_of_case(case).config(encoder_of(case).config.to_dict() | change)
+
+
+@pytest.mark.parametrize(
+    ("case", "call", "message"),
+    [
+        ("bert", {"labels": TOKENS}, "takes no labels"),
+        ("bert masked", {"output_attentions": True}, "takes no output_attentions"),
+        ("roberta", {"encoder_hidden_states": TOKENS}, "takes no encoder_hidden_states"),
+        ("roberta", {"attention_mask": torch.ones(2, 8, 8)}, "attention_mask must have a number for each token"),
+        ("bert", {"inputs_embeds": torch.ones(2, 8, 48)}, "takes tokens or vectors: both"),
+    ],
+)
+def test_calls_that_ask_for_more_are_refused_by_name(case: str, call: dict[str, Any], message: str) -> None:
+    model = swapped_model("model", encoder_of(case), family_of_case(case), ParallelMesh.single()).module
+    with pytest.raises(UnsupportedError, match=message):
+        model(TOKENS, **call)
+
+
+def test_outputs_have_the_names_and_places_of_hugging_face() -> None:
+    for case in CASES:
+        twin = encoder_of(case).eval()
+        model = swapped_model("model", encoder_of(case).eval(), family_of_case(case), ParallelMesh.single()).module
+        call = {"labels": TOKENS} if "masked" in case else {"labels": torch.tensor([1, 0])} if "classes" in case else {}
+        theirs, ours = twin(TOKENS, **call), model(TOKENS, **call)
+        assert tuple(theirs.keys()) == ours.keys(), case
+        for one, other in zip(theirs.to_tuple(), ours.to_tuple(), strict=True):
+            assert torch.allclose(one, other, atol=1e-4), case
+        assert torch.equal(ours[0], ours[ours.keys()[0]])
+        assert model.config is not None
+        assert model.encoder.config.vocab_size == V

@@ -1,0 +1,173 @@
+"""Hugging Face encoders replaced in place: their own outputs, losses and gradients, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
+from lightning_megatron.swap.mapping import TensorsInMemory
+from tests.oracles import assert_equal, assert_same_gradients
+from tests.swap.encoders import CASES, PADDING, V, encoder_of
+from tests.world import run_world
+
+B, S = 3, 10
+Call = dict[str, Any]
+
+
+def exact(case: str, **changes: Any) -> nn.Module:
+    return encoder_of(case, torch.float64, attn_implementation="sdpa", **changes).eval()
+
+
+def inputs(model: nn.Module) -> dict[str, Call]:
+    """Return calls of every kind: whole rows, padding on either side, positions and kinds of tokens, vectors."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, V, (B, S), generator=generator)
+    right, left = torch.ones(B, S, dtype=torch.long), torch.ones(B, S, dtype=torch.long)
+    right[1, 7:], left[2, :3] = 0, 0
+    kinds = torch.randint(0, 3, (B, S), generator=generator)
+    vectors = model.get_input_embeddings()(tokens).detach()
+    positions = torch.randint(0, 20, (B, S), generator=generator)
+    return {
+        "whole": {"input_ids": tokens.masked_fill(tokens == PADDING, 0)},
+        "padded right": {"input_ids": tokens.masked_fill(right == 0, PADDING), "attention_mask": right},
+        "padded left": {"input_ids": tokens.masked_fill(left == 0, PADDING), "attention_mask": left},
+        "kinds": {"input_ids": tokens, "token_type_ids": kinds},
+        "positions": {"input_ids": tokens, "position_ids": positions},
+        "odd": {"input_ids": tokens[:, :7], "attention_mask": right[:, :7]},
+        "vectors": {"inputs_embeds": vectors, "attention_mask": left},
+    }
+
+
+def labelled(case: str, call: Call) -> Call:
+    """Return the call with labels, if the class takes some."""
+    given = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
+    generator = torch.Generator().manual_seed(2)
+    if "masked" in case:
+        labels = torch.randint(0, V, given.shape[:2], generator=generator)
+        return {**call, "labels": labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.5, -100)}
+    if "classes" in case:
+        return {**call, "labels": torch.tensor([1, 4, 0])}
+    return call
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return a number that depends on all of the output."""
+    if output.loss is not None:
+        return output.loss
+    return output.last_hidden_state.square().mean() + output.pooler_output.sin().sum()
+
+
+def full_gradients(model: HuggingFaceEncoder, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of our full tensors, made of those of theirs by the family's table."""
+    found = {}
+    for tensor in model.family.tensors(model.encoder.config):
+        full = torch.empty(tensor.shape, dtype=torch.float64)
+        tensor.fill(full, [0] * full.dim(), tensor.shape, TensorsInMemory(gradients))
+        found[tensor.target] = full
+    return found
+
+
+def swapped(model: nn.Module, mesh: ParallelMesh) -> HuggingFaceEncoder:
+    root = nn.ModuleDict({"model": model})
+    parallelize(root, mesh)
+    assert isinstance(root["model"], HuggingFaceEncoder)
+    return root["model"]
+
+
+def compare(case: str, mesh: ParallelMesh) -> None:
+    twin, model = exact(case), swapped(exact(case), mesh)
+    for kind, call in inputs(twin).items():
+        what = f"{case}, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+        call = labelled(case, call)
+        twin.zero_grad()
+        expected = twin(**call)
+        expected.loss = expected.get("loss")
+        loss_of(expected).backward()
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.named_parameters()}
+        for recompute in ("none", "full"):
+            model.encoder.recompute = recompute
+            model.zero_grad()
+            output = model(**call)
+            for name in ("logits", "last_hidden_state", "pooler_output"):
+                if expected.get(name) is not None:
+                    assert_equal(getattr(output, name), expected[name], f"{what}: {name}", 1e-9)
+            loss = loss_of(output)
+            assert_equal(loss, loss_of(expected), f"{what}: loss", 1e-9)
+            loss.backward()
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            assert_same_gradients(model.encoder, mesh, full_gradients(model, gradients), what)
+
+
+def check_problems(mesh: ParallelMesh) -> None:
+    labels = {
+        "regression": torch.randn(B, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(5)),
+        "single_label_classification": torch.tensor([1, 4, 0]),
+        "multi_label_classification": torch.tensor([[1.0, 0, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]).double(),
+    }
+    for case in ("bert classes", "roberta classes"):
+        for problem, given in labels.items():
+            for said in (problem, None) if problem != "regression" else (problem,):
+                twin, model = exact(case, problem_type=said), swapped(exact(case, problem_type=said), mesh)
+                call = {**inputs(twin)["padded left"], "labels": given}
+                assert_equal(model(**call).loss, twin(**call).loss, f"{case}, {problem}", 1e-9)
+        one = {"num_labels": 1}
+        twin, model = exact(case, **one), swapped(exact(case, **one), mesh)
+        call = {**inputs(twin)["padded left"], "labels": labels["regression"][:, :1]}
+        assert_equal(model(**call).loss, twin(**call).loss, f"{case}, one number", 1e-9)
+
+
+def check_dropout(mesh: ParallelMesh) -> None:
+    """Check that the tensor-parallel ranks drop alike, and recomputation drops the same again."""
+    for case in CASES:
+        model = swapped(exact(case), mesh).train()
+        call = labelled(case, inputs(exact(case))["padded right"])
+        found = []
+        for recompute in ("none", "full"):
+            model.encoder.recompute = recompute
+            model.zero_grad()
+            mesh.random.begin_microbatch(7, 0)
+            loss = loss_of(model(**call))
+            loss.backward()
+            gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            found.append([loss.detach(), *gradients])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), case
+        full = loss.detach().clone()
+        torch.distributed.broadcast(full, 0)
+        assert torch.equal(full, loss.detach()), f"{case}: the loss is the same on all ranks"
+        mesh.random.begin_microbatch(8, 0)
+        assert not torch.equal(loss_of(model(**call)), loss), f"{case}: another step drops others"
+
+
+def check_twins(rank: int, size: int) -> None:
+    layout = ParallelLayout(world_size=size, tp=size)
+    for sequence_parallel in (False, True):
+        mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
+        for case in CASES:
+            compare(case, mesh)
+        if size == 2:
+            check_problems(mesh)
+            check_dropout(mesh)
+        mesh.destroy()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_process_computes_what_hugging_face_does(case: str) -> None:
+    compare(case, ParallelMesh.single())
+
+
+def test_losses_are_those_of_the_kind_of_problem() -> None:
+    check_problems(ParallelMesh.single())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_compute_what_hugging_face_does(size: int) -> None:
+    run_world(check_twins, size)
