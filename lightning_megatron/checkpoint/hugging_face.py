@@ -16,13 +16,11 @@ from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.checkpoint.load import load_metadata, saved_tensors
 from lightning_megatron.checkpoint.rewrite import write_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError
-from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
 from lightning_megatron.swap.export import MAX_FILE_BYTES, export_folder
-from lightning_megatron.swap.families import Family, ModelConfig, family_of
-from lightning_megatron.swap.language_model import HuggingFaceLM
+from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.load import check_tensors, reader_of
+from lightning_megatron.swap.replaced import layers_name, replaced_models
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
 
@@ -30,8 +28,7 @@ def describe_models(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the class and the configuration of every Hugging Face model inside a module, by name."""
     return {
         name: {"architecture": part.family.architecture, "config": part.config.to_dict()}
-        for name, part in module.named_modules()
-        if isinstance(part, (HuggingFaceLM, HuggingFaceEncoder))
+        for name, part in replaced_models(module)
     }
 
 
@@ -60,7 +57,7 @@ def export_model(
     """
     name, model = _chosen(load_metadata(path, weights_only=not unsafe).get(HUGGING_FACE) or {}, name, path)
     family = family_of(model["architecture"])
-    layers = _layers(family.config(model["config"]))
+    layers = layers_name(family.config(model["config"]))
     prefix = f"{MODEL}{name}.{layers}" if name else f"{MODEL}{layers}"
     saved = saved_tensors(path)
     names = [entry for entry in saved if entry.startswith(prefix)]
@@ -92,7 +89,7 @@ def import_model(
     """
     source = SafetensorsFolder(folder)
     family = family_of(_architecture(source))
-    prefix = f"{MODEL}{name}.{_layers(family.config(source.config))}"
+    prefix = f"{MODEL}{name}.{layers_name(family.config(source.config))}"
     tensors = ((f"{prefix}{key}", full) for key, full in _converted(source, family, dtype))
     metadata = {
         "epoch": 0,
@@ -111,11 +108,6 @@ def _converted(source: SafetensorsFolder, family: Family, dtype: torch.dtype | N
         full = torch.empty(tensor.shape, dtype=dtype or source.dtype)
         tensor.fill(full, [0] * full.dim(), tensor.shape, reader)
         yield tensor.target, full
-
-
-def _layers(config: ModelConfig) -> str:
-    """Return where the layers are in a swapped model."""
-    return "encoder." if isinstance(config, EncoderConfig) else "gpt."
 
 
 def _architecture(source: SafetensorsFolder) -> str:

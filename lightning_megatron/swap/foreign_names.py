@@ -10,11 +10,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families import Family, family_of
-from lightning_megatron.swap.language_model import HuggingFaceLM
 from lightning_megatron.swap.load import check_tensors, reader_of
-
-#: Where the layers are in a model that has been replaced.
-LAYERS = "gpt."
+from lightning_megatron.swap.replaced import config_of, layers_name, replaced_models
 
 
 def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,18 +25,17 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointMismatchError: If tensors of a model are missing, left over or of another shape.
     """
     found = dict(full)
-    for name, part in module.named_modules():
-        if not isinstance(part, HuggingFaceLM):
-            continue
-        prefix = f"{name}." if name else ""
+    for name, part in replaced_models(module):
+        prefix, config = f"{name}." if name else "", config_of(part)
+        layers = f"{prefix}{layers_name(config)}"
         foreign = {
             key.removeprefix(prefix): found.pop(key)
             for key in full
-            if key.startswith(prefix) and not key.startswith(f"{prefix}{LAYERS}")
+            if key.startswith(prefix) and not key.startswith(layers)
         }
         if foreign:
-            own = _own_tensors(foreign, part.family, part.gpt.config)
-            found |= {f"{prefix}{LAYERS}{target}": tensor for target, tensor in own.items()}
+            own = _own_tensors(foreign, part.family, config)
+            found |= {f"{layers}{target}": tensor for target, tensor in own.items()}
     return found
 
 
@@ -49,7 +45,7 @@ def refuse_foreign_states(module: nn.Module) -> None:
     Raises:
         UnsupportedError: If there is one.
     """
-    replaced = [name for name, part in module.named_modules() if isinstance(part, HuggingFaceLM)]
+    replaced = [name for name, _ in replaced_models(module)]
     if replaced:
         raise UnsupportedError(
             f"a training of a replaced Hugging Face model ({', '.join(replaced)}) cannot continue from another "
@@ -80,10 +76,14 @@ def to_foreign_names(models: Mapping[str, Mapping[str, Any]], state: Mapping[str
     for name, model in models.items():
         prefix, family = f"{name}." if name else "", family_of(model["architecture"])
         config = family.config(model["config"])
+        layers = f"{prefix}{layers_name(config)}"
         for tensor in family.tensors(config):
-            own = found.pop(f"{prefix}{LAYERS}{tensor.target}")
+            if f"{layers}{tensor.target}" not in found and family.is_head(tensor.sources[0].name):
+                continue  # the model was built without its head
+            own = found.pop(f"{layers}{tensor.target}")
             found |= {f"{prefix}{key}": part for key, part in tensor.split(own[: tensor.shape[0]]).items()}
-        found.pop(f"{prefix}{LAYERS}head.weight", None)
+        found.pop(f"{layers}head.weight", None)
         if config.tie_embeddings:
             found[f"{prefix}{family.head}"] = found[f"{prefix}{family.embedding}"]
+        found |= {f"{prefix}{copy}": found[f"{prefix}{first}"] for copy, first in family.copies}
     return found

@@ -31,6 +31,7 @@ class Family:
         embedding: Name of the token embedding's weight.
         heads: Patterns of whole names of tensors that belong to heads. A file may have those of other classes, which
             are left out, and lack those of this one, which then keep their first values.
+        copies: Further names that a state dict has for the same tensor, and the name that the tensor has.
     """
 
     model_type: str
@@ -43,10 +44,13 @@ class Family:
     head: str = "lm_head.weight"
     embedding: str = "model.embed_tokens.weight"
     heads: tuple[str, ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
 
     def ignores(self, name: str) -> bool:
-        """Tell whether a tensor of this name holds no weights."""
-        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+        """Tell whether a tensor of this name holds no weights of its own."""
+        return any(name == copy for copy, _ in self.copies) or any(
+            re.fullmatch(pattern, name) for pattern in self.ignored
+        )
 
     def is_head(self, name: str) -> bool:
         """Tell whether a tensor of this name belongs to a head."""
