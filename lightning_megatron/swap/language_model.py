@@ -140,7 +140,7 @@ class HuggingFaceLM(nn.Module):
         self, run: Callable[[], tuple[Tensor | None, Tensor]], num_sequences: int, length: int, has_labels: bool
     ) -> CausalLMOutput:
         """Run the stages in turn and give every rank the result, as a call of a model that is not cut has it."""
-        pp, options = self.gpt.mesh.pp, {"device": self.device, "dtype": self.dtype}
+        pp, options = self.gpt.mesh.pp, dict[str, Any](device=self.device, dtype=self.dtype)
         found = run_in_turn(self.gpt, run)
         logits = torch.empty(num_sequences, length, self.gpt.config.vocab_size, **options)
         loss = torch.empty((), device=self.device, dtype=torch.promote_types(self.dtype, torch.float32))
