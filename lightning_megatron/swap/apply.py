@@ -11,6 +11,7 @@ from torch import nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.agree import agree_on_values
 from lightning_megatron.swap.build import Site
@@ -22,7 +23,7 @@ from lightning_megatron.swap.record import SwapRecord
 from lightning_megatron.swap.registry import BlockRule, rule_for, source_names, swapped
 from lightning_megatron.swap.rejoin import rejoin
 from lightning_megatron.swap.ties import NewHome, tie
-from lightning_megatron.swap.whole_model import NOTE, is_foreign, sharded_gpt
+from lightning_megatron.swap.whole_model import NOTE, is_foreign, sharded_model
 
 #: Layers below this number belong to models that number their own layers.
 _FIRST_LAYER = 1_000_000
@@ -67,7 +68,7 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
     * ``replicate``: leave a module, and everything in it, as it is.
 
     A pattern (``fnmatch`` over dotted names; ``*`` matches dots too) that comes later in the plan wins over an earlier
-    one. A GPT that was built whole becomes one on ``mesh`` whatever the plan says. With tp=1 nothing else is swapped,
+    one. A GPT or Encoder built whole becomes one on ``mesh`` whatever the plan says. With tp=1 nothing else is swapped,
     but the plan is checked. A module that was swapped before, on a mesh of the same layout, moves to the groups of
     ``mesh``. Modules that use the weight of a layer without calling it must be left alone.
 
@@ -112,7 +113,7 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
 def _fits(kind: str, module: nn.Module) -> bool:
     if kind == "replicate" or getattr(module, _SWAPPED_AS, None) == kind:
         return True
-    return rule_for(kind, module) is not None or (kind == "auto" and isinstance(module, GPT))
+    return rule_for(kind, module) is not None or (kind == "auto" and isinstance(module, (GPT, Encoder)))
 
 
 def _check_root(module: nn.Module, mesh: ParallelMesh) -> None:
@@ -188,7 +189,7 @@ def _check_layout(chosen: Sequence[_Choice], mesh: ParallelMesh) -> None:
 
 def _model(place: Place, mesh: ParallelMesh) -> _Swap:
     cut = mesh.tp.size * mesh.pp.size > 1
-    return _Swap(place, "model", sharded_gpt(place.name, place.module, mesh), note=NOTE if cut else "")
+    return _Swap(place, "model", sharded_model(place.name, place.module, mesh), note=NOTE if cut else "")
 
 
 def _known_models(places: Sequence[Place], kinds: Mapping[str, str]) -> Iterator[tuple[Place, Family]]:

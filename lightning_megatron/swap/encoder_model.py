@@ -26,7 +26,7 @@ class HuggingFaceEncoder(nn.Module):
     """Take and return what a Hugging Face encoder does, with or without a head, with the layers of an Encoder.
 
     Equal to the model that it replaces: outputs, loss and gradients. A masked language model without any label that
-    counts has the loss 0, where Hugging Face's has none (NaN).
+    counts has the loss 0, where Hugging Face's has none (NaN). Losses of half types are computed in float32.
 
     Args:
         encoder: The layers and the head.
@@ -147,10 +147,12 @@ class HuggingFaceEncoder(nn.Module):
         elif problem is None:
             is_single = labels.dtype in (torch.long, torch.int)
             problem = "single_label_classification" if is_single else "multi_label_classification"
-        if problem == "regression":
-            return F.mse_loss(logits.squeeze(), labels.squeeze()) if count == 1 else F.mse_loss(logits, labels)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if problem == "single_label_classification":
             return F.cross_entropy(logits.view(-1, count), labels.view(-1))
+        labels = labels.to(logits.dtype)
+        if problem == "regression":
+            return F.mse_loss(logits.squeeze(), labels.squeeze()) if count == 1 else F.mse_loss(logits, labels)
         return F.binary_cross_entropy_with_logits(logits, labels)
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:

@@ -1,8 +1,8 @@
-"""Replace a GPT that was built whole by this rank's part of it."""
+"""Replace a GPT or an Encoder that was built whole by this rank's part of it."""
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import PipelinedModule
+
+_Whole: TypeAlias = GPT | Encoder
 
 #: What the log says about a model that was built whole.
 NOTE = (
@@ -26,29 +29,31 @@ def is_foreign(module: nn.Module, mesh: ParallelMesh) -> bool:
     return isinstance(module, PipelinedModule) and module.mesh is not mesh
 
 
-def sharded_gpt(name: str, source: nn.Module, mesh: ParallelMesh) -> GPT:
-    """Return this rank's layers and shards of a whole GPT, with its values.
+def sharded_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
+    """Return this rank's layers and shards of a whole model, with its values.
 
     The result also draws its dropout from the streams of ``mesh``, which is why a replicated model is rebuilt as well.
     A model on the meta device gives a part on the meta device.
 
     Args:
         name: Name of the model, for errors.
-        source: A GPT built without a mesh.
+        source: A GPT or an Encoder built without a mesh.
         mesh: The groups of this rank.
 
     Raises:
-        UnsupportedError: For a model that is already cut, is not exactly a GPT, or whose parameters have been changed.
+        UnsupportedError: For a model that is already cut, is not exactly one of ours, or whose parameters have
+            been changed.
         ParallelPlanError: If the layout cannot hold the model.
     """
-    if not _is_gpt(source) or source.mesh.layout.world_size > 1:
+    if not _is_ours(source) or source.mesh.layout.world_size > 1:
         raise UnsupportedError(
-            f"{name!r} ({type(source).__name__}) must be built on this mesh or be a GPT built without one, because "
-            "only the "
-            "latter can be cut afterwards. Build it with mesh=self.device_mesh in configure_model."
+            f"{name!r} ({type(source).__name__}) must be built on this mesh or be a GPT or an Encoder built without "
+            "one, because only the latter can be cut afterwards. Build it with mesh=self.device_mesh in "
+            "configure_model."
         )
     with torch.device("meta"):
-        target, expected = type(source)(source.config, mesh), type(source)(source.config)
+        kind: Any = type(source)
+        target, expected = kind(source.config, mesh), kind(source.config)
     _check_names(name, source, expected)
     for path, owner in target.named_modules():
         for key, parameter in owner._parameters.items():
@@ -58,23 +63,27 @@ def sharded_gpt(name: str, source: nn.Module, mesh: ParallelMesh) -> GPT:
     return target.train(source.training)
 
 
-def _is_gpt(source: nn.Module) -> TypeGuard[GPT]:
-    """Tell whether a model has the parts of a GPT and no others, so that its config says all."""
-    return isinstance(source, GPT) and type(source).__init__ is GPT.__init__ and type(source)._build is GPT._build
+def _is_ours(source: nn.Module) -> TypeGuard[_Whole]:
+    """Tell whether a model has the parts of a model of ours and no others, so that its config says all."""
+    own: Any = type(source)
+    return any(
+        isinstance(source, kind) and own.__init__ is kind.__init__ and own._build is kind._build
+        for kind in (GPT, Encoder)
+    )
 
 
-def _check_names(name: str, source: GPT, expected: GPT) -> None:
+def _check_names(name: str, source: _Whole, expected: _Whole) -> None:
     wanted = {key for key, _ in expected.named_parameters()}
     found = {key for key, _ in source.named_parameters()}
     if wanted != found:
         raise UnsupportedError(
-            f"the GPT {name!r} has other parameters than its config says ({sorted(wanted ^ found)[0]!r}), so it "
+            f"the model {name!r} has other parameters than its config says ({sorted(wanted ^ found)[0]!r}), so it "
             "cannot be cut "
             "after building. Build it with mesh=self.device_mesh in configure_model and change it there."
         )
 
 
-def _part(source: GPT, name: str, parameter: Tensor, device: torch.device) -> nn.Parameter:
+def _part(source: _Whole, name: str, parameter: Tensor, device: torch.device) -> nn.Parameter:
     """Cut the values of one target parameter out of the whole model."""
     spec = shard_spec_of(parameter)
     whole = source.get_parameter(spec.tied_to or name)

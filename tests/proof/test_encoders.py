@@ -25,6 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 dp2": {"tp": 2, "sequence_parallel": False},
     "tp2+sp pp2": {"tp": 2, "pp": 2},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
+    "tp2+sp dp2, recomputed": {"tp": 2, "zero": 0, "recompute": "full"},
 }
 #: What is built of a folder; the body alone has a head of the user's own.
 BUILDERS = {

@@ -10,7 +10,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-V, LAYERS, HEADS, PADDING = 53, 4, 12, 3
+V, LAYERS, HEADS, PADDING = 53, 2, 12, 3
 _SIZES = {"vocab_size": V, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": LAYERS}
 _SIZES |= {"num_attention_heads": HEADS, "max_position_embeddings": 20, "type_vocab_size": 3}
 _SIZES |= {"pad_token_id": PADDING}

@@ -1,0 +1,159 @@
+"""The encoder as a model of its own: its settings, its first values, and its parts under a layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.models.encoder import Encoder, EncoderInput
+from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.stage import StageCursor, StageDone
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap import parallelize
+from tests.oracles import assert_equal, full_weights
+from tests.world import run_world
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 53,
+    "num_positions": 20,
+    "num_layers": 4,
+    "hidden_size": 24,
+    "num_heads": 4,
+    "ffn_hidden_size": 32,
+    "padding_token": 1,
+}
+TOKENS = torch.arange(2, 26).view(2, 12)
+VALID = torch.arange(12).expand(2, 12) < torch.tensor([[12], [9]])
+
+
+def built(mesh: ParallelMesh | None = None, **changes: Any) -> Encoder:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return Encoder(EncoderConfig(**(SIZES | changes)), mesh, seed=3).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0}, r"num_layers \(0\) must be at least 1"),
+        ({"hidden_size": 25}, r"hidden_size \(25\) must be a multiple of num_heads"),
+        ({"hidden_dropout": 1.0}, r"hidden_dropout \(1.0\) must lie in"),
+        ({"head": "tail"}, r"head \(tail\) must be one of none, pooler, masked_lm, classifier"),
+        ({"positions": "other"}, r"positions \(other\) must be row or tokens"),
+        ({"padding_token": 53}, r"padding_token \(53\) must lie in \[0, 53\)"),
+        ({"positions": "tokens", "padding_token": None}, r"padding_token \(None\) must be a token"),
+        ({"positions": "tokens", "padding_token": 30}, r"num_positions \(20\) must be above"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParallelPlanError, match=message):
+        EncoderConfig(**(SIZES | change))
+
+
+def test_layouts_that_cannot_hold_the_model_are_refused() -> None:
+    config = EncoderConfig(**SIZES)
+    for layout, message in (
+        (ParallelLayout(3, tp=3), "num_heads|heads"),
+        (ParallelLayout(8, pp=8), "num_layers|layers"),
+    ):
+        with pytest.raises(ParallelPlanError, match=message):
+            config.check_layout(layout)
+    with pytest.raises(UnsupportedError, match=r"cp \(2\) is not available for an encoder"):
+        config.check_layout(ParallelLayout(2, cp=2))
+    with pytest.raises(ParallelPlanError, match=r"seq_length \(21\) must not exceed"):
+        config.check_layout(ParallelLayout(2, tp=2), seq_length=21)
+    with pytest.raises(ParallelPlanError, match=r"seq_length \(7\) must be a multiple of tp"):
+        config.check_layout(ParallelLayout(2, tp=2), True, seq_length=7)
+
+
+def test_rows_that_are_too_long_are_refused_where_positions_count_them() -> None:
+    long = torch.full((1, 30), 1)
+    long[0, :4] = 5
+    with pytest.raises(ParallelPlanError, match=r"seq_length \(30\) must not exceed max_seq_length \(20\)"):
+        built()(EncoderInput(long))
+    counting = built(positions="tokens")
+    assert torch.isfinite(counting(EncoderInput(long, valid=long != 1)).hidden).all(), "padding has one position"
+    with pytest.raises(IndexError):
+        counting(EncoderInput(long + 1))
+
+
+def test_a_row_of_padding_alone_is_finite() -> None:
+    model = built()
+    result = model(EncoderInput(TOKENS, valid=VALID & torch.tensor([[True], [False]])))
+    (result.hidden.sum() + result.pooled.sum()).backward()
+    assert torch.isfinite(result.hidden).all()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+def test_an_encoder_draws_new_dropout_at_every_call() -> None:
+    model = built(hidden_dropout=0.3, attention_dropout=0.3).train()
+    rows = EncoderInput(TOKENS, valid=VALID)
+    assert not torch.equal(model(rows).hidden, model(rows).hidden)
+    model.eval()
+    assert torch.equal(model(rows).hidden, model(rows).hidden)
+
+
+def in_stages(model: Encoder, rows: EncoderInput) -> Tensor:
+    """Run the two chunks of a model in one process one after the other."""
+    model.cursor = StageCursor(chunk=0, hidden=None)
+    with pytest.raises(StageDone):
+        model(rows)
+    assert model.cursor.output is not None
+    probe = StageCursor(chunk=0, hidden=None, probe=True)
+    hidden, model.cursor = model.cursor.output, probe
+    with pytest.raises(StageDone):
+        model(rows)
+    assert (probe.boundary, probe.dtype) == (hidden.shape, hidden.dtype)
+    model.cursor = StageCursor(chunk=1, hidden=hidden)
+    return model(rows).pooled
+
+
+def test_chunks_in_turn_are_the_whole_model() -> None:
+    rows = EncoderInput(TOKENS, valid=VALID)
+    layout = ParallelLayout(1)
+    object.__setattr__(layout, "vpp", 2)
+    mesh = ParallelMesh.single(seed=3)
+    object.__setattr__(mesh, "layout", layout)
+    model = built(mesh)
+    assert model.num_chunks == 2
+    assert {model.chunk_of(f"layers.{index}.mlp.up.weight") for index in (0, 1)} == {0}
+    assert [model.chunk_of(name) for name in ("embedding.norm.weight", "head.dense.bias")] == [0, 1]
+    assert_equal(in_stages(model, rows), built()(rows).pooled, "two chunks")
+
+
+def check_parts(rank: int, size: int) -> None:
+    rows = EncoderInput(TOKENS, valid=VALID)
+    for head in ("none", "pooler", "classifier", "masked_lm"):
+        whole = built(head=head)
+        expected, weights = whole(rows), full_weights(whole, ParallelMesh.single())
+        for sequence_parallel in (False, True):
+            mesh = ParallelMesh.create(ParallelLayout(size, tp=size), sequence_parallel=sequence_parallel)
+            # Cut when it is built, filled later, and cut after it was built whole.
+            with torch.device("meta"):
+                later = built(mesh, head=head)
+            initialize_(later, mesh.device, 3)
+            root = nn.ModuleDict({"model": built(head=head)})
+            (record,) = parallelize(root, mesh)
+            assert (record.source, record.target) == ("Encoder", "Encoder")
+            for model in (built(mesh, head=head), later, root["model"].eval()):
+                for name, found in full_weights(model, mesh).items():
+                    assert_equal(found, weights[name], f"{head}: {name} does not depend on the layout")
+                result = model.eval()(rows)
+                if expected.hidden is not None:
+                    assert_equal(model.whole(result.hidden), expected.hidden.transpose(0, 1), head)
+                if expected.pooled is not None:
+                    assert_equal(result.pooled, expected.pooled, head)
+            mesh.destroy()
+
+
+def test_parts_of_two_ranks_are_the_whole_model() -> None:
+    run_world(check_parts, 2)
