@@ -18,7 +18,7 @@ from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
 from lightning_megatron.swap.families import Family, find_family
 from lightning_megatron.swap.generation import generating
 from lightning_megatron.swap.language_model import HuggingFaceLM, LabelledGPT
-from lightning_megatron.swap.load import load_from
+from lightning_megatron.swap.load import check_tensors, load_from, reader_of
 from lightning_megatron.swap.mapping import TensorsInMemory, named
 from lightning_megatron.swap.pretrained import folder_of
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
@@ -79,6 +79,9 @@ def swapped_model(name: str, source: Any, family: Family, mesh: ParallelMesh) ->
     had_values = not any(parameter.is_meta for parameter in source.parameters())
     folder = folder_of(source)
     note = NOTE if had_values and mesh.tp.size * mesh.pp.size > 1 else ""
+    # What was put into a model without values (adapters, say) would not be missed by its folder.
+    own = reader_of(source.state_dict(), family)
+    check_tensors(own, family.tensors(model.config), family, getattr(model.config, "tie_embeddings", False))
     if had_values:
         load_from(model, TensorsInMemory(source.state_dict()), family)
     elif folder is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,16 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap import parallelize
+from lightning_megatron.swap import building_on_meta, parallelize
 from lightning_megatron.swap.families import family_of
 from lightning_megatron.swap.language_model import HuggingFaceLM, span_of
 from lightning_megatron.swap.mapping import TensorsInMemory
 from tests.oracles import assert_equal, assert_same_gradients
 from tests.swap.families import CASES, V, twin_of
 from tests.world import run_world
+
+transformers = pytest.importorskip("transformers")
 
 B, S = 3, 10
 
@@ -195,3 +199,14 @@ def test_padding_behind_the_tokens_needs_no_mask() -> None:
         assert span is not None
         assert span.valid is not None
         assert torch.equal(span.valid, other.bool())
+
+
+def test_a_model_with_further_parts_is_refused_whether_it_has_its_weights_or_not(tmp_path: Path) -> None:
+    twin_of("llama").save_pretrained(tmp_path)
+    for build in (nullcontext, building_on_meta):
+        root = nn.Module()
+        with build():
+            root.model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        root.model.model.layers[0].self_attn.q_proj = nn.Sequential(root.model.model.layers[0].self_attn.q_proj)
+        with pytest.raises(CheckpointMismatchError, match=r"q_proj.weight' missing, and .*q_proj.0.weight' left over"):
+            parallelize(root, ParallelMesh.single())
