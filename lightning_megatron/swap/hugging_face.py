@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder import Encoder
@@ -116,7 +117,10 @@ def _built(source: Any, family: Family, mesh: ParallelMesh) -> LabelledGPT | Enc
 def _freeze(name: str, model: GPT | Encoder, source: nn.Module, family: Family) -> None:
     """Train what was trained."""
     trained = {key: parameter.requires_grad for key, parameter in source.named_parameters(remove_duplicate=False)}
-    own = dict(model.named_parameters())
+    own: dict[str, list[nn.Parameter]] = {}
+    for key, parameter in model.named_parameters():
+        # The copy of a tied tensor is trained if the tensor is.
+        own.setdefault(shard_spec_of(parameter).tied_to or key, []).append(parameter)
     for tensor in family.tensors(model.config):
         if tensor.target in own:
             kinds = {trained[one.name] for one in tensor.sources if one.name in trained}
@@ -126,4 +130,6 @@ def _freeze(name: str, model: GPT | Encoder, source: nn.Module, family: Family) 
                     f"{', '.join(one.name for one in tensor.sources)} of {name!r} are not. They become "
                     f"{tensor.target}. Freeze all of them or none."
                 )
-            own[tensor.target].requires_grad_(kinds.pop() if kinds else True)
+            is_trained = kinds.pop() if kinds else True
+            for parameter in own[tensor.target]:
+                parameter.requires_grad_(is_trained)

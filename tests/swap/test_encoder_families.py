@@ -249,3 +249,17 @@ def test_outputs_have_the_names_and_places_of_hugging_face() -> None:
         assert torch.equal(ours[0], ours[ours.keys()[0]])
         assert model.config is not None
         assert model.encoder.config.vocab_size == V
+
+
+@pytest.mark.parametrize("pp_rank", [0, 1])
+@pytest.mark.parametrize("case", ["bert masked", "bert classes", "roberta masked", "roberta classes"])
+def test_what_was_frozen_stays_frozen(case: str, pp_rank: int) -> None:
+    twin = encoder_of(case)
+    twin.base_model.requires_grad_(False)
+    model = swapped_model("model", twin, family_of_case(case), mesh_of(2, 2, 0, pp_rank)).module.encoder
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    heads = {name for name, _ in model.named_parameters() if name.startswith("head.")}
+    # A tied weight is the embedding's, and BERT's pooler belongs to the encoder.
+    frozen = {"head.weight"} if "masked" in case else {"head.dense.weight", "head.dense.bias"}
+    assert trained == heads - (frozen if case != "roberta classes" else set())
+    assert bool(heads) == bool(pp_rank)
