@@ -67,10 +67,14 @@ def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], 
     dtype = given.pop("dtype", given.pop("torch_dtype", None))
     config = given.pop("config", None)
     given.pop("pretrained_model_name_or_path", None)
-    is_simple = len(args) <= 1 and not given and isinstance(path, (str, Path)) and Path(path).is_dir()
-    if find_family(cls.__name__) is None or not is_simple or not SafetensorsFolder.exists_in(path):
+    is_folder = len(args) <= 1 and isinstance(path, (str, Path)) and Path(path).is_dir()
+    if find_family(cls.__name__) is None or not is_folder or not SafetensorsFolder.exists_in(path):
         return load(cls, *args, **kwargs)
-    config = cls.config_class.from_pretrained(path) if config is None else config
+    if config is None:
+        # Fields of the configuration may be among the arguments.
+        config, given = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **given)
+    if given:
+        return load(cls, *args, **kwargs)
     if dtype in (None, "auto"):
         dtype = config.dtype or SafetensorsFolder(path).dtype
     model = cls._from_config(config, dtype=dtype)

@@ -263,3 +263,16 @@ def test_what_was_frozen_stays_frozen(case: str, pp_rank: int) -> None:
     frozen = {"head.weight"} if "masked" in case else {"head.dense.weight", "head.dense.bias"}
     assert trained == heads - (frozen if case != "roberta classes" else set())
     assert bool(heads) == bool(pp_rank)
+
+
+def test_arguments_that_are_fields_of_the_configuration_change_it(tmp_path: Path) -> None:
+    encoder_of("roberta").save_pretrained(tmp_path)
+    model = opened("RobertaForSequenceClassification", tmp_path, num_labels=7, hidden_dropout_prob=0.3)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    swap = swapped_model("model", model, family_of("RobertaForSequenceClassification"), ParallelMesh.single())
+    config = swap.module.encoder.config
+    assert (config.num_labels, config.hidden_dropout, config.head_dropout) == (7, 0.3, 0.3)
+    assert swap.module(TOKENS).logits.shape == (2, 7)
+    other = opened("RobertaModel", tmp_path, add_pooling_layer=False)
+    assert other.pooler is None
+    assert not any(parameter.is_meta for parameter in other.parameters()), "other arguments are Hugging Face's"
