@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from lightning_megatron.groups.collectives import split_to_axis
@@ -10,7 +9,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.dropout import hidden_dropout
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.norm import LayerNorm
-from lightning_megatron.layers.replicated import TableEmbedding, own_places
+from lightning_megatron.layers.replicated import TableEmbedding
 
 
 class EncoderEmbedding(nn.Module):
@@ -27,7 +26,6 @@ class EncoderEmbedding(nn.Module):
         norm: The norm of the sum.
         mesh: The groups and random streams of this rank.
         dropout: Probability that an element is dropped.
-        untrained: A token whose vector gets no gradient where it is looked up; None means that all do.
     """
 
     def __init__(
@@ -39,11 +37,10 @@ class EncoderEmbedding(nn.Module):
         *,
         mesh: ParallelMesh,
         dropout: float = 0.0,
-        untrained: int | None = None,
     ) -> None:
         super().__init__()
         self.word, self.position, self.token_type, self.norm = word, position, token_type, norm
-        self.mesh, self.dropout, self.untrained = mesh, dropout, untrained
+        self.mesh, self.dropout = mesh, dropout
 
     def forward(
         self, tokens: Tensor | None, positions: Tensor, token_types: Tensor, vectors: Tensor | None = None
@@ -65,9 +62,5 @@ class EncoderEmbedding(nn.Module):
             hidden = vectors.transpose(0, 1).contiguous()
             return split_to_axis(hidden, self.mesh.tp, dim=0) if self.mesh.sequence_parallel else hidden
         assert tokens is not None, "there are tokens where there are no vectors"
-        hidden = self.word(tokens)
-        if self.untrained is None:
-            return hidden
-        # An output layer that shares the table still trains the row.
-        fixed = own_places(tokens == self.untrained, self.mesh).unsqueeze(-1)
-        return torch.where(fixed, hidden.detach(), hidden)
+        found: Tensor = self.word(tokens)
+        return found

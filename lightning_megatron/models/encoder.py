@@ -168,7 +168,7 @@ class Encoder(LayeredModule):
 
     def _positions(self, rows: EncoderInput, given: Tensor) -> Tensor:
         if self.config.positions == "tokens" and rows.tokens is not None:
-            padding = self.config.padding_token
+            padding = self.config.padding_id
             assert padding is not None, "a configuration that counts tokens names their padding"
             counted = (rows.tokens != padding).long()
             return counted.cumsum(1) * counted + padding
@@ -200,15 +200,21 @@ class Encoder(LayeredModule):
 
 def _embedding(config: EncoderConfig, mesh: ParallelMesh) -> EncoderEmbedding:
     drawn, size = Initializer.normal(config.init_std), config.hidden_size
-    untrained = config.padding_token if config.positions == "tokens" else None
+    untrained = config.padding_id if config.positions == "tokens" else None
     return EncoderEmbedding(
-        VocabParallelEmbedding(config.vocab_size, size, mesh, multiple=config.vocab_multiple, initializer=drawn),
+        VocabParallelEmbedding(
+            config.vocab_size,
+            size,
+            mesh,
+            multiple=config.vocab_multiple,
+            initializer=drawn,
+            padding_id=config.padding_id,
+        ),
         TableEmbedding(config.num_positions, size, mesh, untrained=untrained, initializer=drawn),
         TableEmbedding(config.num_token_types, size, mesh, initializer=drawn),
         LayerNorm(size, mesh, eps=config.norm_eps),
         mesh=mesh,
         dropout=config.hidden_dropout,
-        untrained=config.padding_token,
     )
 
 

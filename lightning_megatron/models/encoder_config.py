@@ -29,9 +29,9 @@ class EncoderConfig:
         activation: ``gelu`` (exact), ``gelu_tanh`` or ``relu``.
         norm_eps: Added to variances.
         num_token_types: Kinds of tokens.
-        padding_token: The token of padding, whose vector gets no gradient where it is looked up; None means none.
+        padding_id: The token of padding, whose vector gets no gradient where it is looked up; None means none.
         positions: ``row`` counts from 0 along the row. ``tokens`` counts tokens other than padding from
-            ``padding_token + 1``; padding has the position ``padding_token``, whose vector gets no gradient.
+            ``padding_id + 1``; padding has the position ``padding_id``, whose vector gets no gradient.
         hidden_dropout: Probability that an element is dropped after the embedding and before each residual sum.
         attention_dropout: Probability that an attention weight is dropped.
         head: ``none``; ``pooler`` (a dense layer and tanh of the first place); ``masked_lm`` (a dense layer,
@@ -57,7 +57,7 @@ class EncoderConfig:
     activation: EncoderActivation = "gelu"
     norm_eps: float = 1e-12
     num_token_types: int = 2
-    padding_token: int | None = None
+    padding_id: int | None = None
     positions: Literal["row", "tokens"] = "row"
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -101,7 +101,7 @@ class EncoderConfig:
     @property
     def first_position(self) -> int:
         """Return the position of the first token."""
-        return 0 if self.positions == "row" or self.padding_token is None else self.padding_token + 1
+        return 0 if self.positions == "row" or self.padding_id is None else self.padding_id + 1
 
     @property
     def max_seq_length(self) -> int:
@@ -155,12 +155,12 @@ class EncoderConfig:
         check_length(seq_length, self.max_seq_length, sequence_shards)
 
     def _check_padding(self) -> None:
-        token = self.padding_token
+        token = self.padding_id
         if self.positions == "tokens":
-            _require(token is not None, "padding_token", token, "be a token", "positions count the tokens beside it")
+            _require(token is not None, "padding_id", token, "be a token", "positions count the tokens beside it")
         legal = token is None or 0 <= token < self.vocab_size
-        _require(legal, "padding_token", token, f"lie in [0, {self.vocab_size})", "it is a row of the vocabulary")
-        rule = f"be above padding_token + 1 ({self.first_position})"
+        _require(legal, "padding_id", token, f"lie in [0, {self.vocab_size})", "it is a row of the vocabulary")
+        rule = f"be above padding_id + 1 ({self.first_position})"
         _require(self.max_seq_length >= 1, "num_positions", self.num_positions, rule, "positions begin there")
 
 

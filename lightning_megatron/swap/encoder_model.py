@@ -113,7 +113,7 @@ class HuggingFaceEncoder(nn.Module):
             first, length = config.first_position, given.shape[1]
             positions = torch.arange(first, first + length, device=given.device).expand(given.shape[:2])
         return EncoderInput(
-            _longer(rows.tokens, extra, config.padding_token or 0),
+            _longer(rows.tokens, extra, config.padding_id or 0),
             None if rows.vectors is None else F.pad(rows.vectors, (0, 0, 0, extra)),
             F.pad(valid, (0, extra), value=False),
             _longer(positions, extra, 0),

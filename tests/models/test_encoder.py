@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "hidden_size": 24,
     "num_heads": 4,
     "ffn_hidden_size": 32,
-    "padding_token": 1,
+    "padding_id": 1,
 }
 TOKENS = torch.arange(2, 26).view(2, 12)
 VALID = torch.arange(12).expand(2, 12) < torch.tensor([[12], [9]])
@@ -49,9 +49,9 @@ def built(mesh: ParallelMesh | None = None, **changes: Any) -> Encoder:
         ({"hidden_dropout": 1.0}, r"hidden_dropout \(1.0\) must lie in"),
         ({"head": "tail"}, r"head \(tail\) must be one of none, pooler, masked_lm, classifier"),
         ({"positions": "other"}, r"positions \(other\) must be row or tokens"),
-        ({"padding_token": 53}, r"padding_token \(53\) must lie in \[0, 53\)"),
-        ({"positions": "tokens", "padding_token": None}, r"padding_token \(None\) must be a token"),
-        ({"positions": "tokens", "padding_token": 30}, r"num_positions \(20\) must be above"),
+        ({"padding_id": 53}, r"padding_id \(53\) must lie in \[0, 53\)"),
+        ({"positions": "tokens", "padding_id": None}, r"padding_id \(None\) must be a token"),
+        ({"positions": "tokens", "padding_id": 30}, r"num_positions \(20\) must be above"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(change: dict[str, Any], message: str) -> None:

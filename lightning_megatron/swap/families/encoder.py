@@ -101,6 +101,12 @@ def _labels(values: Values) -> Mapping[str, Any]:
     return {"num_labels": len(named) if named is not None else counted or 2}
 
 
+def _padding(values: Values) -> Mapping[str, Any]:
+    padding = values["pad_token_id"]
+    # As torch.nn.Embedding reads it.
+    return {"padding_id": padding if padding is None or padding >= 0 else values["vocab_size"] + padding}
+
+
 def _head_dropout(values: Values) -> Mapping[str, Any]:
     given = values["classifier_dropout"]
     return {"head_dropout": values["hidden_dropout_prob"] if given is None else given}
@@ -121,7 +127,7 @@ def _fields(vocab_size: int, padding: int) -> tuple[Field, ...]:
         Field("type_vocab_size", 2, "num_token_types"),
         Field("initializer_range", 0.02, "init_std"),
         Field("layer_norm_eps", 1e-12, "norm_eps"),
-        Field("pad_token_id", padding, lambda values: {"padding_token": values["pad_token_id"]}),
+        Field("pad_token_id", padding, _padding),
         Field("position_embedding_type", "absolute", only=("absolute", None), why=why),
         Field("is_decoder", False, only=(False, None), why="every position sees all others"),
     )
