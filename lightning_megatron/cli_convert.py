@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, read_full
 from lightning_megatron.checkpoint.consolidate import MODEL
@@ -16,7 +17,8 @@ from lightning_megatron.checkpoint.hugging_face import HUGGING_FACE, export_mode
 from lightning_megatron.cli_checkpoint import DTYPES
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
-from lightning_megatron.models.gpt import GPT
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.swap import parallelize
 from lightning_megatron.swap.families import family_of
 
 EXAMPLE = """examples:
@@ -24,7 +26,7 @@ EXAMPLE = """examples:
   lightning-megatron convert path/to/folder model.ckpt          a checkpoint for validate, test and predict
   lightning-megatron convert runs/last.ckpt exported --verify   compare both on some tokens afterwards"""
 
-#: Tokens that both models see, and how far their logits may be apart, relative to the largest, in float32.
+#: Tokens that both models see, and how far their results may be apart, relative to the largest, in float32.
 _NUM_TOKENS, _TOLERANCE = 32, 1e-3
 
 
@@ -50,10 +52,10 @@ def main(args: Sequence[str]) -> None:
     if options.verify:
         checkpoint, folder = (options.source, options.out) if is_export else (options.out, options.source)
         gap = compare(checkpoint, folder, options.name)
-        print(f"logits of {_NUM_TOKENS} tokens differ by {gap:.1e} of the largest")
+        print(f"results for {_NUM_TOKENS} tokens differ by {gap:.1e} of the largest")
         if gap > _TOLERANCE:
             raise UnsupportedError(
-                f"both forms of a model must have the same logits: they differ by {gap:.1e} of the largest, more than "
+                f"both forms of a model must have the same results: they differ by {gap:.1e} of the largest, more than "
                 f"{_TOLERANCE:.0e}. One is of another model, or was rounded by --dtype. Do not use {options.out}."
             )
 
@@ -72,14 +74,14 @@ def convert_parser() -> argparse.ArgumentParser:
     add("--name", help="attribute of the LightningModule that holds the model (default: the only one, or model)")
     add("--dtype", choices=DTYPES, help="type of the weights (default: as they are)")
     add("--max-file-bytes", type=int, default=5 * 10**9, metavar="N", help="size of a file (default: 5e9)")
-    add("--verify", action="store_true", help="compare the logits of both afterwards (needs transformers)")
+    add("--verify", action="store_true", help="compare the results of both afterwards (needs transformers)")
     add("--unsafe", action="store_true", help="unpickle whatever the checkpoint holds beside tensors")
     return parser
 
 
 @torch.no_grad()
 def compare(checkpoint: str, folder: str, name: str | None = None) -> float:
-    """Return how far the logits of both forms of a model are apart, relative to the largest.
+    """Return how far the results of both forms of a model are apart, relative to the largest.
 
     Args:
         checkpoint: The checkpoint.
@@ -88,15 +90,21 @@ def compare(checkpoint: str, folder: str, name: str | None = None) -> float:
     """
     models: dict[str, Any] = load_metadata(checkpoint)[HUGGING_FACE]
     name, described = next((one, models[one]) for one in ([name] if name else models))
-    config = family_of(described["architecture"]).config(described["config"])
-    prefix = f"{MODEL}{name}.gpt."
-    ours = GPT(config).float().eval()
+    library: Any = import_extra("transformers", "hf")
+    theirs = getattr(library, described["architecture"]).from_pretrained(folder, dtype="float32").eval()
+    root = nn.ModuleDict({"model": deepcopy(theirs)})
+    parallelize(root, ParallelMesh.single())
+    ours, prefix = root["model"], f"{MODEL}{name}."
     full = {key.removeprefix(prefix): one for key, one in read_full(checkpoint).items() if key.startswith(prefix)}
     for key, parameter in ours.named_parameters():
         parameter[: full[key].shape[0]] = full[key]
-    library: Any = import_extra("transformers", "hf")
-    theirs = library.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    config = family_of(described["architecture"]).config(described["config"])
     count = min(_NUM_TOKENS, config.max_seq_length)
     tokens = torch.randint(0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
-    expected: Tensor = theirs(tokens).logits
-    return float((ours(tokens) - expected).abs().max() / expected.abs().max())
+    found, expected = (_result(model(input_ids=tokens)) for model in (ours, theirs))
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _result(output: Any) -> Tensor:
+    result: Tensor = output["logits"] if "logits" in output.keys() else output["last_hidden_state"]  # noqa: SIM118
+    return result

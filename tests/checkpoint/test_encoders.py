@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.hugging_face import export_model, import_model
+from lightning_megatron.cli import main
 from tests.swap.encoders import CASES, V, encoder_of
 from tests.world import run_world
 
@@ -91,7 +92,7 @@ def test_what_four_ranks_have_trained_is_what_transformers_loads(case: str, tmp_
     before, again = kind.from_pretrained(folder).state_dict(), kind.from_pretrained(tmp_path / "again").state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in before.items())
     every_rank = run_world(train_and_evaluate, 4, folder, case, imported, trained)
-    export_model(trained, exported)
+    main(["convert", trained, exported, "--verify"])
     after = kind.from_pretrained(exported).state_dict()
     assert before.keys() == after.keys()
     assert not any(torch.equal(after[name], before[name]) for name in before if name.endswith("dense.weight"))
