@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_megatron.checkpoint.consolidate import HUGGING_FACE, MODEL, Written, read_one_by_one
 from lightning_megatron.checkpoint.header import Header
@@ -18,8 +18,8 @@ from lightning_megatron.checkpoint.rewrite import write_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.export import MAX_FILE_BYTES, export_folder
-from lightning_megatron.swap.families import Family, family_of
-from lightning_megatron.swap.load import check_tensors, reader_of
+from lightning_megatron.swap.families import family_of
+from lightning_megatron.swap.load import full_tensors
 from lightning_megatron.swap.replaced import layers_name, replaced_models
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
@@ -89,8 +89,10 @@ def import_model(
     """
     source = SafetensorsFolder(folder)
     family = family_of(_architecture(source))
-    prefix = f"{MODEL}{name}.{layers_name(family.config(source.config))}"
-    tensors = ((f"{prefix}{key}", full) for key, full in _converted(source, family, dtype))
+    config = family.config(source.config)
+    prefix = f"{MODEL}{name}.{layers_name(config)}"
+    own = full_tensors(source, family, config, dtype or source.dtype)
+    tensors = ((f"{prefix}{key}", full) for key, full in own)
     metadata = {
         "epoch": 0,
         "global_step": 0,
@@ -99,15 +101,6 @@ def import_model(
     }
     header = Header(ParallelLayout(1), torch.__version__, {}, 0, 0, round(time.time(), 3))
     return write_checkpoint(out, num_files, tensors, {}, metadata, header)
-
-
-def _converted(source: SafetensorsFolder, family: Family, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    config, reader = family.config(source.config), reader_of(source, family)
-    check_tensors(reader, family.tensors(config), family, config.tie_embeddings)
-    for tensor in family.tensors(config):
-        full = torch.empty(tensor.shape, dtype=dtype or source.dtype)
-        tensor.fill(full, [0] * full.dim(), tensor.shape, reader)
-        yield tensor.target, full
 
 
 def _architecture(source: SafetensorsFolder) -> str:

@@ -221,8 +221,7 @@ def _with_own_plans(places: Sequence[Place], kinds: Mapping[str, str]) -> list[t
     taken = [place.name for place, _ in _known_models(places, kinds)]
     found = []
     for place in _first_names(places):
-        is_inside = any(place.name == name or place.name.startswith(f"{name}.") for name in taken)
-        if is_hugging_face(place.module) and not is_inside:
+        if is_hugging_face(place.module) and place.name not in taken and not _is_inside(place, taken):
             taken.append(place.name)
             found.append((place, own_plan(place.module)))
     return found

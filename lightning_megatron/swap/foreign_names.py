@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.swap.families import Family, family_of
-from lightning_megatron.swap.load import check_tensors, reader_of
+from lightning_megatron.swap.families import family_of
+from lightning_megatron.swap.load import full_tensors
 from lightning_megatron.swap.replaced import config_of, layers_name, replaced_models
 
 
@@ -34,8 +33,9 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
             if key.startswith(prefix) and not key.startswith(layers)
         }
         if foreign:
-            own = _own_tensors(foreign, part.family, config)
-            found |= {f"{layers}{target}": tensor for target, tensor in own.items()}
+            dtype = next(iter(foreign.values())).dtype
+            own = full_tensors(foreign, part.family, config, dtype)
+            found |= {f"{layers}{target}": tensor for target, tensor in own}
     return found
 
 
@@ -52,17 +52,6 @@ def refuse_foreign_states(module: nn.Module) -> None:
             "strategy's file: its optimizer numbers the parameters that the model had before. Save the weights with "
             "save_pretrained and build the model from that folder, or continue with the strategy that saved."
         )
-
-
-def _own_tensors(foreign: Mapping[str, Tensor], family: Family, config: Any) -> dict[str, Tensor]:
-    reader, table = reader_of(foreign, family), family.tensors(config)
-    check_tensors(reader, table, family, config.tie_embeddings)
-    found = {}
-    for tensor in table:
-        full = torch.empty(tensor.shape, dtype=next(iter(foreign.values())).dtype)
-        tensor.fill(full, [0] * full.dim(), tensor.shape, reader)
-        found[tensor.target] = full
-    return found
 
 
 def to_foreign_names(models: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,8 @@ from lightning_megatron.swap.families import Family, find_family
 from lightning_megatron.swap.generation import generating
 from lightning_megatron.swap.language_model import HuggingFaceLM, LabelledGPT
 from lightning_megatron.swap.load import check_tensors, load_from, reader_of
-from lightning_megatron.swap.mapping import TensorsInMemory, named
+from lightning_megatron.swap.mapping import named
+from lightning_megatron.swap.own_plan import is_hugging_face
 from lightning_megatron.swap.pretrained import folder_of
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
@@ -33,9 +34,7 @@ NOTE = (
 
 def family_of_module(module: nn.Module) -> Family | None:
     """Return the family of a Hugging Face model that can be replaced; None for every other module."""
-    if not type(module).__module__.startswith("transformers.") or not hasattr(module, "can_generate"):
-        return None
-    return find_family(type(module).__name__)
+    return find_family(type(module).__name__) if is_hugging_face(module) else None
 
 
 def is_part(module: Any) -> bool:
@@ -80,16 +79,17 @@ def swapped_model(name: str, source: Any, family: Family, mesh: ParallelMesh) ->
     had_values = not any(parameter.is_meta for parameter in source.parameters())
     folder = folder_of(source)
     note = NOTE if had_values and mesh.tp.size * mesh.pp.size > 1 else ""
-    # What was put into a model without values (adapters, say) would not be missed by its folder.
-    own = reader_of(source.state_dict(), family)
-    check_tensors(own, family.tensors(model.config), family, getattr(model.config, "tie_embeddings", False))
     if had_values:
-        load_from(model, TensorsInMemory(source.state_dict()), family)
-    elif folder is None:
-        initialize_(model, mesh.device, torch.initial_seed())
+        load_from(model, source.state_dict(), family)
     else:
-        missing = load_from(model, SafetensorsFolder(folder), family, torch.initial_seed())
-        note = f"{named(missing)} are not in {folder} and keep their first values." if missing else note
+        # What was put into a model without values (adapters, say) would not be missed by its folder.
+        own = reader_of(source.state_dict(), family)
+        check_tensors(own, family.tensors(model.config), family, model.config.tie_embeddings)
+        if folder is None:
+            initialize_(model, mesh.device, torch.initial_seed())
+        else:
+            missing = load_from(model, SafetensorsFolder(folder), family, torch.initial_seed())
+            note = f"{named(missing)} are not in {folder} and keep their first values." if missing else note
     _freeze(name, model, source, family)
     if any(getattr(part, "gradient_checkpointing", False) for part in source.modules()):
         model.recompute = "full"

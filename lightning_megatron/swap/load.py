@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,28 @@ def load_from(
         if tensor.target == _WORD_EMBEDDING and model.config.tie_embeddings and family.head in reader.names():
             _check_tied(parameter, reader, family)
     return tuple(sorted(missing))
+
+
+def full_tensors(
+    tensors: TensorReader | Mapping[str, Tensor], family: Family, config: Any, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Make the full tensors of ours, by name, one after the other.
+
+    Args:
+        tensors: A folder of safetensors files, or a state dict.
+        family: How the tensors are named and cut.
+        config: Configuration of the model.
+        dtype: Of the result.
+
+    Raises:
+        CheckpointMismatchError: If a tensor is missing, left over or of another shape.
+    """
+    reader, table = reader_of(tensors, family), family.tensors(config)
+    check_tensors(reader, table, family, config.tie_embeddings)
+    for tensor in table:
+        full = torch.empty(tensor.shape, dtype=dtype)
+        tensor.fill(full, [0] * full.dim(), tensor.shape, reader)
+        yield tensor.target, full
 
 
 @dataclass(frozen=True)
