@@ -6,23 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
+from lightning_megatron.swap.adapter import IGNORED, ReplacedModel, lengthened
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.outputs import EncoderOutput, MaskedLMOutput
-
-#: What Hugging Face's models ignore as a label.
-_IGNORED = -100
 
 #: Arguments of Hugging Face's call that say how to compute and not what.
 _IRRELEVANT = frozenset({"use_cache", "return_dict"})
 
 
-class HuggingFaceEncoder(nn.Module):
+class HuggingFaceEncoder(ReplacedModel):
     """Take and return what a Hugging Face encoder does, with or without a head, with the layers of an Encoder.
 
     Equal to the model that it replaces: outputs, loss and gradients. A masked language model without any label that
@@ -34,21 +33,14 @@ class HuggingFaceEncoder(nn.Module):
         family: How configuration and tensors of the two correspond.
     """
 
-    main_input_name = "input_ids"
-
     def __init__(self, encoder: Encoder, config: Any, family: Family) -> None:
-        super().__init__()
-        self.encoder, self.config, self.family = encoder, config, family
+        super().__init__(config, family)
+        self.encoder = encoder
 
     @property
-    def device(self) -> torch.device:
-        """Return where the weights are."""
-        return self.encoder.mesh.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type of the weights."""
-        return next(self.encoder.parameters()).dtype
+    @override
+    def body(self) -> Encoder:
+        return self.encoder
 
     def forward(
         self,
@@ -96,9 +88,9 @@ class HuggingFaceEncoder(nn.Module):
         if extra:
             rows, targets = (
                 self._padded(rows, extra),
-                None if targets is None else F.pad(targets, (0, extra), value=_IGNORED),
+                None if targets is None else F.pad(targets, (0, extra), value=IGNORED),
             )
-        result = self.encoder(rows, targets, _IGNORED)
+        result = self.encoder(rows, targets, IGNORED)
         output = (
             self._masked(result, targets, shape[1]) if head == "masked_lm" else self._output(result, labels, shape[1])
         )
@@ -113,18 +105,18 @@ class HuggingFaceEncoder(nn.Module):
             first, length = config.first_position, given.shape[1]
             positions = torch.arange(first, first + length, device=given.device).expand(given.shape[:2])
         return EncoderInput(
-            _longer(rows.tokens, extra, config.padding_id or 0),
+            lengthened(rows.tokens, extra, config.padding_id or 0),
             None if rows.vectors is None else F.pad(rows.vectors, (0, 0, 0, extra)),
             F.pad(valid, (0, extra), value=False),
-            _longer(positions, extra, 0),
-            _longer(rows.token_types, extra, 0),
+            lengthened(positions, extra, 0),
+            lengthened(rows.token_types, extra, 0),
         )
 
     def _masked(self, result: EncoderResult, labels: Tensor | None, length: int) -> MaskedLMOutput:
         shard, loss = result.logits, None
         assert shard is not None, "a masked language model computes logits"
         if result.losses is not None and labels is not None:
-            loss = result.losses.sum() / (labels != _IGNORED).sum().clamp(min=1)
+            loss = result.losses.sum() / (labels != IGNORED).sum().clamp(min=1)
         mesh, vocabulary = self.encoder.mesh, self.encoder.config.vocab_size
 
         def gather() -> Tensor:
@@ -155,14 +147,6 @@ class HuggingFaceEncoder(nn.Module):
             return F.mse_loss(logits.squeeze(), labels.squeeze()) if count == 1 else F.mse_loss(logits, labels)
         return F.binary_cross_entropy_with_logits(logits, labels)
 
-    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """Compute blocks again in the backward pass instead of keeping their activations."""
-        self.encoder.recompute = "full"
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Keep the activations of blocks."""
-        self.encoder.recompute = "none"
-
 
 def _valid(attention_mask: Tensor | None, shape: torch.Size) -> Tensor | None:
     """Return which places hold tokens; None where all do. A mask on a GPU is read by the host to find that out."""
@@ -185,7 +169,3 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
                 f"a swapped encoder of this class takes no {name}: {type(value).__name__} was given. It has no cache "
                 f"and no cross attention, and returns what follows the last layer. Leave {name} out."
             )
-
-
-def _longer(ids: Tensor | None, extra: int, value: int) -> Tensor | None:
-    return None if ids is None else F.pad(ids, (0, extra), value=value)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families import family_of
 from lightning_megatron.swap.load import full_tensors
-from lightning_megatron.swap.replaced import config_of, layers_name, replaced_models
+from lightning_megatron.swap.replaced import layers_name, replaced_models
 
 
 def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(full)
     for name, part in replaced_models(module):
-        prefix, config = f"{name}." if name else "", config_of(part)
+        prefix, config = f"{name}." if name else "", part.body.config
         layers = f"{prefix}{layers_name(config)}"
         foreign = {
             key.removeprefix(prefix): found.pop(key)

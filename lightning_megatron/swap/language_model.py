@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -15,11 +15,9 @@ from lightning_megatron.groups.collectives import broadcast_, gather_from_axis
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.relay import run_in_turn
+from lightning_megatron.swap.adapter import IGNORED, ReplacedModel, lengthened
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.outputs import CausalLMOutput
-
-#: What Hugging Face's models ignore as a label.
-_IGNORED = -100
 
 #: Arguments of Hugging Face's call that say how to compute and not what; a swapped model chooses by itself.
 _IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_q", "max_length_k", "cu_seq_lens_k"})
@@ -35,7 +33,7 @@ class LabelledGPT(GPT):
         return super()._result(logits, labels, label_smoothing, ignore_index), logits
 
 
-class HuggingFaceLM(nn.Module):
+class HuggingFaceLM(ReplacedModel):
     """Take and return what a Hugging Face causal language model does, with the layers of a GPT.
 
     Equal to the model that it replaces: loss, logits and gradients. Labels are those of the tokens themselves and are
@@ -47,21 +45,14 @@ class HuggingFaceLM(nn.Module):
         family: How configuration and tensors of the two correspond.
     """
 
-    main_input_name = "input_ids"
-
     def __init__(self, gpt: LabelledGPT, config: Any, family: Family) -> None:
-        super().__init__()
-        self.gpt, self.config, self.family = gpt, config, family
+        super().__init__(config, family)
+        self.gpt = gpt
 
     @property
-    def device(self) -> torch.device:
-        """Return where the weights are."""
-        return self.gpt.mesh.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type of the weights."""
-        return next(self.gpt.parameters()).dtype
+    @override
+    def body(self) -> GPT:
+        return self.gpt
 
     def forward(
         self,
@@ -115,20 +106,18 @@ class HuggingFaceLM(nn.Module):
             )
         length = given.shape[1]
         if shift_labels is None and labels is not None:
-            shift_labels = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+            shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         span = span_of(attention_mask, position_ids, cu_seq_lens_q, given.shape[:2], shift_labels)
         extra = -length % (self.gpt.mesh.tp.size if self.gpt.mesh.sequence_parallel else 1)
         if extra:
             # Positions behind the last token change none of those before; their own results are cut off.
-            input_ids, shift_labels = _padded(input_ids, extra, 0), _padded(shift_labels, extra, _IGNORED)
+            input_ids, shift_labels = lengthened(input_ids, extra, 0), lengthened(shift_labels, extra, IGNORED)
             inputs_embeds = None if inputs_embeds is None else F.pad(inputs_embeds, (0, 0, 0, extra))
             span = None if span is None else _padded_span(span, extra)
         kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
 
         def run() -> tuple[Tensor | None, Tensor]:
-            losses, shard = self.gpt(
-                input_ids, shift_labels, ignore_index=_IGNORED, span=span, embeddings=inputs_embeds
-            )
+            losses, shard = self.gpt(input_ids, shift_labels, ignore_index=IGNORED, span=span, embeddings=inputs_embeds)
             return None if losses is None else _mean(losses, shift_labels, num_items_in_batch), shard[kept]
 
         if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
@@ -156,14 +145,6 @@ class HuggingFaceLM(nn.Module):
     def _gather(self, shard: Tensor) -> Tensor:
         full = gather_from_axis(shard, self.gpt.mesh.tp, dim=-1)
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
-
-    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """Compute blocks again in the backward pass instead of keeping their activations."""
-        self.gpt.recompute = "full"
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Keep the activations of blocks."""
-        self.gpt.recompute = "none"
 
 
 def span_of(
@@ -199,7 +180,7 @@ def span_of(
         mask = attention_mask.to(torch.bool)
         unseen = (mask[:, 1:] <= mask[:, :-1]).all()
         if labels is not None:
-            unseen = unseen & (mask | (labels == _IGNORED)).all()
+            unseen = unseen & (mask | (labels == IGNORED)).all()
         valid = None if bool(unseen) else mask
     if borders is not None:
         places = torch.arange(shape[1], device=borders.device)
@@ -216,7 +197,7 @@ def span_of(
 
 def _mean(losses: Tensor, labels: Tensor | None, num_items: Tensor | int | None) -> Tensor:
     assert labels is not None, "there are losses where there are labels"
-    count = num_items if num_items is not None else (labels != _IGNORED).sum().clamp(min=1)
+    count = num_items if num_items is not None else (labels != IGNORED).sum().clamp(min=1)
     return losses.sum() / count
 
 
@@ -229,11 +210,7 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def _padded(ids: Tensor | None, extra: int, value: int) -> Tensor | None:
-    return None if ids is None else F.pad(ids, (0, extra), value=value)
-
-
 def _padded_span(span: AttentionSpan, extra: int) -> AttentionSpan:
     valid = None if span.valid is None else F.pad(span.valid, (0, extra), value=False)
     documents = None if span.documents is None else F.pad(span.documents, (0, extra), value=-1)
-    return AttentionSpan(valid=valid, positions=_padded(span.positions, extra, 0), documents=documents)
+    return AttentionSpan(valid=valid, positions=lengthened(span.positions, extra, 0), documents=documents)
