@@ -9,20 +9,21 @@ from typing import Any
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families.family import Family, Names
 from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, one_from, refusal
+from lightning_megatron.swap.families.llama_fields import (
+    ACTIVATION,
+    ATTENTION_BIAS,
+    FIXED,
+    GATED,
+    HEAD_DIM,
+    OUTDATED,
+    head_dim,
+    sizes,
+    window,
+)
 from lightning_megatron.swap.families.rotary import rotary_fields
 
-_GATED = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu": "geglu",
-    "gelu_pytorch_tanh": "geglu_tanh",
-    "gelu_new": "geglu_tanh",
-    "gelu_fast": "geglu_tanh",
-}
-_FIXED = {"norm": "rmsnorm", "position": "rotary", "bias": False}
-_OUTDATED = (r"(.*\.)?rotary_emb\.inv_freq",)
-
-_NAMES = Names(
+#: Names of the tensors of most families after it, too.
+LLAMA_NAMES = Names(
     embedding="model.embed_tokens",
     final_norm="model.norm",
     attention_norm="model.layers.{}.input_layernorm",
@@ -34,84 +35,31 @@ _NAMES = Names(
     query_norm="model.layers.{}.self_attn.q_norm",
     key_norm="model.layers.{}.self_attn.k_norm",
 )
-_FUSED_NAMES = replace(_NAMES, qkv=("model.layers.{}.self_attn.qkv_proj",), up=("model.layers.{}.mlp.gate_up_proj",))
-
-
-def _sizes(
-    vocab_size: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_layers: int,
-    num_heads: int,
-    max_length: int,
-    num_kv_heads: int | None = None,
-    *,
-    norm_eps: float = 1e-6,
-    tied: bool = False,
-    padding: int | None = None,
-) -> tuple[Field, ...]:
-    return (
-        Field("vocab_size", vocab_size, "vocab_size"),
-        Field("hidden_size", hidden_size, "hidden_size"),
-        Field("intermediate_size", intermediate_size, "ffn_hidden_size"),
-        Field("num_hidden_layers", num_layers, "num_layers"),
-        Field("num_attention_heads", num_heads, "num_heads"),
-        Field("num_key_value_heads", num_kv_heads, _kv_heads),
-        Field("max_position_embeddings", max_length, "max_seq_length"),
-        Field("initializer_range", 0.02, "init_std"),
-        Field("rms_norm_eps", norm_eps, "norm_eps"),
-        Field("tie_word_embeddings", tied, "tie_embeddings"),
-        # The embedding of these families does not train this row, where the lookup reads it.
-        Field("pad_token_id", padding, _padding),
-        Field("attention_dropout", 0.0, lambda values: {"attention_dropout": values["attention_dropout"] or 0.0}),
-    )
-
-
-def _padding(values: Values) -> Mapping[str, Any]:
-    padding = values["pad_token_id"]
-    return {"padding_id": padding if padding is None or padding >= 0 else values["vocab_size"] + padding}
-
-
-def _kv_heads(values: Values) -> Mapping[str, Any]:
-    return {"num_kv_heads": values["num_key_value_heads"] or values["num_attention_heads"]}
-
-
-def _head_dim(values: Values) -> Mapping[str, Any]:
-    # Some versions write down what follows from the sizes.
-    head_dim, heads = values["head_dim"], values["num_attention_heads"]
-    return {"head_dim": None if head_dim is None or head_dim * heads == values["hidden_size"] else head_dim}
-
-
-def _attention_bias(values: Values) -> Mapping[str, Any]:
-    return dict.fromkeys(("qkv_bias", "output_bias"), bool(values["attention_bias"]))
-
-
-def _window(values: Values) -> Mapping[str, Any]:
-    window = values["sliding_window"]
-    # A window that no sequence can leave is none, and no window is faster.
-    return {"sliding_window": None if window is None or window >= values["max_position_embeddings"] else window}
+_FUSED_NAMES = replace(
+    LLAMA_NAMES, qkv=("model.layers.{}.self_attn.qkv_proj",), up=("model.layers.{}.mlp.gate_up_proj",)
+)
 
 
 def _windowed_layers(values: Values) -> Mapping[str, Any]:
     types, num_layers = values["layer_types"], values["num_hidden_layers"]
-    window = values["sliding_window"] if values["use_sliding_window"] else None
+    width = values["sliding_window"] if values["use_sliding_window"] else None
     if types is None:
         first = values["max_window_layers"]
-        types = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
+        types = ["full_attention" if width is None or i < first else "sliding_attention" for i in range(num_layers)]
     for layer, kind in enumerate(types):
         if kind not in ("full_attention", "sliding_attention"):
             why = "attention looks at all positions before, or at a window of them"
             raise refusal("Qwen", f"layer_types[{layer}]", kind, why, ("full_attention", "sliding_attention"))
     windowed = tuple(kind == "sliding_attention" for kind in types)
-    if len(windowed) != num_layers or (any(windowed) and window is None):
+    if len(windowed) != num_layers or (any(windowed) and width is None):
         raise UnsupportedError(
             f"layer_types must name one kind for each of num_hidden_layers ({num_layers}), and sliding_attention only "
             f"with use_sliding_window and sliding_window: it has {len(windowed)}, {sum(windowed)} of them sliding, and "
-            f"the window is {window}. The layers would not be those that it says. Correct the configuration."
+            f"the window is {width}. The layers would not be those that it says. Correct the configuration."
         )
     if not any(windowed):
         return {}
-    found = _window({**values, "sliding_window": window})
+    found = window({**values, "sliding_window": width})
     return found if found["sliding_window"] is None or all(windowed) else {**found, "window_layers": windowed}
 
 
@@ -123,11 +71,9 @@ def _gemma_activation(values: Values) -> Mapping[str, Any]:
     if other is not None and other != meant:
         why = f"hidden_act ({given}) says otherwise, and versions of transformers differ in which counts"
         raise refusal("Gemma", "hidden_activation", other, why, (meant, None))
-    return one_from("hidden_act", "activation", _GATED)({**values, "hidden_act": meant})
+    return one_from("hidden_act", "activation", GATED)({**values, "hidden_act": meant})
 
 
-_ACTIVATION = Field("hidden_act", "silu", one_from("hidden_act", "activation", _GATED))
-_HEAD_DIM = Field("head_dim", None, _head_dim)
 _NO_BIAS = "the family has no such bias"
 _QWEN_WINDOWS = (
     Field("use_sliding_window", False),
@@ -142,18 +88,18 @@ LLAMA = Family(
     ConfigTable(
         "Llama",
         (
-            *_sizes(32000, 4096, 11008, 32, 32, 2048),
+            *sizes(32000, 4096, 11008, 32, 32, 2048),
             *rotary_fields(),
-            _ACTIVATION,
-            _HEAD_DIM,
-            Field("attention_bias", False, _attention_bias),
+            ACTIVATION,
+            HEAD_DIM,
+            ATTENTION_BIAS,
             Field("mlp_bias", False, "mlp_bias"),
             Field("rope_interleaved", False, only=(False, None), why="halves of heads are rotated, not neighbours"),
         ),
-        _FIXED,
+        FIXED,
     ),
-    _NAMES,
-    ignored=_OUTDATED,
+    LLAMA_NAMES,
+    ignored=OUTDATED,
 )
 
 MISTRAL = Family(
@@ -162,16 +108,16 @@ MISTRAL = Family(
     ConfigTable(
         "Mistral",
         (
-            *_sizes(32000, 4096, 14336, 32, 32, 131072, 8),
+            *sizes(32000, 4096, 14336, 32, 32, 131072, 8),
             *rotary_fields(),
-            _ACTIVATION,
-            _HEAD_DIM,
-            Field("sliding_window", 4096, _window),
+            ACTIVATION,
+            HEAD_DIM,
+            Field("sliding_window", 4096, window),
         ),
-        _FIXED,
+        FIXED,
     ),
-    _NAMES,
-    ignored=_OUTDATED,
+    LLAMA_NAMES,
+    ignored=OUTDATED,
 )
 
 QWEN2 = Family(
@@ -179,11 +125,11 @@ QWEN2 = Family(
     "Qwen2ForCausalLM",
     ConfigTable(
         "Qwen2",
-        (*_sizes(151936, 4096, 22016, 32, 32, 32768, 32), *rotary_fields(), _ACTIVATION, _HEAD_DIM, *_QWEN_WINDOWS),
-        {**_FIXED, "qkv_bias": True},
+        (*sizes(151936, 4096, 22016, 32, 32, 32768, 32), *rotary_fields(), ACTIVATION, HEAD_DIM, *_QWEN_WINDOWS),
+        {**FIXED, "qkv_bias": True},
     ),
-    _NAMES,
-    ignored=_OUTDATED,
+    LLAMA_NAMES,
+    ignored=OUTDATED,
 )
 
 QWEN3 = Family(
@@ -192,17 +138,17 @@ QWEN3 = Family(
     ConfigTable(
         "Qwen3",
         (
-            *_sizes(151936, 4096, 22016, 32, 32, 32768, 32),
+            *sizes(151936, 4096, 22016, 32, 32, 32768, 32),
             *rotary_fields(),
-            _ACTIVATION,
-            Field("head_dim", 128, _head_dim),
-            Field("attention_bias", False, _attention_bias),
+            ACTIVATION,
+            Field("head_dim", 128, head_dim),
+            ATTENTION_BIAS,
             *_QWEN_WINDOWS,
         ),
-        {**_FIXED, "qk_norm": True},
+        {**FIXED, "qk_norm": True},
     ),
-    _NAMES,
-    ignored=_OUTDATED,
+    LLAMA_NAMES,
+    ignored=OUTDATED,
 )
 
 GEMMA = Family(
@@ -211,19 +157,19 @@ GEMMA = Family(
     ConfigTable(
         "Gemma",
         (
-            *_sizes(256000, 3072, 24576, 28, 16, 8192, 16, tied=True, padding=0),
+            *sizes(256000, 3072, 24576, 28, 16, 8192, 16, tied=True, padding=0),
             *rotary_fields(),
             Field("hidden_act", "gelu_pytorch_tanh", _gemma_activation),
             Field("hidden_activation", None),
-            Field("head_dim", 256, _head_dim),
-            Field("attention_bias", False, _attention_bias),
+            Field("head_dim", 256, head_dim),
+            ATTENTION_BIAS,
             Field("use_bidirectional_attention", None, only=(None, False), why="no position sees a later one"),
             Field("hidden_size", 3072, lambda values: {"embedding_scale": values["hidden_size"] ** 0.5}),
         ),
-        {**_FIXED, "norm_offset": 1.0},
+        {**FIXED, "norm_offset": 1.0},
     ),
-    _NAMES,
-    ignored=_OUTDATED,
+    LLAMA_NAMES,
+    ignored=OUTDATED,
 )
 
 PHI3 = Family(
@@ -232,19 +178,19 @@ PHI3 = Family(
     ConfigTable(
         "Phi-3",
         (
-            *_sizes(32064, 3072, 8192, 32, 32, 4096, norm_eps=1e-5, padding=32000),
+            *sizes(32064, 3072, 8192, 32, 32, 4096, norm_eps=1e-5, padding=32000),
             *rotary_fields(part="partial_rotary_factor", earlier={"yarn": "longrope"}),
-            _ACTIVATION,
-            Field("sliding_window", None, _window),
+            ACTIVATION,
+            Field("sliding_window", None, window),
             Field("resid_pdrop", 0.0, only=(0.0,), why="dropout would come after the embedding as well"),
             Field("attention_bias", False, only=(False, None), why=_NO_BIAS),
             Field("mlp_bias", False, only=(False, None), why=_NO_BIAS),
             Field("lm_head_bias", False, only=(False, None), why=_NO_BIAS),
         ),
-        _FIXED,
+        FIXED,
         # Nothing is dropped after the embedding whatever this says; the others are of other code.
         frozenset({"embd_pdrop", "interpolate_factor", "full_attn_mod"}),
     ),
     _FUSED_NAMES,
-    ignored=_OUTDATED,
+    ignored=OUTDATED,
 )

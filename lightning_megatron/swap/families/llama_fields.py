@@ -1,0 +1,98 @@
+"""Fields that the configurations of Llama and of the families after it have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_megatron.swap.families.fields import Field, Values, one_from
+
+#: Activations of gated MLPs, and what they are here.
+GATED = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+    "gelu_fast": "geglu_tanh",
+}
+#: What all these families are here.
+FIXED = {"norm": "rmsnorm", "position": "rotary", "bias": False}
+#: Tensors of earlier files that hold no weights.
+OUTDATED = (r"(.*\.)?rotary_emb\.inv_freq",)
+
+
+def sizes(
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    max_length: int,
+    num_kv_heads: int | None = None,
+    *,
+    norm_eps: float = 1e-6,
+    tied: bool = False,
+    padding: int | None = None,
+) -> tuple[Field, ...]:
+    """Return the rules for the fields that all of them have, with a family's defaults.
+
+    Args:
+        vocab_size: Tokens of the vocabulary (tokens).
+        hidden_size: Size D of the residual stream (elements).
+        intermediate_size: Inner features of the MLP (elements).
+        num_layers: Transformer blocks (layers).
+        num_heads: Query heads (heads).
+        max_length: Longest sequence (tokens).
+        num_kv_heads: Key/value heads; None means num_heads (heads).
+        norm_eps: Added to variances.
+        tied: Whether the output head shares the token embedding's weight.
+        padding: Token whose vector is not trained by its lookups, or None.
+    """
+    return (
+        Field("vocab_size", vocab_size, "vocab_size"),
+        Field("hidden_size", hidden_size, "hidden_size"),
+        Field("intermediate_size", intermediate_size, "ffn_hidden_size"),
+        Field("num_hidden_layers", num_layers, "num_layers"),
+        Field("num_attention_heads", num_heads, "num_heads"),
+        Field("num_key_value_heads", num_kv_heads, _kv_heads),
+        Field("max_position_embeddings", max_length, "max_seq_length"),
+        Field("initializer_range", 0.02, "init_std"),
+        Field("rms_norm_eps", norm_eps, "norm_eps"),
+        Field("tie_word_embeddings", tied, "tie_embeddings"),
+        # The embedding of these families does not train this row, where the lookup reads it.
+        Field("pad_token_id", padding, _padding),
+        Field("attention_dropout", 0.0, lambda values: {"attention_dropout": values["attention_dropout"] or 0.0}),
+    )
+
+
+def _padding(values: Values) -> Mapping[str, Any]:
+    padding = values["pad_token_id"]
+    return {"padding_id": padding if padding is None or padding >= 0 else values["vocab_size"] + padding}
+
+
+def _kv_heads(values: Values) -> Mapping[str, Any]:
+    return {"num_kv_heads": values["num_key_value_heads"] or values["num_attention_heads"]}
+
+
+def head_dim(values: Values) -> Mapping[str, Any]:
+    """Return the size of a head, if it does not follow from the others."""
+    # Some versions write down what follows from the sizes.
+    given, heads = values["head_dim"], values["num_attention_heads"]
+    return {"head_dim": None if given is None or given * heads == values["hidden_size"] else given}
+
+
+def _attention_bias(values: Values) -> Mapping[str, Any]:
+    return dict.fromkeys(("qkv_bias", "output_bias"), bool(values["attention_bias"]))
+
+
+def window(values: Values) -> Mapping[str, Any]:
+    """Return the window of attention, if a sequence can leave it."""
+    given = values["sliding_window"]
+    # No window is faster.
+    return {"sliding_window": None if given is None or given >= values["max_position_embeddings"] else given}
+
+
+ACTIVATION = Field("hidden_act", "silu", one_from("hidden_act", "activation", GATED))
+HEAD_DIM = Field("head_dim", None, head_dim)
+ATTENTION_BIAS = Field("attention_bias", False, _attention_bias)
