@@ -6,8 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_megatron.models.config_checks import Activation, check_axes, check_config, check_length, settled
+from lightning_megatron.models.config_checks import (
+    Activation,
+    check_axes,
+    check_config,
+    check_length,
+    refuse_experts,
+    settled,
+)
 from lightning_megatron.plan.activations import ModelShape
+from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.shards import attention_ranges, even_range
@@ -59,6 +67,8 @@ class GPTConfig:
         attention_scale: Scores are multiplied by it; None means head_dim to the power of -0.5.
         sliding_window: How many positions one sees, itself and those before it; None means all (tokens).
         window_layers: Which layers have the window; None means all.
+        experts: The mixture of experts in place of the MLP of all or some layers; None means there is none. It can be
+            described, and its weights converted, but no model with experts can be built yet.
         parallel_residual: Whether attention and MLP of a block both read the same residual stream.
         tie_embeddings: Whether the output head shares the token embedding's weight.
         hidden_dropout: Probability that an element is dropped after the embedding and before each residual sum.
@@ -97,6 +107,7 @@ class GPTConfig:
     attention_scale: float | None = None
     sliding_window: int | None = None
     window_layers: tuple[bool, ...] | None = None
+    experts: ExpertsConfig | None = None
     parallel_residual: bool = False
     tie_embeddings: bool = True
     hidden_dropout: float = 0.0
@@ -108,6 +119,7 @@ class GPTConfig:
         # A file of settings has a list and a mapping where this record has what can be hashed.
         object.__setattr__(self, "window_layers", settled(self.window_layers, tuple))
         object.__setattr__(self, "rotary_scaling", settled(self.rotary_scaling, RotaryScaling))
+        object.__setattr__(self, "experts", settled(self.experts, ExpertsConfig))
         check_config(self)
 
     @classmethod
@@ -188,6 +200,10 @@ class GPTConfig:
         """Return how many positions one sees in a layer, itself included; None means all before it (tokens)."""
         return self.sliding_window if self.window_layers is None or self.window_layers[layer] else None
 
+    def has_experts_in(self, layer: int) -> bool:
+        """Tell whether a layer has a mixture of experts in place of its MLP."""
+        return self.experts is not None and self.experts.is_in(layer)
+
     def stage_layers(self, layout: ParallelLayout) -> tuple[tuple[range, ...], ...]:
         """Return ``layers[stage][chunk]``, the global indices of the layers that each virtual stage holds.
 
@@ -201,7 +217,12 @@ class GPTConfig:
         return split_layers(self.num_layers, layout.pp, layout.vpp, *costs)
 
     def memory_shape(self) -> ModelShape:
-        """Return what the model's memory depends on, for :func:`~lightning_megatron.plan.budget.estimate_memory`."""
+        """Return what the model's memory depends on, for :func:`~lightning_megatron.plan.budget.estimate_memory`.
+
+        Raises:
+            UnsupportedError: If the model has experts.
+        """
+        refuse_experts(self)
         return ModelShape(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -240,8 +261,9 @@ class GPTConfig:
 
         Raises:
             ParallelPlanError: If sizes do not fit together.
-            UnsupportedError: If the model cannot be cut along an axis of the layout.
+            UnsupportedError: If the model has experts, or cannot be cut along an axis of the layout.
         """
+        refuse_experts(self)
         attention_ranges(self.num_heads, self.kv_heads, self.head_size, layout.tp, 0)
         even_range(self.ffn_size, layout.tp, 0, what="ffn_hidden_size")
         self.stage_layers(layout)

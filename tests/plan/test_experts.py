@@ -1,0 +1,84 @@
+"""A mixture of experts is refused where its numbers contradict each other, and not built anywhere yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.layout import ParallelLayout
+
+SIZES: dict[str, Any] = {"num_experts": 12, "top_k": 2, "ffn_hidden_size": 16}
+MODEL: dict[str, Any] = {"vocab_size": 53, "max_seq_length": 16, "num_layers": 4, "hidden_size": 48, "num_heads": 6}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_experts": 0}, r"num_experts \(0\) of experts must be at least 1"),
+        ({"top_k": 13}, r"top_k \(13\) of experts must be at most num_experts \(12\)"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size .* at least 1"),
+        ({"shared_ffn_hidden_size": 0}, "shared_ffn_hidden_size .* at least 1 or None"),
+        ({"shared_gate": True}, "shared_gate .* False, .*shared_ffn_hidden_size is None"),
+        ({"scoring": "tanh"}, r"scoring \(tanh\) .* softmax or sigmoid"),
+        ({"aux_loss_scope": "layer"}, "aux_loss_scope .* microbatch, sequence or global"),
+        ({"aux_loss": -0.1}, r"aux_loss \(-0.1\)"),
+        ({"z_loss": -1.0}, "z_loss"),
+        ({"jitter": 1.0}, r"jitter .* \[0, 1\)"),
+        ({"score_scale": 0.0}, "score_scale .* above 0"),
+        ({"capacity_factor": 0.0}, "capacity_factor .* above 0 or None"),
+        ({"expert_bias_rate": 0.001}, "expert_bias_rate .* 0, .*no expert has a bias"),
+        ({"num_groups": 5}, r"num_groups \(5\) of experts must be 1, 2, 3, 4 or 6, because num_experts \(12\)"),
+        ({"num_groups": 12}, "num_groups .* 1, 2, 3, 4 or 6"),
+        ({"num_groups": 3, "top_k_groups": 4}, r"top_k_groups .* at most num_groups \(3\)"),
+        ({"num_groups": 6, "top_k": 3}, r"top_k \(3\) .* at most 2, because top_k_groups \(1\) of num_groups \(6\)"),
+        ({"layers": 0}, "layers .* at least 1"),
+        ({"layers": (False, False)}, "layers .* have a true value"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParallelPlanError, match=message):
+        ExpertsConfig(**{**SIZES, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layers": 5}, r"layers \(5\) of experts must be at most num_layers \(4\)"),
+        ({"layers": (True, False)}, r"for each of num_layers \(4\): it has 2"),
+    ],
+)
+def test_layers_with_experts_are_those_of_the_model(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParallelPlanError, match=message):
+        GPTConfig(**MODEL, bias=False, experts=ExpertsConfig(**SIZES, **settings))
+
+
+def test_experts_have_no_biases() -> None:
+    with pytest.raises(ParallelPlanError, match=r"mlp_bias \(True\) must be False with experts"):
+        GPTConfig(**MODEL, experts=ExpertsConfig(**SIZES))
+
+
+def test_every_nth_layer_or_those_of_a_list_have_experts() -> None:
+    assert [ExpertsConfig(**SIZES, layers=2).is_in(layer) for layer in range(5)] == [False, True, False, True, False]
+    # As a file of settings has it.
+    config = GPTConfig(**MODEL, bias=False, experts={**SIZES, "layers": [False, True, True, False]})  # type: ignore[arg-type]
+    assert config.experts == ExpertsConfig(**SIZES, layers=(False, True, True, False))
+    assert [config.has_experts_in(layer) for layer in range(4)] == [False, True, True, False]
+    assert hash(config) == hash(GPTConfig(**MODEL, bias=False, experts=config.experts))
+    assert not GPTConfig(**MODEL).has_experts_in(0)
+
+
+def test_a_model_with_experts_is_described_but_not_built() -> None:
+    config = GPTConfig(**MODEL, bias=False, experts=ExpertsConfig(**SIZES))
+    message = r"must have no experts: this one has 12 in a layer.*tensor_parallel_plan=\{'\*': 'replicate'\}"
+    with pytest.raises(UnsupportedError, match=message):
+        config.check_layout(ParallelLayout(4, ep=4))
+    with pytest.raises(UnsupportedError, match=message):
+        config.memory_shape()
+    with pytest.raises(UnsupportedError, match=message), torch.device("meta"):
+        GPT(config)
