@@ -1,4 +1,4 @@
-"""Fill this rank's parameters from foreign tensors, reading only what it holds, one tensor after the other."""
+"""Fill this rank's parameters from foreign tensors, reading only what it holds, a few pieces at a time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.swap.copying import Copy, copies_of, copy_all
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.mapping import Slices, TensorMap, TensorReader, TensorsInMemory, named
 
@@ -21,7 +22,11 @@ _WORD_EMBEDDING = "embedding.word.weight"
 
 
 def load_from(
-    model: GPT | Encoder, tensors: TensorReader | Mapping[str, Tensor], family: Family, seed: int | None = None
+    model: GPT | Encoder,
+    tensors: TensorReader | Mapping[str, Tensor],
+    family: Family,
+    seed: int | None = None,
+    shows_progress: bool = False,
 ) -> tuple[str, ...]:
     """Fill the parameters that this rank holds, converted to their dtype; those on the meta device move to the mesh's.
 
@@ -32,6 +37,7 @@ def load_from(
         tensors: A folder of safetensors files, or a state dict.
         family: How the tensors are named and cut.
         seed: Seed of the first values of a head that is not among the tensors, equal on all ranks; None refuses that.
+        shows_progress: Whether rank 0 may show a bar.
 
     Returns:
         Names of the tensors of heads that were missing, the same on every rank.
@@ -47,6 +53,7 @@ def load_from(
     drawn = {target for target, tensor in table.items() if not missing.isdisjoint(tensor.source_shapes)}
     if seed is not None:
         initialize_(model, model.mesh.device, seed, drawn)
+    copies: list[Copy] = []
     for name, parameter in list(model.named_parameters()):
         spec = shard_spec_of(parameter, model.mesh.tp.rank)
         tensor = table[spec.tied_to or name]
@@ -58,9 +65,10 @@ def load_from(
             if spec.full_shape and parameter.shape[spec.dim] != spec.local_extent:
                 parameter.zero_()
             for box, view in spec.local_views(parameter.data):
-                tensor.fill(view, box.offsets, box.sizes, reader)
+                copies += copies_of(tensor, view, box.offsets, box.sizes, reader)
         if tensor.target == _WORD_EMBEDDING and model.config.tie_embeddings and family.head in reader.names():
             _check_tied(parameter, reader, family)
+    copy_all(copies, reader, shows_progress and model.mesh.rank == 0)
     return tuple(sorted(missing))
 
 

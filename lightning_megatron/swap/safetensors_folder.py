@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ class SafetensorsFolder:
     """Read tensors of a local Hugging Face folder.
 
     Equal to what ``safetensors.safe_open`` gives for each of its files. Headers are read and checked at once, tensors
-    when they are asked for.
+    when they are asked for, by any thread.
 
     Args:
         path: The folder, with ``model.safetensors`` or ``model.safetensors.index.json`` and the files it names.
@@ -106,6 +107,7 @@ class SafetensorsFolder:
         self.path = Path(path)
         self._tensors = _listed(self.path)
         self._opened: dict[Path, int] = {}
+        self._opening = Lock()
 
     @staticmethod
     def exists_in(path: str | os.PathLike[str]) -> bool:
@@ -164,10 +166,11 @@ class SafetensorsFolder:
 
     def _descriptor(self, path: Path) -> int:
         # A tensor may be read in hundreds of parts, and to open a file takes long on a network.
-        if path not in self._opened:
-            self._opened[path] = os.open(path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._opened[path])
-        return self._opened[path]
+        with self._opening:
+            if path not in self._opened:
+                self._opened[path] = os.open(path, os.O_RDONLY)
+                weakref.finalize(self, os.close, self._opened[path])
+            return self._opened[path]
 
     def _at(self, name: str) -> StoredTensor:
         if name not in self._tensors:

@@ -1,0 +1,92 @@
+"""Fill many tensors with parts of foreign ones, a few small pieces at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lightning_megatron.swap.mapping import Slices, TensorMap, TensorReader
+
+T = TypeVar("T")
+
+#: Pieces that are copied at a time, and their size: what a reader holds beside the tensors that it fills (bytes).
+_NUM_AT_ONCE, PIECE_BYTES = 8, 2**24
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Name a part of a foreign tensor and where it goes.
+
+    Args:
+        name: The foreign tensor.
+        slices: The part.
+        target: What it fills, in the orientation of the foreign tensor.
+    """
+
+    name: str
+    slices: Slices
+    target: Tensor
+
+    def run(self, reader: TensorReader) -> int:
+        """Fill the target, converted to its dtype, and return its size (bytes)."""
+        with torch.no_grad():
+            self.target.copy_(reader.read(self.name, self.slices))
+        return self.target.nbytes
+
+
+def copies_of(
+    tensor: TensorMap, view: Tensor, offsets: Sequence[int], sizes: Sequence[int], reader: TensorReader
+) -> Iterator[Copy]:
+    """List the pieces that fill a box of a full tensor of ours.
+
+    Shapes: view ``sizes``.
+
+    Args:
+        tensor: The full tensor.
+        view: Where the box is.
+        offsets: First index of the box in every dimension (elements).
+        sizes: Its extents (elements).
+        reader: The foreign tensors.
+    """
+    for read in tensor.reads(offsets, sizes):
+        rows = view.narrow(0, read.start, read.num_rows)
+        rows = rows.t() if read.is_transposed else rows
+        first, *rest = read.slices
+        # Whole rows are mapped into memory, also where a part of each is wanted.
+        width = prod(reader.shape(read.name)[1:]) * view.element_size()
+        step = max(PIECE_BYTES // max(width, 1), 1)
+        for start in range(0, len(rows), step):
+            target = rows[start : start + step]
+            begin = first.start + start
+            yield Copy(read.name, (slice(begin, begin + len(target)), *rest), target)
+
+
+def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool = False) -> None:
+    """Copy pieces, a few at a time in threads.
+
+    Args:
+        copies: The pieces, in the order of the model.
+        reader: The foreign tensors; it is called from many threads.
+        shows_progress: Whether to show a bar, if this takes a while and standard error is a terminal.
+    """
+    total, is_hidden = sum(copy.target.nbytes for copy in copies), None if shows_progress else True
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, desc="Reading weights", delay=1, disable=is_hidden) as bar,
+        ThreadPoolExecutor(_NUM_AT_ONCE, "weights") as pool,
+    ):
+        # Parts that are far from each other in a large model are in different files.
+        for num_bytes in pool.map(lambda copy: copy.run(reader), in_turns(copies, _NUM_AT_ONCE)):
+            bar.update(num_bytes)
+
+
+def in_turns(items: Sequence[T], num_runs: int) -> list[T]:
+    """Cut a sequence into runs of equal length, and take one item of every run in turn."""
+    length = max(-(-len(items) // num_runs), 1)
+    return [item for first in range(length) for item in items[first::length]]

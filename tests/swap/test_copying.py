@@ -1,0 +1,54 @@
+"""Pieces that are copied side by side make the same tensors as one part after the other."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.swap import copying
+from lightning_megatron.swap.copying import Copy, copies_of, copy_all, in_turns
+from lightning_megatron.swap.mapping import TensorMap, TensorsInMemory
+from tests.swap.test_mapping import full_of, maps, values_of
+
+
+def copies_to(full: Tensor, tensor: TensorMap, reader: TensorsInMemory) -> list[Copy]:
+    return list(copies_of(tensor, full, [0] * full.dim(), tensor.shape, reader))
+
+
+@pytest.mark.parametrize("kind", maps())
+def test_pieces_make_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = maps()[kind]
+    reader = TensorsInMemory(values_of(tensor))
+    monkeypatch.setattr(copying, "PIECE_BYTES", 3 * 10 * 4)
+    full = torch.full(tensor.shape, torch.nan)
+    copies = copies_to(full, tensor, reader)
+    mapped = [reader.tensors[copy.name][copy.slices[0]].nbytes for copy in copies]
+    assert max(mapped) <= copying.PIECE_BYTES
+    copy_all(copies, reader)
+    assert torch.equal(full, full_of(tensor, reader))
+
+
+def test_neighbours_are_far_apart_and_nothing_is_left_out() -> None:
+    for number in range(40):
+        order = in_turns(range(number), 4)
+        assert sorted(order) == list(range(number))
+        assert all(abs(one - other) >= number // 4 - 1 for one, other in pairwise(order[:4]))
+
+
+def test_a_part_that_cannot_be_read_is_an_error_of_the_caller() -> None:
+    copies = [Copy("a", (slice(0, 1),), torch.empty(1)), Copy("b", (slice(0, 1),), torch.empty(1))]
+    with pytest.raises(KeyError, match="b"):
+        copy_all(copies, TensorsInMemory({"a": torch.ones(1)}))
+
+
+def test_nothing_to_copy_is_no_error() -> None:
+    copy_all([], TensorsInMemory({}))
+
+
+@pytest.mark.parametrize("shows_progress", [False, True])
+def test_no_bar_is_shown_where_nobody_looks(shows_progress: bool, capfd: pytest.CaptureFixture) -> None:
+    copy_all([Copy("a", (slice(0, 1),), torch.empty(1))], TensorsInMemory({"a": torch.ones(1)}), shows_progress)
+    assert capfd.readouterr().err == ""
