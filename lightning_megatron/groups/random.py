@@ -65,7 +65,7 @@ class RandomStreams:
             "tensor": (cp, tp),
             "expert": (cp, ep, etp),
         }
-        self._states: dict[StreamName, torch.Tensor] = {}
+        self._states: dict[tuple[StreamName, str], torch.Tensor] = {}
 
     def begin_microbatch(self, step: int, microbatch: int) -> None:
         """Move every stream to the start of a microbatch.
@@ -89,18 +89,23 @@ class RandomStreams:
         return self.position
 
     @contextmanager
-    def fork(self, name: StreamName) -> Iterator[None]:
-        """Let the draws inside the block come from the stream ``name``, and leave the default generators alone."""
+    def fork(self, name: StreamName, purpose: str = "") -> Iterator[None]:
+        """Let the draws inside the block come from the stream ``name``, and leave the default generators alone.
+
+        Args:
+            name: The stream.
+            purpose: What has a stream of its own among those of this name, and so does not move the others on.
+        """
         if name not in self._coordinates:
             raise ValueError(f"a random stream must be one of {', '.join(self._coordinates)}: {name!r}.")
         outside = self._get_state()
         try:
-            if name in self._states:
-                self._set_state(self._states[name])
+            if (name, purpose) in self._states:
+                self._set_state(self._states[name, purpose])
             else:
-                self._seed_default_generator(self._seed_of(name))
+                self._seed_default_generator(self._seed_of(name, purpose))
             yield
-            self._states[name] = self._get_state()
+            self._states[name, purpose] = self._get_state()
         finally:
             self._set_state(outside)
 
@@ -130,9 +135,9 @@ class RandomStreams:
         position = Position(**state["position"])
         self.seek(position.layer, position)
 
-    def _seed_of(self, name: StreamName) -> int:
-        here = self.position
-        return derive_seed(self.seed, name, *self._coordinates[name], here.step, here.microbatch, here.layer)
+    def _seed_of(self, name: StreamName, purpose: str = "") -> int:
+        here, words = self.position, (purpose,) if purpose else ()
+        return derive_seed(self.seed, name, *words, *self._coordinates[name], here.step, here.microbatch, here.layer)
 
     def _seed_default_generator(self, seed: int) -> None:
         if self.device.type == "cuda":

@@ -62,6 +62,8 @@ class ColumnParallelLinear(nn.Module):
             (out_features, in_features), cut, initializer or Initializer.normal(), partial=partial
         )
         self.bias = sharded_parameter((out_features,), cut, ZEROS, partial=partial) if bias else None
+        #: What is added to this rank's outputs; see `layers.low_rank`.
+        self.low_rank: nn.Module | None = None
 
     def forward(self, hidden: Tensor, add_bias: bool = True) -> Tensor:
         """Return this rank's outputs, or all of them with ``gather_output``.
@@ -71,6 +73,8 @@ class ColumnParallelLinear(nn.Module):
             add_bias: False leaves the bias to the caller, who may add it in one pass with what comes next.
         """
         output = column_linear(hidden, self.weight, self.bias if add_bias else None, self.mesh)
+        if self.low_rank is not None:
+            output = self.low_rank(hidden, output)
         return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
 
     def extra_repr(self) -> str:
@@ -119,6 +123,8 @@ class RowParallelLinear(nn.Module):
         # Under sequence parallelism each rank adds the bias to its own positions only, so gradients are parts of a sum.
         whole = whole_range(out_features, mesh.tp.rank)
         self.bias = sharded_parameter((out_features,), [whole], ZEROS, partial=mesh.sequence_parallel) if bias else None
+        #: What is added to the sum; see `layers.low_rank`.
+        self.low_rank: nn.Module | None = None
 
     def forward(self, hidden: Tensor, add_bias: bool = True) -> Tensor:
         """Return the sum over all ranks' inputs, plus the bias.
@@ -129,7 +135,8 @@ class RowParallelLinear(nn.Module):
         """
         if self.split_input:
             hidden = split_to_axis(hidden, self.mesh.tp, dim=-1)
-        return row_linear(hidden, self.weight, self.bias if add_bias else None, self.mesh)
+        output = row_linear(hidden, self.weight, self.bias if add_bias else None, self.mesh)
+        return output if self.low_rank is None else self.low_rank(hidden, output)
 
     def extra_repr(self) -> str:
         """Show full and local sizes."""

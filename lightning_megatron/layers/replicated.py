@@ -16,7 +16,7 @@ from lightning_megatron.plan.shards import whole_range
 class ReplicatedLinear(nn.Module):
     """Compute ``x A^T + b`` on every tensor-parallel rank.
 
-    Equal to torch.nn.Linear(in_features, out_features).
+    Equal to torch.nn.Linear(in_features, out_features, bias).
 
     Shapes: input ``(..., in)``; output ``(..., out)``.
 
@@ -25,6 +25,7 @@ class ReplicatedLinear(nn.Module):
         out_features: Size of each output vector (elements).
         mesh: The groups of this rank.
         partial: Whether each rank multiplies other vectors than its neighbours; otherwise all multiply the same ones.
+        bias: Whether to add a bias.
         initializer: How the weight starts; the bias starts at zero.
     """
 
@@ -35,17 +36,21 @@ class ReplicatedLinear(nn.Module):
         mesh: ParallelMesh,
         *,
         partial: bool,
+        bias: bool = True,
         initializer: Initializer | None = None,
     ) -> None:
         super().__init__()
         whole = [whole_range(out_features, mesh.tp.rank)]
         drawn = initializer or Initializer.normal()
         self.weight = sharded_parameter((out_features, in_features), whole, drawn, partial=partial)
-        self.bias = sharded_parameter((out_features,), whole, ZEROS, partial=partial)
+        self.bias = sharded_parameter((out_features,), whole, ZEROS, partial=partial) if bias else None
+        #: What is added to the outputs; see `layers.low_rank`.
+        self.low_rank: nn.Module | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the outputs."""
-        return F.linear(hidden, self.weight, self.bias)
+        output = F.linear(hidden, self.weight, self.bias)
+        return output if self.low_rank is None else self.low_rank(hidden, output)
 
 
 class TableEmbedding(nn.Module):

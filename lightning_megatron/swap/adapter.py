@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.families import Family
+from lightning_megatron.swap.low_rank import Adapter
 
 #: What Hugging Face's models ignore as a label.
 IGNORED = -100
@@ -29,6 +30,8 @@ class ReplacedModel(nn.Module):
     def __init__(self, config: Any, family: Family) -> None:
         super().__init__()
         self.config, self.family = config, family
+        #: What peft had put into the model.
+        self.adapter: Adapter | None = None
 
     @property
     def body(self) -> GPT | Encoder:

@@ -18,6 +18,7 @@ from lightning_megatron.swap.build import Site
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face import family_of_module, is_part, swapped_model
 from lightning_megatron.swap.own_plan import is_hugging_face, own_plan, planned_kinds, whole_parts
+from lightning_megatron.swap.peft_model import keep_wrappers
 from lightning_megatron.swap.plan import Place, choose_kinds, places_of
 from lightning_megatron.swap.record import SwapRecord
 from lightning_megatron.swap.registry import BlockRule, rule_for, source_names, swapped
@@ -107,6 +108,7 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
     built.sort(key=lambda swap: order[swap.place.name])
     records, before = [_record(swap) for swap in built], [_num_elements(place.module) for place, _ in planned]
     _install(places, built)
+    keep_wrappers(module)
     return records + [_planned_record(*one, num) for one, num in zip(planned, before, strict=True)]
 
 

@@ -15,11 +15,13 @@ from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.swap.adapter import ReplacedModel
 from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
 from lightning_megatron.swap.families import Family, find_family
 from lightning_megatron.swap.generation import generating
 from lightning_megatron.swap.language_model import HuggingFaceLM, LabelledGPT
 from lightning_megatron.swap.load import check_tensors, load_from, reader_of
+from lightning_megatron.swap.low_rank import adapter_of, add_adapter, without_adapters
 from lightning_megatron.swap.mapping import named
 from lightning_megatron.swap.own_plan import is_hugging_face
 from lightning_megatron.swap.pretrained import folder_of
@@ -75,15 +77,16 @@ def swapped_model(name: str, source: Any, family: Family, mesh: ParallelMesh) ->
         ParallelPlanError: If the layout cannot hold the model.
         CheckpointMismatchError: If the model has other tensors than its family.
     """
+    adapter, tensors = adapter_of(name, source, family), without_adapters(source.state_dict())
     model = _built(source, family, mesh)
-    had_values = not any(parameter.is_meta for parameter in source.parameters())
+    had_values = not any(tensor.is_meta for tensor in tensors.values())
     folder = folder_of(source)
     note = NOTE if had_values and mesh.tp.size * mesh.pp.size > 1 else ""
     if had_values:
-        load_from(model, source.state_dict(), family)
+        load_from(model, tensors, family)
     else:
-        # What was put into a model without values (adapters, say) would not be missed by its folder.
-        own = reader_of(source.state_dict(), family)
+        # What was put into a model without values would not be missed by its folder.
+        own = reader_of(tensors, family)
         check_tensors(own, family.tensors(model.config), family, model.config.tie_embeddings)
         if folder is None:
             initialize_(model, mesh.device, torch.initial_seed())
@@ -93,10 +96,16 @@ def swapped_model(name: str, source: Any, family: Family, mesh: ParallelMesh) ->
     _freeze(name, model, source, family)
     if any(getattr(part, "gradient_checkpointing", False) for part in source.modules()):
         model.recompute = "full"
+    replaced: ReplacedModel
     if isinstance(model, Encoder):
-        return SwappedModel(HuggingFaceEncoder(model, source.config, family).train(source.training), note)
-    language_model = generating(HuggingFaceLM(model, source.config, family), source)
-    return SwappedModel(language_model.train(source.training), note)
+        replaced = HuggingFaceEncoder(model, source.config, family)
+    else:
+        replaced = generating(HuggingFaceLM(model, source.config, family), source)
+    replaced.train(source.training)
+    if adapter is not None:
+        add_adapter(name, model, source, family, adapter)
+        replaced.adapter = adapter
+    return SwappedModel(replaced, note)
 
 
 def _built(source: Any, family: Family, mesh: ParallelMesh) -> LabelledGPT | Encoder:
@@ -116,7 +125,8 @@ def _built(source: Any, family: Family, mesh: ParallelMesh) -> LabelledGPT | Enc
 
 def _freeze(name: str, model: GPT | Encoder, source: nn.Module, family: Family) -> None:
     """Train what was trained."""
-    trained = {key: parameter.requires_grad for key, parameter in source.named_parameters(remove_duplicate=False)}
+    parameters = without_adapters(dict(source.named_parameters(remove_duplicate=False)))
+    trained = {key: parameter.requires_grad for key, parameter in parameters.items()}
     own: dict[str, list[nn.Parameter]] = {}
     for key, parameter in model.named_parameters():
         # The copy of a tied tensor is trained if the tensor is.

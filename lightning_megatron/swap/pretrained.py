@@ -29,8 +29,8 @@ _IRRELEVANT = frozenset(
 def building_on_meta() -> Iterator[None]:
     """Let models of the known families be built on the meta device by ``from_pretrained`` and ``from_config``.
 
-    Weights are read from local folders only, when the model is swapped; everything else is built as always. It takes
-    effect if transformers has been imported before.
+    Weights are read from local folders only, when the model is swapped; everything else is built as always, adapters of
+    peft among it. It takes effect if transformers, and peft where it is used, have been imported before.
     """
     library: ModuleType | None = sys.modules.get("transformers")
     if library is None:
@@ -42,10 +42,32 @@ def building_on_meta() -> Iterator[None]:
     base.from_pretrained = classmethod(lambda cls, *args, **kwargs: _from_pretrained(cls, load, args, kwargs))
     base._from_config = classmethod(lambda cls, config, **kwargs: _from_config(cls, build, config, kwargs))
     try:
-        yield
+        with _keeping_adapters():
+            yield
     finally:
         for name, method in before.items():
             setattr(base, name, method)
+
+
+@contextmanager
+def _keeping_adapters() -> Iterator[None]:
+    """Let peft keep the values of adapters, which are small, where it would move them to the meta device."""
+    tuners: ModuleType | None = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        yield
+        return
+    name, layer = "_move_adapter_to_device_of_base_layer", tuners.BaseTunerLayer
+    move = getattr(layer, name)
+
+    def moved(self: Any, adapter_name: str, device: Any = None) -> None:
+        is_meta = any(parameter.is_meta for parameter in self.get_base_layer().parameters())
+        move(self, adapter_name, torch.device("cpu") if is_meta and device is None else device)
+
+    setattr(layer, name, moved)
+    try:
+        yield
+    finally:
+        setattr(layer, name, move)
 
 
 def folder_of(model: nn.Module) -> str | None:

@@ -1,0 +1,67 @@
+"""The wrapper that peft has put around a Hugging Face model, after another model has taken the place of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.layers.low_rank import LowRankUpdates
+from lightning_megatron.swap.adapter import ReplacedModel
+from lightning_megatron.swap.low_rank import is_of_peft
+
+#: Methods that look for peft's own layers, which are gone, and would do nothing without a word.
+_INSIDE = (
+    *("add_adapter", "add_weighted_adapter", "delete_adapter", "get_layer_status", "get_model_status"),
+    *("load_adapter", "merge_adapter", "merge_and_unload", "push_to_hub", "save_pretrained", "set_adapter"),
+    *("set_requires_grad", "unload", "unmerge_adapter"),
+)
+_BOUND = "base_model_prepare_inputs_for_generation"
+
+
+def keep_wrappers(root: nn.Module) -> None:
+    """Let the wrappers of peft inside a module know what their models have become.
+
+    They stay what they are, with their configuration, ``generate``, ``disable_adapter`` and
+    ``print_trainable_parameters``, which counts the parameters of this rank. Methods that change, merge or save
+    adapters raise an UnsupportedError.
+    """
+    wrappers: list[Any] = list(root.modules())
+    for wrapper in wrappers:
+        if is_of_peft(wrapper) and hasattr(wrapper, "get_base_model"):
+            model = wrapper.get_base_model()
+            if isinstance(model, ReplacedModel):
+                if hasattr(wrapper, _BOUND):
+                    # The method of the model before, which would be kept alive with all its weights.
+                    setattr(wrapper, _BOUND, model.prepare_inputs_for_generation)
+                kind = type(wrapper)
+                refusals = {name: _refused(name) for name in _INSIDE}
+                wrapper.__class__ = type(kind.__name__, (kind,), {"disable_adapter": _disabled, **refusals})
+
+
+@contextmanager
+def _disabled(wrapper: nn.Module) -> Iterator[None]:
+    """Compute what the model does without its adapter."""
+    updates = [part for part in wrapper.modules() if isinstance(part, LowRankUpdates)]
+    before = [part.is_enabled for part in updates]
+    for part in updates:
+        part.is_enabled = False
+    try:
+        yield
+    finally:
+        for part, was_enabled in zip(updates, before, strict=True):
+            part.is_enabled = was_enabled
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def method(wrapper: Any, *_: Any, **__: Any) -> Any:
+        raise UnsupportedError(
+            f"{name} needs the layers of peft: a {type(wrapper).__name__} that is cut over ranks has none. Nothing "
+            "would be changed or saved. Save a checkpoint, and write the adapter or the merged model with "
+            "`lightning-megatron convert`."
+        )
+
+    return method
