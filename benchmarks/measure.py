@@ -52,12 +52,22 @@ class Measure(Callback):
         warmup: Steps left out of the median (steps).
         steps: Steps that count after those; later ones are measured but left out, too. None means all (steps).
         in_a_row: Whether the host does not wait for the device between the steps.
+        seq_length: Length of a sample; None is the longest that the model takes (tokens).
     """
 
     def __init__(
-        self, path: str, label: str, warmup: int = 10, steps: int | None = None, in_a_row: bool = False
+        self,
+        path: str,
+        label: str,
+        warmup: int = 10,
+        steps: int | None = None,
+        in_a_row: bool = False,
+        seq_length: int | None = None,
     ) -> None:
         self.path, self.label, self.warmup, self.steps, self.in_a_row = Path(path), label, warmup, steps, in_a_row
+        self.seq_length = seq_length
+        self._made = time.perf_counter()
+        self._to_first_step = 0.0
         self.figures: dict[str, Any] = {}
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -84,6 +94,7 @@ class Measure(Callback):
             self._losses.append(loss.detach().clone())
             return
         now = self._now(trainer)
+        self._to_first_step = self._to_first_step or now - self._made
         self.seconds.append(now - self._last)
         self.losses.append(float(loss))
         self._last = self._now(trainer)
@@ -101,14 +112,18 @@ class Measure(Callback):
         counted = self.counted()
         median = statistics.median(counted)
         rate = self._tokens / median / trainer.world_size
-        config: GPTConfig = pl_module.config
+        model: Any = getattr(pl_module, "model", None)
+        config: GPTConfig = model.gpt.config if hasattr(model, "gpt") else pl_module.config
         self.figures = {
             "label": self.label,
             "step_ms": round(median * 1e3, 2),
             "fastest_ms": round(min(counted) * 1e3, 2),
             "tokens_per_second_per_rank": round(rate),
-            "model_tflops_per_rank": round(rate * flops_per_token(config, config.max_seq_length) / 1e12, 1),
+            "model_tflops_per_rank": round(
+                rate * flops_per_token(config, self.seq_length or config.max_seq_length) / 1e12, 1
+            ),
             "peak_gib": round(float(peak) / 2**30, 2),
+            "seconds_to_first_step": round(self._to_first_step, 1),
             "losses": self.losses,
         }
         self.path.write_text(json.dumps(self.figures))

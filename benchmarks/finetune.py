@@ -1,0 +1,211 @@
+"""Fine-tune one local Hugging Face folder by the recipe under several layouts: the same losses, and how fast.
+
+    python -m benchmarks.finetune --create FOLDER --tokenizer tokenizer.json
+    python -m benchmarks.finetune --folder FOLDER --layouts tp4 tp2_pp2 dp4 --table runs/finetune.md
+    python -m benchmarks.finetune --folder FOLDER --layouts tp2_pp2 --export trained --steps 4
+
+``--create`` writes random weights of a shape with transformers (Llama-3-8B unless ``--shape`` says otherwise). Every
+layout has the same samples in every step. Times are those of whole steps, the host waits for the device after each;
+tokens, FLOPs (causal half) and memory are those of ``benchmarks/measure.py``. With ``--export`` the recipe's own
+checkpoint becomes a Hugging Face folder again. The command fails if losses of two layouts are further apart than
+``--tolerance``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama3_8b": {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
+    "tiny": {
+        "vocab_size": 50304, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Say how many ranks share the work.
+
+    Args:
+        devices: Ranks.
+        tp: Size of the tensor axis.
+        pp: Size of the pipeline axis.
+    """
+
+    devices: int
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Count the ranks that have samples of their own."""
+        return self.devices // (self.tp * self.pp)
+
+
+LAYOUTS = {
+    "single": Layout(1),
+    "tp2": Layout(2, tp=2),
+    "pp2": Layout(2, pp=2),
+    "dp2": Layout(2),
+    "tp4": Layout(4, tp=4),
+    "tp2_pp2": Layout(4, tp=2, pp=2),
+    "tp2_dp2": Layout(4, tp=2),
+    "dp4": Layout(4),
+}
+TABLE = [
+    "| layout | ms a step | fastest | tokens/s/GPU | TFLOP/s/GPU | GiB a GPU | start to first step, s | losses |",
+    "|---|---|---|---|---|---|---|---|",
+]
+
+
+def create(folder: Path, shape: str, tokenizer: str) -> None:
+    """Write a folder of random weights in bfloat16, drawn on a GPU if there is one."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1234)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = LlamaForCausalLM._from_config(LlamaConfig(**SHAPES[shape]), dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="4GB")
+    shutil.copy(tokenizer, folder / "tokenizer.json")
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1e9:.1f} GB", flush=True)
+
+
+def options_of(args: argparse.Namespace, layout: Layout, name: str) -> list[str]:
+    """Return what is said to the recipe on the command line."""
+    given = {
+        "model.path": args.folder,
+        "model.dtype": "auto",
+        "model.warmup_steps": 2,
+        "trainer.accelerator": args.accelerator,
+        "trainer.devices": layout.devices,
+        "trainer.precision": args.precision,
+        "trainer.strategy.tp": layout.tp,
+        "trainer.strategy.pp": layout.pp,
+        "trainer.max_steps": args.steps,
+        "trainer.log_every_n_steps": 1,
+        "trainer.default_root_dir": f"{args.out}/{name}",
+        "data.seq_length": args.seq_length,
+        "data.batch_size": args.batch // layout.data_ranks,
+        "data.data_dir": f"{args.out}/data",
+        "data.tokenizer": args.folder,
+    }
+    if args.export:
+        given |= {"trainer.val_check_interval": args.steps, "trainer.limit_val_batches": 1}
+    else:
+        measure = {
+            "class_path": "benchmarks.measure.Measure",
+            "init_args": {"path": f"{args.out}/{name}.json", "label": name, "warmup": args.warmup},
+        }
+        measure["init_args"] |= {"seq_length": args.seq_length}
+        given |= {
+            # The callback that measures reads no parameters.
+            "trainer.strategy.overlap_parameters": "true",
+            "trainer.limit_val_batches": 0,
+            "trainer.callbacks": json.dumps([measure]),
+            "trainer.enable_checkpointing": "false",
+            "trainer.enable_progress_bar": "false",
+            "trainer.logger": "false",
+        }
+    return [f"--{key}={value}" for key, value in given.items()] + args.options
+
+
+def train(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Run the recipe under a layout and return the figures of its steps."""
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", args.recipe]
+    begin = time.perf_counter()
+    subprocess.run(line + options_of(args, LAYOUTS[name], name), check=True, timeout=args.timeout)
+    took = time.perf_counter() - begin
+    if args.export:
+        print(f"{name}: trained and saved in {took:.0f} s", flush=True)
+        return {}
+    figures: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    return figures
+
+
+def export(args: argparse.Namespace, name: str) -> None:
+    """Turn the checkpoint that the recipe left into a Hugging Face folder."""
+    (checkpoint,) = Path(args.out, name).glob("**/checkpoints/*.ckpt")
+    begin = time.perf_counter()
+    line = [sys.executable, "-m", "lightning_megatron", "convert", str(checkpoint), args.export]
+    subprocess.run([*line, "--dtype", "bfloat16"], check=True, timeout=args.timeout)
+    size = sum(file.stat().st_size for file in Path(args.export).iterdir())
+    print(f"{args.export}: {size / 1e9:.1f} GB in {time.perf_counter() - begin:.0f} s", flush=True)
+
+
+def row(name: str, found: dict[str, Any]) -> str:
+    """Return a layout's line of the table."""
+    losses = " ".join(f"{loss:.4f}" for loss in found["losses"])
+    return (
+        f"| {name} | {found['step_ms']} | {found['fastest_ms']} | {found['tokens_per_second_per_rank']:,} | "
+        f"{found['model_tflops_per_rank']} | {found['peak_gib']} | {found['seconds_to_first_step']} | {losses} |"
+    )
+
+
+def check_same(found: dict[str, dict[str, Any]], tolerance: float) -> None:
+    """Fail where two layouts have different losses.
+
+    Raises:
+        SystemExit: If a step's losses are further apart than the tolerance (nats).
+    """
+    for number, losses in enumerate(zip(*(figures["losses"] for figures in found.values()), strict=True)):
+        if max(losses) - min(losses) > tolerance:
+            raise SystemExit(f"losses of step {number} differ by more than {tolerance}: {losses}")
+
+
+def main() -> None:
+    """Create the folder, or train from it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--create", metavar="FOLDER", help="write a folder of random weights")
+    parser.add_argument("--shape", default="llama3_8b", choices=list(SHAPES), help="of those weights")
+    parser.add_argument("--tokenizer", help="tokenizer.json to put there")
+    parser.add_argument("--folder", help="what to fine-tune")
+    parser.add_argument("--layouts", nargs="+", default=["tp4", "tp2_pp2", "dp4"], choices=list(LAYOUTS))
+    parser.add_argument("--recipe", default=str(Path(__file__).parents[1] / "recipes" / "finetune_hf.yaml"))
+    parser.add_argument("--steps", type=int, default=12, help="steps in all")
+    parser.add_argument("--warmup", type=int, default=4, help="steps left out of the median")
+    parser.add_argument("--batch", type=int, default=4, help="samples of a step, of all ranks")
+    parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a sample")
+    parser.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--tolerance", type=float, default=0.05, help="between the losses of two layouts (nats)")
+    parser.add_argument("--timeout", type=float, default=500.0, help="seconds of one training")
+    parser.add_argument("--export", metavar="FOLDER", help="save by the recipe, and export to this folder")
+    parser.add_argument("--table", help="append the rows to this file")
+    parser.add_argument("--out", default="runs/finetune", help="folder for what is written")
+    parser.add_argument("options", nargs="*", help="further options of the recipe, after --")
+    args = parser.parse_args()
+    if args.create:
+        create(Path(args.create), args.shape, args.tokenizer)
+        return
+    found = {name: train(args, name) for name in args.layouts}
+    if args.export:
+        export(args, args.layouts[-1])
+        return
+    lines = [*TABLE, *(row(name, figures) for name, figures in found.items())]
+    print("\n".join(lines), flush=True)
+    if args.table:
+        Path(args.table).write_text("\n".join(lines) + "\n")
+    check_same(found, args.tolerance)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""On GPUs replaced Hugging Face models compute what theirs do: whole, padded and packed rows, windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.families import family_of
+from tests.oracles import full_gradients
+from tests.swap.families import twin_of
+from tests.swap.test_language_models import expected_of
+from tests.swap.test_language_models import full_gradients as gradients_of_ours
+from tests.world import run_world
+
+pytest.importorskip("transformers")
+
+V, B, S = 1000, 3, 256
+_SIZES = {"vocab_size": V, "hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 3}
+_SIZES |= {"num_attention_heads": 8, "max_position_embeddings": 512}
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_LONG |= {"short_factor": [1.5] * 16, "long_factor": [2.5] * 16}
+#: Heads of 64 elements, which every kernel takes; changes of the small cases.
+LARGER: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": V, "n_positions": 512, "n_embd": 512, "n_head": 8},
+    "llama": {**_SIZES, "num_key_value_heads": 4},
+    "mistral": {**_SIZES, "num_key_value_heads": 4, "sliding_window": 48},
+    "qwen2": {**_SIZES, "num_key_value_heads": 4, "sliding_window": 100},
+    "qwen3": {**_SIZES, "num_key_value_heads": 4, "head_dim": 64},
+    "gemma": {**_SIZES, "num_key_value_heads": 4, "head_dim": 64},
+    "phi3": {**_SIZES, "num_key_value_heads": 4, "rope_parameters": _LONG, "sliding_window": 60},
+    "gpt_neox": _SIZES,
+}
+#: Dtype: how far a tensor may be from float32's, relative to its length.
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 4e-2}
+
+
+def calls(device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """Return calls of every kind."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, V, (B, S), generator=generator)
+    left, right = torch.ones(B, S, dtype=torch.long), torch.ones(B, S, dtype=torch.long)
+    left[2, :70], right[1, 200:] = 0, 0
+    packed = torch.cat([torch.arange(96), torch.arange(160)]).expand(B, S)
+    # The first token after padding follows nothing.
+    seen = left.roll(1, 1) * left
+    seen[:, 0] = left[:, 0]
+    found = {
+        "whole": {"input_ids": tokens, "labels": tokens},
+        "padded right": {
+            "input_ids": tokens, "attention_mask": right, "labels": tokens.masked_fill(right == 0, -100),
+        },
+        "padded left": {
+            "input_ids": tokens, "attention_mask": left, "labels": tokens.masked_fill(seen == 0, -100),
+            "position_ids": (left.cumsum(-1) - 1).clamp(min=0),
+        },
+        "packed": {"input_ids": tokens, "position_ids": packed, "labels": tokens},
+        "odd": {"input_ids": tokens[:, :193], "labels": tokens[:, :193]},
+    }  # fmt: skip
+    return {kind: {name: one.to(device) for name, one in call.items()} for kind, call in found.items()}
+
+
+def larger_twin(case: str, device: torch.device) -> nn.Module:
+    """Return Hugging Face's own model in float32, with values of the usual size."""
+    twin = twin_of(case, attn_implementation="sdpa", **LARGER[case]).eval().to(device)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            parameter.mul_(0.03)
+            if parameter.dim() == 1 and "norm" in name and "weight" in name:
+                parameter.add_(0.0 if case == "gemma" else 1.0)
+    return twin
+
+
+def check_distance(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    distance = float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-12))
+    assert distance < tolerance, f"{what}: {distance:.1e} of its length away"
+
+
+def compare(case: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
+    twin = larger_twin(case, mesh.device)
+    root = nn.ModuleDict({"model": larger_twin(case, mesh.device).to(dtype)})
+    parallelize(root, mesh)
+    model: Any = root["model"]
+    for kind, call in calls(mesh.device).items():
+        what = f"{case}, {kind}, {dtype}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+        logits, loss, gradients = expected_of(twin, call)
+        model.zero_grad()
+        output = model(**call)
+        seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+        check_distance(output.logits[seen], logits[seen], TOLERANCE[dtype], f"{what}: logits")
+        check_distance(output.loss, loss, TOLERANCE[dtype], f"{what}: loss")
+        output.loss.backward()
+        expected = _on_host(gradients)
+        wanted = gradients_of_ours(family_of(type(twin).__name__), model, expected)
+        found = full_gradients(model.gpt, mesh)
+        assert found.keys() == wanted.keys(), f"{what}: {sorted(found.keys() ^ wanted.keys())}"
+        for name, gradient in found.items():
+            # Biases of keys change no softmax: their gradients are rounding alone.
+            size = gradient.double().norm().cpu() + wanted[name].norm()
+            if size > 1e-4:
+                check_distance(gradient.cpu(), wanted[name], 2 * TOLERANCE[dtype], f"{what}: gradient of {name}")
+
+
+def _on_host(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: gradient.double().cpu() for name, gradient in gradients.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", list(LARGER))
+def test_one_gpu_computes_what_hugging_face_does(case: str, dtype: torch.dtype):
+    compare(case, ParallelMesh.single("cuda", seed=0), dtype)
+
+
+def _check_two(rank: int, size: int) -> None:
+    for sequence_parallel in (False, True):
+        mesh = ParallelMesh.create(ParallelLayout(size, tp=size), sequence_parallel=sequence_parallel)
+        for case in LARGER:
+            for dtype in TOLERANCE:
+                compare(case, mesh, dtype)
+        mesh.destroy()
+
+
+@pytest.mark.gpu2
+def test_two_gpus_compute_what_hugging_face_does():
+    run_world(_check_two, 2, backend="nccl")
