@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families import family_of
 from lightning_megatron.swap.load import full_tensors
+from lightning_megatron.swap.packed import pack
 from lightning_megatron.swap.replaced import layers_name, replaced_models
 
 
@@ -66,11 +67,13 @@ def to_foreign_names(models: Mapping[str, Mapping[str, Any]], state: Mapping[str
         prefix, family = f"{name}." if name else "", family_of(model["architecture"])
         config = family.config(model["config"])
         layers = f"{prefix}{layers_name(config)}"
+        theirs: dict[str, Tensor] = {}
         for tensor in family.tensors(config):
             if f"{layers}{tensor.target}" not in found and family.is_head(tensor.sources[0].name):
                 continue  # the model was built without its head
             own = found.pop(f"{layers}{tensor.target}")
-            found |= {f"{prefix}{key}": part for key, part in tensor.split(own[: tensor.shape[0]]).items()}
+            theirs |= tensor.split(own[: tensor.shape[0]])
+        found |= {f"{prefix}{key}": part for key, part in pack(theirs, family.packed).items()}
         found.pop(f"{layers}head.weight", None)
         if config.tie_embeddings:
             found[f"{prefix}{family.head}"] = found[f"{prefix}{family.embedding}"]

@@ -17,6 +17,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.copying import Copy, copies_of, copy_all
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.mapping import Slices, TensorMap, TensorReader, TensorsInMemory, named
+from lightning_megatron.swap.packed import Place, places
 
 _WORD_EMBEDDING = "embedding.word.weight"
 
@@ -100,11 +101,11 @@ class RenamedTensors:
 
     Args:
         reader: The tensors by their own names.
-        own: Their own names by those of the table.
+        own: Where they are, by those of the table.
     """
 
     reader: TensorReader
-    own: Mapping[str, str]
+    own: Mapping[str, Place]
 
     def names(self) -> Iterable[str]:
         """List the tensors."""
@@ -112,18 +113,20 @@ class RenamedTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor (elements)."""
-        return self.reader.shape(self.own[name])
+        return self.own[name].shape(self.reader.shape(self.own[name].name))
 
     def read(self, name: str, slices: Slices) -> Tensor:
         """Return a part of a tensor."""
-        return self.reader.read(self.own[name], slices)
+        place = self.own[name]
+        found = self.reader.read(place.name, place.slices(slices))
+        return found if place.index is None else found[0]
 
 
 def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> RenamedTensors:
     """Return a reader of the tensors that hold weights, by the names of the family's table.
 
-    Earlier names become the present ones, and names of a model without head get what those of one with a head begin
-    with.
+    Earlier names become the present ones, names of a model without head get what those of one with a head begin with,
+    and tensors that the class has packed are taken apart.
 
     Args:
         tensors: A folder of safetensors files, or a state dict.
@@ -133,16 +136,20 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
         CheckpointMismatchError: If two tensors have the same name in the table.
     """
     reader = TensorsInMemory(tensors) if isinstance(tensors, Mapping) else tensors
-    own: dict[str, str] = {}
-    for name in reader.names():
-        if own.setdefault(family.present_name(name), name) != name:
-            raise CheckpointMismatchError(
-                f"a tensor must be there once: {own[family.present_name(name)]!r} and {name!r} are the same of a "
-                f"{family.architecture}, by its present and an earlier name. One would be lost. Remove one of them."
-            )
-    if own and not any(name.startswith(family.base) for name in own):
-        own = {name if name == family.head else f"{family.base}{name}": first for name, first in own.items()}
-    return RenamedTensors(reader, {name: first for name, first in own.items() if not family.ignores(name)})
+    names = {name: family.present_name(name) for name in reader.names()}
+    if names and not any(name.startswith(family.base) for name in names.values()):
+        names = {key: name if name == family.head else f"{family.base}{name}" for key, name in names.items()}
+    own: dict[str, Place] = {}
+    for key, name in names.items():
+        if family.ignores(name):
+            continue
+        for part, place in places(name, key, reader, family.packed):
+            if own.setdefault(part, place) != place:
+                raise CheckpointMismatchError(
+                    f"a tensor must be there once: {own[part].name!r} and {key!r} are the same of a "
+                    f"{family.architecture}, under two names. One would be lost. Remove one of them."
+                )
+    return RenamedTensors(reader, own)
 
 
 def check_tensors(

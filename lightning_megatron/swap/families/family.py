@@ -9,7 +9,9 @@ from typing import Any, TypeAlias
 
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.swap.families.expert_names import ExpertNames
 from lightning_megatron.swap.mapping import Source, TensorMap
+from lightning_megatron.swap.packed import Packed
 
 ModelConfig: TypeAlias = GPTConfig | EncoderConfig
 """The settings of a model of ours; their type says which model it is."""
@@ -32,6 +34,7 @@ class Family:
         heads: Patterns of whole names of tensors that belong to heads. A file may have those of other classes, which
             are left out, and lack those of this one, which then keep their first values.
         copies: Further names that a state dict has for the same tensor, and the name that the tensor has.
+        packed: Tensors that the class has otherwise than its files, from which the table takes its names.
     """
 
     model_type: str
@@ -45,6 +48,7 @@ class Family:
     embedding: str = "model.embed_tokens.weight"
     heads: tuple[str, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
+    packed: tuple[Packed, ...] = ()
 
     def ignores(self, name: str) -> bool:
         """Tell whether a tensor of this name holds no weights of its own."""
@@ -81,6 +85,7 @@ class Names:
         position: Position embedding, where there is one.
         head: Output head, if it has a weight of its own.
         is_transposed: Whether weights of projections are stored input first.
+        experts: Routers and experts, where there are some; the MLPs are then those of the other layers.
         by_heads: Whether the rows of ``qkv`` are query, key and value of one head after the other.
     """
 
@@ -96,6 +101,7 @@ class Names:
     key_norm: str = ""
     position: str | None = None
     head: str = "lm_head"
+    experts: ExpertNames | None = None
     is_transposed: bool = False
     by_heads: bool = False
 
@@ -122,23 +128,27 @@ class Names:
                 _one(f"{ours}.attention.query_norm.weight", (head,), f"{self.query_norm.format(layer)}.weight")
             )
             found.append(_one(f"{ours}.attention.key_norm.weight", (head,), f"{self.key_norm.format(layer)}.weight"))
-        up = "gate_up" if config.is_gated else "up"
-        projections = (
-            ("attention.qkv", self._qkv(config), size, config.has_qkv_bias),
-            ("attention.output", (Source(self.output, size),), width, config.has_output_bias),
-            (f"mlp.{up}", self._up(config), size, config.has_mlp_bias),
-            ("mlp.down", (Source(self.down, size),), config.ffn_size, config.has_mlp_bias),
-        )
-        for target, sources, num_columns, has_bias in projections:
-            num_rows = sum(source.num_rows for source in sources)
-            for kind in ("weight", "bias") if has_bias else ("weight",):
-                is_weight = kind == "weight"
-                parts = tuple(
-                    replace(s, name=f"{s.name.format(layer)}.{kind}", is_transposed=self.is_transposed and is_weight)
-                    for s in sources
-                )
-                shape = (num_rows, num_columns) if is_weight else (num_rows,)
-                found.append(TensorMap(f"{ours}.{target}.{kind}", shape, parts))
+        output = (Source(self.output, size),)
+        found += self._linear(layer, "attention.qkv", self._qkv(config), size, config.has_qkv_bias)
+        found += self._linear(layer, "attention.output", output, width, config.has_output_bias)
+        if self.experts is not None and config.has_experts_in(layer):
+            return found + self.experts.layer(config, layer)
+        up, down = "gate_up" if config.is_gated else "up", (Source(self.down, size),)
+        found += self._linear(layer, f"mlp.{up}", self._up(config), size, config.has_mlp_bias)
+        return found + self._linear(layer, "mlp.down", down, config.ffn_size, config.has_mlp_bias)
+
+    def _linear(
+        self, layer: int, target: str, sources: tuple[Source, ...], num_columns: int, has_bias: bool
+    ) -> list[TensorMap]:
+        found, num_rows = [], sum(source.num_rows for source in sources)
+        for kind in ("weight", "bias") if has_bias else ("weight",):
+            is_weight = kind == "weight"
+            parts = tuple(
+                replace(s, name=f"{s.name.format(layer)}.{kind}", is_transposed=self.is_transposed and is_weight)
+                for s in sources
+            )
+            shape = (num_rows, num_columns) if is_weight else (num_rows,)
+            found.append(TensorMap(f"layers.{layer}.{target}.{kind}", shape, parts))
         return found
 
     def _qkv(self, config: GPTConfig) -> tuple[Source, ...]:

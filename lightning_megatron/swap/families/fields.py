@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
@@ -49,6 +49,7 @@ class Field:
             configuration; None if it says nothing itself, because another field's rule reads it.
         only: The values that the family is computed with; None allows all.
         why: Why there is no other.
+        also: Further names that files have for it.
     """
 
     name: str
@@ -56,6 +57,21 @@ class Field:
     becomes: str | Callable[[Values], Mapping[str, Any]] | None = None
     only: tuple[Any, ...] | None = None
     why: str = ""
+    also: tuple[str, ...] = ()
+
+    def value_in(self, config: Values, family: str) -> Any:
+        """Return the value that a configuration gives, or the default.
+
+        Raises:
+            UnsupportedError: If it gives two under different names.
+        """
+        given = {name: config[name] for name in (self.name, *self.also) if config.get(name) is not None}
+        for name, value in given.items():
+            if value != next(iter(given.values())):
+                first = next(iter(given))
+                why = f"it is another name of {first}, which is {given[first]!r}"
+                raise refusal(family, name, value, why, (given[first], None))
+        return next(iter(given.values())) if given else config.get(self.name, self.default)
 
 
 #: Fields that every Hugging Face configuration may have, and that ask for what we lack if they are not as here.
@@ -84,13 +100,21 @@ class ConfigTable:
         fixed: Fields of ours that all models of the family share.
         irrelevant: Names of further fields that change nothing in a training.
         builds: Makes our configuration of its fields.
+        parts: Fields of ours that are records themselves, and the tables that make them.
     """
 
     family: str
     fields: tuple[Field, ...]
     fixed: Mapping[str, Any]
     irrelevant: frozenset[str] = frozenset()
-    builds: Callable[..., ModelConfig] = GPTConfig
+    builds: Callable[..., Any] = GPTConfig
+    parts: Mapping[str, ConfigTable] = field(default_factory=dict)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the names of all fields that the table knows."""
+        own = {name for rule in (*self.fields, *GENERAL) for name in (rule.name, *rule.also)}
+        return self.irrelevant.union(own, *(part.names for part in self.parts.values()))
 
     def __call__(self, config: Values) -> ModelConfig:
         """Return our configuration of a model.
@@ -103,20 +127,38 @@ class ConfigTable:
             CheckpointMismatchError: If a value is of another type than the family's.
             ParallelPlanError: If sizes contradict each other.
         """
-        rules = (*self.fields, *GENERAL)
-        self._check_known(config, {rule.name for rule in rules})
-        values = {rule.name: config.get(rule.name, rule.default) for rule in rules}
-        found = dict(self.fixed)
-        for rule in rules:
-            value = values[rule.name]
-            if rule.only is not None and value not in rule.only:
-                raise refusal(self.family, rule.name, value, rule.why, rule.only)
+        self._check_known(config)
+        self._values(config, GENERAL)
+        found: ModelConfig = self.record(config)
+        return found
+
+    def record(self, config: Values) -> Any:
+        """Return our record of the fields that this table has rules for, whatever else the configuration has.
+
+        Args:
+            config: What ``config.to_dict()`` returns or ``config.json`` holds.
+
+        Raises:
+            UnsupportedError: Naming the field and its value, if it asks for something that we do not compute.
+            CheckpointMismatchError: If a value is of another type than the family's.
+            ParallelPlanError: If sizes contradict each other.
+        """
+        values, found = self._values(config, self.fields), dict(self.fixed)
+        for rule in self.fields:
             if callable(rule.becomes):
                 found |= rule.becomes(values)
             elif rule.becomes is not None:
-                self._check_type(rule, value)
-                found[rule.becomes] = value
-        return self.builds(**found)
+                self._check_type(rule, values[rule.name])
+                found[rule.becomes] = values[rule.name]
+        return self.builds(**found, **{name: part.record(config) for name, part in self.parts.items()})
+
+    def _values(self, config: Values, rules: Iterable[Field]) -> dict[str, Any]:
+        values = {}
+        for rule in rules:
+            value = values[rule.name] = rule.value_in(config, self.family)
+            if rule.only is not None and value not in rule.only:
+                raise refusal(self.family, rule.name, value, rule.why, rule.only)
+        return values
 
     def _check_type(self, rule: Field, value: Any) -> None:
         legal = (int, float) if isinstance(rule.default, float) else type(rule.default)
@@ -126,9 +168,10 @@ class ConfigTable:
                 f"{value!r}. It becomes {rule.becomes}. Correct the configuration."
             )
 
-    def _check_known(self, config: Values, known: set[str]) -> None:
+    def _check_known(self, config: Values) -> None:
+        known = self.names | IRRELEVANT
         for name, value in config.items():
-            is_known = name in known or name in IRRELEVANT or name in self.irrelevant or name.startswith("_")
+            is_known = name in known or name.startswith("_")
             if not is_known and value is not None and value is not False:
                 raise refusal(self.family, name, value, "nothing is known of this field, which may change the model")
 

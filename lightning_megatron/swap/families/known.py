@@ -14,6 +14,7 @@ from lightning_megatron.swap.families.encoder import (
     ROBERTA_CLASSES,
     ROBERTA_MASKED,
 )
+from lightning_megatron.swap.families.experts import DEEPSEEK_V3, MIXTRAL, QWEN3_MOE
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.gpt2 import GPT2, GPT_NEOX
 from lightning_megatron.swap.families.llama import GEMMA, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
@@ -23,6 +24,7 @@ ENTRY_POINTS = "lightning_megatron.families"
 
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, PHI3, GPT_NEOX),
+    *(MIXTRAL, QWEN3_MOE, DEEPSEEK_V3),
     *(BERT_MASKED, BERT_CLASSES, BERT, ROBERTA_MASKED, ROBERTA_CLASSES, ROBERTA),
 )
 

@@ -34,6 +34,7 @@ def rotary_fields(
     part: str | None = None,
     default_part: float = 1.0,
     earlier: Mapping[str, str] | None = None,
+    default_base: float = 10000.0,
 ) -> tuple[Field, ...]:
     """Return the rules for all fields about rotary positions.
 
@@ -42,15 +43,16 @@ def rotary_fields(
         part: Field of the rotated part of a head in the earlier notation; None if the family always rotates all.
         default_part: What that is where it is not given.
         earlier: Further names of the kinds.
+        default_base: Base where it is not given.
     """
-    rule = _rule(theta, part, default_part, _EARLIER | dict(earlier or {}))
+    rule = _rule(theta, part, default_part, _EARLIER | dict(earlier or {}), default_base)
     names = {theta, "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"} | ({part} - {None})
     others = tuple(Field(name) for name in sorted(name for name in names if name is not None))
     return (Field("rope_parameters", becomes=rule), Field("rope_scaling"), *others)
 
 
 def _rule(
-    theta: str, part: str | None, default_part: float, earlier: Mapping[str, str]
+    theta: str, part: str | None, default_part: float, earlier: Mapping[str, str], default_base: float
 ) -> Callable[[Values], Mapping[str, Any]]:
     def rule(values: Values) -> Mapping[str, Any]:
         given = values["rope_scaling"] or values["rope_parameters"] or {}
@@ -64,7 +66,7 @@ def _rule(
         for name in unknown:
             if given[name] is not None and given[name] is not False:
                 raise _refusal(f"rope_parameters.{name}", given[name], "left out", f"{kind} positions do not use it")
-        base = given.get("rope_theta") or _agreed(values, theta, "rope_theta") or 10000.0
+        base = given.get("rope_theta") or _agreed(values, theta, "rope_theta") or default_base
         share = given.get("partial_rotary_factor") or _agreed(values, part, "partial_rotary_factor") or default_part
         if part is None and share != 1.0:
             raise _refusal("partial_rotary_factor", share, "1.0", "this family rotates whole heads")

@@ -1,0 +1,77 @@
+"""Names of routers and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.swap.mapping import Source, TensorMap
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Name the tensors of mixtures of experts, one ``{}`` for the layer and a second one for the expert.
+
+    Every expert has tensors of its own, so that any group of ranks can read and write those that it holds.
+
+    Args:
+        router: Projection of tokens to the router's logits.
+        up: First projections of an expert: gate and up, the one to both, or the one to what is activated.
+        down: Second projection of an expert.
+        bias: Biases of experts, where they have some; the name of the tensor.
+        shared_up: First projections of the MLP beside the experts, where there is one.
+        shared_down: Its second projection.
+        shared_gate: Projection of tokens to the number that its output is multiplied by, where there is one.
+    """
+
+    router: str
+    up: tuple[str, ...]
+    down: str
+    bias: str = ""
+    shared_up: tuple[str, ...] = ()
+    shared_down: str = ""
+    shared_gate: str = ""
+
+    def __call__(self, config: GPTConfig) -> tuple[TensorMap, ...]:
+        """List where the full tensors of all mixtures of experts of a model come from."""
+        layers = [layer for layer in range(config.num_layers) if config.has_experts_in(layer)]
+        return tuple(tensor for layer in layers for tensor in self.layer(config, layer))
+
+    def layer(self, config: GPTConfig, layer: int) -> list[TensorMap]:
+        """List where the full tensors of that of one layer come from."""
+        experts, size, ours = config.experts, config.hidden_size, f"layers.{layer}.mlp"
+        assert experts is not None, "only layers with experts are asked for"
+        found = self._router(experts, size, ours, layer)
+        for number in range(experts.num_experts):
+            up = tuple(name.format(layer, number) for name in self.up)
+            down = self.down.format(layer, number)
+            found += _mlp(f"{ours}.experts.{number}", up, down, config, experts.ffn_hidden_size)
+        shared = experts.shared_ffn_hidden_size
+        if shared is not None:
+            up = tuple(name.format(layer) for name in self.shared_up)
+            found += _mlp(f"{ours}.shared", up, self.shared_down.format(layer), config, shared)
+            if experts.shared_gate:
+                found.append(_joined(f"{ours}.shared.gate.weight", (1, size), self.shared_gate.format(layer)))
+        return found
+
+    def _router(self, experts: ExpertsConfig, size: int, ours: str, layer: int) -> list[TensorMap]:
+        count = experts.num_experts
+        found = [_joined(f"{ours}.router.weight", (count, size), self.router.format(layer))]
+        if experts.expert_bias:
+            name = self.bias.format(layer)
+            found.append(TensorMap(f"{ours}.router.bias", (count,), (Source(name, count),)))
+        return found
+
+
+def _mlp(target: str, up: tuple[str, ...], down: str, config: GPTConfig, inner: int) -> list[TensorMap]:
+    kind, num_rows = ("gate_up", 2 * inner) if config.is_gated else ("up", inner)
+    return [
+        _joined(f"{target}.{kind}.weight", (num_rows, config.hidden_size), *up),
+        _joined(f"{target}.down.weight", (config.hidden_size, inner), down),
+    ]
+
+
+def _joined(target: str, shape: tuple[int, int], *sources: str) -> TensorMap:
+    num_rows = shape[0] // len(sources)
+    return TensorMap(target, shape, tuple(Source(f"{name}.weight", num_rows) for name in sources))

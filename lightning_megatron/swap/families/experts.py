@@ -1,0 +1,222 @@
+"""Families with mixtures of experts: Mixtral, Qwen3-MoE and, without its attention, DeepSeek-V3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.swap.families.expert_names import ExpertNames
+from lightning_megatron.swap.families.family import Family
+from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, refusal
+from lightning_megatron.swap.families.llama import LLAMA_NAMES
+from lightning_megatron.swap.families.llama_fields import (
+    ACTIVATION,
+    ATTENTION_BIAS,
+    FIXED,
+    HEAD_DIM,
+    OUTDATED,
+    sizes,
+    window,
+)
+from lightning_megatron.swap.families.rotary import rotary_fields
+from lightning_megatron.swap.packed import Packed
+
+_MLP, _MOE = "model.layers.{}.mlp", "model.layers.{}.block_sparse_moe"
+_GATE_UP, _DOWN = f"{_MLP}.experts.gate_up_proj", f"{_MLP}.experts.down_proj"
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+_EXPERT = tuple(f"{_MLP}.experts.{{}}.{part}" for part in _PARTS)
+_NAMES = ExpertNames(router=f"{_MLP}.gate", up=_EXPERT[:2], down=_EXPERT[2])
+_PACKED = (
+    Packed(_GATE_UP, tuple(f"{name}.weight" for name in _EXPERT[:2])),
+    Packed(_DOWN, (f"{_EXPERT[2]}.weight",)),
+)
+
+_BALANCE = (
+    Field(
+        "output_router_logits",
+        False,
+        only=(False, None),
+        why="the model returns loss and logits alone, and no balancing loss over the tokens of all layers at once",
+    ),
+    # Counts where output_router_logits is on.
+    Field("router_aux_loss_coef", 0.001),
+)
+
+
+def _sparse_layers(values: Values) -> Mapping[str, Any]:
+    step, dense, num_layers = values["decoder_sparse_step"], values["mlp_only_layers"], values["num_hidden_layers"]
+    if not dense:
+        return {"layers": step}
+    return {"layers": tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))}
+
+
+def _window_of_all(values: Values) -> Mapping[str, Any]:
+    if not values["use_sliding_window"]:
+        return {}
+    first = values["max_window_layers"]
+    if first:
+        why = "versions of transformers differ in whether all layers have the window then"
+        raise refusal("Qwen3-MoE", "max_window_layers", first, why, (None, 0))
+    return window(values)
+
+
+def _later_layers(values: Values) -> Mapping[str, Any]:
+    num_layers, num_dense = values["num_hidden_layers"], values["first_k_dense_replace"] or 0
+    return {"layers": tuple(layer >= num_dense for layer in range(num_layers)) if num_dense else 1}
+
+
+def _shared(values: Values) -> Mapping[str, Any]:
+    count = values["n_shared_experts"]
+    return {"shared_ffn_hidden_size": count * values["moe_intermediate_size"] if count else None}
+
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    ConfigTable(
+        "Mixtral",
+        (
+            *sizes(32000, 4096, 14336, 32, 32, 131072, 8, norm_eps=1e-5),
+            *rotary_fields(default_base=1e6),
+            ACTIVATION,
+            HEAD_DIM,
+            Field("sliding_window", None, window),
+            *_BALANCE,
+            Field(
+                "router_jitter_noise",
+                0.0,
+                only=(0.0, None),
+                why="noise would be the router's alone, and is that of the experts as well there",
+            ),
+        ),
+        FIXED,
+        parts={
+            "experts": ConfigTable(
+                "Mixtral",
+                (
+                    Field("num_local_experts", 8, "num_experts", also=("num_experts",)),
+                    Field("num_experts_per_tok", 2, "top_k"),
+                    Field("intermediate_size", 14336, "ffn_hidden_size"),
+                ),
+                {"scoring": "softmax", "normalize_top_k": True},
+                builds=ExpertsConfig,
+            )
+        },
+    ),
+    replace(
+        LLAMA_NAMES,
+        experts=ExpertNames(
+            router=f"{_MOE}.gate",
+            up=(f"{_MOE}.experts.{{}}.w1", f"{_MOE}.experts.{{}}.w3"),
+            down=f"{_MOE}.experts.{{}}.w2",
+        ),
+    ),
+    ignored=OUTDATED,
+    packed=(
+        Packed(f"{_MLP}.gate.weight", (f"{_MOE}.gate.weight",)),
+        Packed(_GATE_UP, (f"{_MOE}.experts.{{}}.w1.weight", f"{_MOE}.experts.{{}}.w3.weight")),
+        Packed(_DOWN, (f"{_MOE}.experts.{{}}.w2.weight",)),
+    ),
+)
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    ConfigTable(
+        "Qwen3-MoE",
+        (
+            *sizes(151936, 2048, 6144, 24, 32, 32768, 4),
+            *rotary_fields(),
+            ACTIVATION,
+            HEAD_DIM,
+            ATTENTION_BIAS,
+            Field("use_sliding_window", False),
+            Field("sliding_window", 4096, _window_of_all),
+            Field("max_window_layers", None),
+            *_BALANCE,
+        ),
+        {**FIXED, "qk_norm": True},
+        parts={
+            "experts": ConfigTable(
+                "Qwen3-MoE",
+                (
+                    Field("num_hidden_layers", 24),
+                    Field("num_local_experts", 128, "num_experts", also=("num_experts",)),
+                    Field("num_experts_per_tok", 8, "top_k"),
+                    Field("moe_intermediate_size", 768, "ffn_hidden_size"),
+                    Field("norm_topk_prob", False, "normalize_top_k"),
+                    Field("decoder_sparse_step", 1, _sparse_layers),
+                    Field("mlp_only_layers", None),
+                ),
+                {"scoring": "softmax"},
+                builds=ExpertsConfig,
+            )
+        },
+    ),
+    replace(LLAMA_NAMES, experts=_NAMES),
+    ignored=OUTDATED,
+    packed=_PACKED,
+)
+
+_NO_LATENTS = "every head has queries, keys and values of its own, none of them made of one latent vector"
+_NO_CODE = "the family's router is this one"
+
+#: Its attention is refused whatever the sizes are, so that the tensors are those of routers and experts.
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    ConfigTable(
+        "DeepSeek-V3",
+        (
+            Field("kv_lora_rank", 512, only=(None,), why=_NO_LATENTS),
+            Field("q_lora_rank", 1536, only=(None,), why=_NO_LATENTS),
+            *(
+                Field(name, size, only=(None,), why=_NO_LATENTS)
+                for name, size in (("qk_rope_head_dim", 64), ("qk_nope_head_dim", 128), ("v_head_dim", 128))
+            ),
+            Field("qk_head_dim", None, only=(None,), why=_NO_LATENTS),
+            *sizes(129280, 7168, 18432, 61, 128, 4096, 128),
+            *rotary_fields(),
+            ACTIVATION,
+            HEAD_DIM,
+            ATTENTION_BIAS,
+            Field("rope_interleave", True, only=(False, None), why="halves of heads are rotated, not neighbours"),
+            _BALANCE[0],
+        ),
+        FIXED,
+        # Layers that predict later tokens are left out of training; the others are of other code.
+        frozenset({"num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "ep_size"}),
+        parts={
+            "experts": ConfigTable(
+                "DeepSeek-V3",
+                (
+                    Field("num_hidden_layers", 61),
+                    Field("n_routed_experts", 256, "num_experts", also=("num_local_experts",)),
+                    Field("num_experts_per_tok", 8, "top_k"),
+                    Field("moe_intermediate_size", 2048, "ffn_hidden_size"),
+                    Field("n_shared_experts", 1, _shared),
+                    Field("first_k_dense_replace", 3, _later_layers),
+                    Field("moe_layer_freq", 1, only=(1, None), why="all layers after the first ones have experts"),
+                    Field("norm_topk_prob", True, "normalize_top_k"),
+                    Field("routed_scaling_factor", 2.5, "score_scale"),
+                    Field("n_group", 8, "num_groups"),
+                    Field("topk_group", 4, "top_k_groups"),
+                    Field("scoring_func", "sigmoid", only=("sigmoid",), why=_NO_CODE),
+                    Field("topk_method", "noaux_tc", only=("noaux_tc",), why=_NO_CODE),
+                ),
+                {"scoring": "sigmoid", "expert_bias": True},
+                builds=ExpertsConfig,
+            )
+        },
+    ),
+    replace(
+        _NAMES,
+        bias=f"{_MLP}.gate.e_score_correction_bias",
+        shared_up=tuple(f"{_MLP}.shared_experts.{part}" for part in _PARTS[:2]),
+        shared_down=f"{_MLP}.shared_experts.{_PARTS[2]}",
+    ),
+    ignored=(*OUTDATED, r"model\.layers\.61\..*"),
+    packed=_PACKED,
+)

@@ -1,0 +1,45 @@
+"""Small Hugging Face models with experts, with random numbers in all their tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.swap.families import transformers
+
+_SIZES = {"vocab_size": 53, "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6}
+_SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
+
+#: Name of a case: class of the model, and the settings in which it differs from its defaults.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralForCausalLM", {**_SIZES, "num_hidden_layers": 2, "num_local_experts": 5}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {**_SIZES, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 14}
+        | {"mlp_only_layers": [1], "head_dim": 8, "norm_topk_prob": True},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {**_SIZES, "num_hidden_layers": 3, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 14}
+        | {"first_k_dense_replace": 1, "n_shared_experts": 2, "n_group": 3, "topk_group": 2, "num_key_value_heads": 6}
+        | {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+    ),
+}
+
+
+def config_of(case: str, **changes: Any) -> Any:
+    """Return the Hugging Face configuration of a case."""
+    architecture, settings = CASES[case]
+    return getattr(transformers, architecture).config_class(**{**settings, **changes})
+
+
+def twin_of(case: str) -> nn.Module:
+    """Return a model of a case; no two of its elements are alike by intent."""
+    generator = torch.Generator().manual_seed(0)
+    twin: nn.Module = transformers.AutoModelForCausalLM.from_config(config_of(case))
+    with torch.no_grad():
+        for tensor in twin.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return twin

@@ -1,0 +1,387 @@
+"""Tensors of families with experts become ours and come back bit for bit, from modules and from files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.checkpoint.hugging_face import export_model, import_model
+from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.swap.apply import parallelize
+from lightning_megatron.swap.export import export_folder, foreign_tensors
+from lightning_megatron.swap.families import Family, family_of
+from lightning_megatron.swap.families.expert_names import ExpertNames
+from lightning_megatron.swap.families.fields import IRRELEVANT
+from lightning_megatron.swap.foreign_names import to_foreign_names
+from lightning_megatron.swap.load import full_tensors, reader_of
+from lightning_megatron.swap.mapping import Slices, TensorsInMemory
+from lightning_megatron.swap.packed import Packed, pack
+from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from tests.swap.expert_models import CASES, config_of, twin_of
+from tests.swap.families import transformers
+
+WHOLE = ("mixtral", "qwen3_moe")
+
+#: As it is published, with what its first release had beside it.
+DEEPSEEK_V3: dict[str, Any] = {
+    **{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
+    **{"aux_loss_alpha": 0.001, "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
+    **{"bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu"},
+    **{"hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512},
+    **{"max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048},
+    **{"moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True},
+    **{"num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128},
+    **{"num_nextn_predict_layers": 1, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128},
+    **{"qk_rope_head_dim": 64, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    **{"rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"},
+    "rope_scaling": {"beta_fast": 32, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"},
+    **{"seq_aux": True, "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "use_cache": True},
+    **{"torch_dtype": "bfloat16", "transformers_version": "4.33.1", "v_head_dim": 128, "vocab_size": 129280},
+}
+
+
+def ours(case: str, **changes: Any) -> GPTConfig:
+    config = family_of(CASES[case][0]).config({**config_of(case).to_dict(), **changes})
+    assert isinstance(config, GPTConfig)
+    return config
+
+
+def experts_of(case: str, config: dict[str, Any] | None = None) -> ExpertsConfig:
+    table: Any = family_of(CASES[case][0]).config
+    found = table.parts["experts"].record(config_of(case).to_dict() if config is None else config)
+    assert isinstance(found, ExpertsConfig)
+    return found
+
+
+def config_with_experts(case: str) -> GPTConfig:
+    """Return our configuration of a case; without attention where that is refused."""
+    if case in WHOLE:
+        return ours(case)
+    theirs = config_of(case)
+    return GPTConfig(
+        vocab_size=theirs.vocab_size,
+        max_seq_length=64,
+        num_layers=theirs.num_hidden_layers,
+        hidden_size=theirs.hidden_size,
+        num_heads=6,
+        activation="swiglu",
+        bias=False,
+        experts=experts_of(case),
+    )
+
+
+def of_experts(case: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Keep the tensors that the table of a case is for."""
+    kinds = (".mlp.gate.", ".mlp.experts.", ".mlp.shared_experts.")
+    return {name: tensor for name, tensor in tensors.items() if case in WHOLE or any(kind in name for kind in kinds)}
+
+
+def stored(twin: nn.Module, path: Path) -> SafetensorsFolder:
+    twin.save_pretrained(path)
+    return SafetensorsFolder(path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_of_a_module_and_of_its_files_is_read_once_and_comes_back(case: str, tmp_path: Path) -> None:
+    twin, family, config = twin_of(case), family_of(CASES[case][0]), config_with_experts(case)
+    folder = stored(twin, tmp_path)
+    files = of_experts(case, {name: folder.read(name) for name in folder.names()})
+    module = of_experts(case, twin.state_dict())
+    table = family.tensors(config)
+    counts = Counter(source.name for tensor in table for source in tensor.sources)
+    assert counts.keys() == files.keys(), "every tensor of the files has a place"
+    assert set(counts.values()) == {1}
+    # Both forms are complete, and nothing is left over: the reader refuses everything else.
+    found = dict(full_tensors(module, family, config, torch.float32))
+    again = dict(full_tensors(files, family, config, torch.float32))
+    assert found.keys() == again.keys() == {tensor.target for tensor in table}
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    back = dict(foreign_tensors(found.items(), family, config))
+    assert back.keys() == files.keys()
+    assert all(torch.equal(back[name], files[name]) for name in files)
+    packed = pack(back, family.packed)
+    assert packed.keys() == module.keys()
+    assert all(torch.equal(packed[name], module[name]) for name in module)
+
+
+def test_every_expert_is_an_entry_of_its_own_with_gate_above_up() -> None:
+    twin, family = twin_of("mixtral"), family_of("mixtral")
+    found = dict(full_tensors(twin.state_dict(), family, ours("mixtral"), torch.float32))
+    experts: Any = twin.model.layers[1].mlp.experts
+    for number in range(5):
+        assert torch.equal(found[f"layers.1.mlp.experts.{number}.gate_up.weight"], experts.gate_up_proj[number])
+        assert torch.equal(found[f"layers.1.mlp.experts.{number}.down.weight"], experts.down_proj[number])
+    assert torch.equal(found["layers.1.mlp.router.weight"], twin.model.layers[1].mlp.gate.weight)
+
+
+def test_layers_without_experts_have_an_mlp_and_shared_experts_are_one() -> None:
+    names = {tensor.target for tensor in family_of("qwen3_moe").tensors(ours("qwen3_moe"))}
+    kinds = ("router.weight", "gate_up.weight", "experts.3.down.weight")
+    assert [[f"layers.{layer}.mlp.{kind}" in names for kind in kinds] for layer in range(3)] == [
+        [True, False, True],
+        [False, True, False],
+        [True, False, True],
+    ]
+    table = {tensor.target: tensor for tensor in family_of("deepseek_v3").tensors(config_with_experts("deepseek_v3"))}
+    assert table["layers.1.mlp.shared.gate_up.weight"].shape == (2 * 2 * 14, 24)
+    assert table["layers.1.mlp.router.bias"].shape == (6,)
+    assert not any(name.startswith("layers.0.") for name in table)
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_an_exported_folder_is_loaded_bit_for_bit(case: str, tmp_path: Path) -> None:
+    twin, family = twin_of(case), family_of(CASES[case][0])
+    found = full_tensors(twin.state_dict(), family, ours(case), torch.float32)
+    export_folder(found, family, twin.config.to_dict(), tmp_path, 20_000)
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    expected = twin.state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+
+
+def test_a_folder_becomes_a_checkpoint_and_comes_back(tmp_path: Path) -> None:
+    folder = stored(twin_of("mixtral"), tmp_path / "theirs")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
+    export_model(tmp_path / "ours", tmp_path / "back")
+    back = SafetensorsFolder(tmp_path / "back")
+    assert set(back.names()) == set(folder.names())
+    assert all(torch.equal(back.read(name), folder.read(name)) for name in folder.names())
+
+
+def test_a_state_dict_for_other_strategies_has_the_tensors_of_the_class() -> None:
+    twin, family = twin_of("qwen3_moe"), family_of("qwen3_moe")
+    config = twin.config.to_dict()
+    prefix = "model.gpt."
+    found = {
+        f"{prefix}{name}": t for name, t in full_tensors(twin.state_dict(), family, ours("qwen3_moe"), torch.float32)
+    }
+    back = to_foreign_names({"model": {"architecture": family.architecture, "config": config}}, found)
+    expected = twin.state_dict()
+    assert back.keys() == {f"model.{name}" for name in expected}
+    assert all(torch.equal(back[f"model.{name}"], tensor) for name, tensor in expected.items())
+
+
+class CountingReader(TensorsInMemory):
+    """Count the elements that are read."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        object.__setattr__(self, "parts", [])
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        part = super().read(name, slices)
+        self.parts.append((name, part.numel()))  # type: ignore[attr-defined]
+        return part
+
+
+def test_a_part_of_an_expert_is_read_alone_from_a_stack() -> None:
+    twin, family = twin_of("mixtral"), family_of("mixtral")
+    state = CountingReader(twin.state_dict())
+    reader = reader_of(state, family)
+    tensor = next(t for t in family.tensors(ours("mixtral")) if t.target == "layers.1.mlp.experts.3.gate_up.weight")
+    view = torch.empty(8, 5)
+    # Its last rows of the gate and first rows of the up projection.
+    tensor.fill(view, [16, 7], [8, 5], reader)
+    expected: Tensor = twin.model.layers[1].mlp.experts.gate_up_proj[3, 16:24, 7:12]
+    assert torch.equal(view, expected)
+    assert state.parts == [("model.layers.1.mlp.experts.gate_up_proj", 20)] * 2  # type: ignore[attr-defined]
+
+
+def test_a_stack_in_a_file_is_read_like_one_of_a_module(tmp_path: Path) -> None:
+    twin, family = twin_of("qwen3_moe"), family_of("qwen3_moe")
+    twin.save_pretrained(tmp_path, save_original_format=False)
+    folder = SafetensorsFolder(tmp_path)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in set(folder.names())
+    config = ours("qwen3_moe")
+    found = dict(full_tensors(folder, family, config, torch.float32))
+    expected = full_tensors(twin.state_dict(), family, config, torch.float32)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((5, 41, 24), r"'model.layers.0.mlp.experts.gate_up_proj' has shape \(5, 41, 24\)"),
+        ((40,), r"2 parts must have experts and equally many rows for each: .* has shape \(40,\)"),
+        ((4, 40, 24), r"'model.layers.0.block_sparse_moe.experts.4.w1.weight'.* missing"),
+        ((6, 40, 24), r"'model.layers.0.block_sparse_moe.experts.5.w1.weight'.* left over"),
+        ((5, 38, 24), r"w1.weight' \(19, 24\) instead of \(20, 24\)"),
+    ],
+)
+def test_stacks_of_another_model_are_refused(shape: tuple[int, ...], message: str) -> None:
+    family = family_of("mixtral")
+    state = {**twin_of("mixtral").state_dict(), "model.layers.0.mlp.experts.gate_up_proj": torch.zeros(shape)}
+    with pytest.raises(CheckpointMismatchError, match=message):
+        list(full_tensors(state, family, ours("mixtral"), torch.float32))
+
+
+def test_an_expert_that_is_there_twice_is_refused() -> None:
+    name = "model.layers.0.block_sparse_moe.experts.2.w2.weight"
+    state = {**twin_of("mixtral").state_dict(), name: torch.zeros(24, 20)}
+    with pytest.raises(CheckpointMismatchError, match=f"mlp.experts.down_proj' and '{name}' are the same"):
+        reader_of(state, family_of("mixtral"))
+
+
+def test_a_gate_of_shared_experts_has_a_place() -> None:
+    # Qwen2-MoE has one.
+    names = ExpertNames(
+        router="model.layers.{}.mlp.gate",
+        up=tuple(f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj" for part in ("gate", "up")),
+        down="model.layers.{}.mlp.experts.{}.down_proj",
+        shared_up=tuple(f"model.layers.{{}}.mlp.shared_expert.{part}_proj" for part in ("gate", "up")),
+        shared_down="model.layers.{}.mlp.shared_expert.down_proj",
+        shared_gate="model.layers.{}.mlp.shared_expert_gate",
+    )
+    theirs = transformers.Qwen2MoeConfig(
+        vocab_size=53,
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        num_experts=4,
+        moe_intermediate_size=14,
+        shared_expert_intermediate_size=10,
+    )
+    experts = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=14, shared_ffn_hidden_size=10, shared_gate=True)
+    config = GPTConfig.llama(
+        vocab_size=53, max_seq_length=64, num_layers=1, hidden_size=24, num_heads=6, experts=experts
+    )
+    twin = transformers.AutoModelForCausalLM.from_config(theirs)
+    state = {name: tensor for name, tensor in twin.state_dict().items() if ".mlp." in name}
+    parts = tuple(f"model.layers.{{}}.mlp.experts.{{}}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    packed = (
+        Packed("model.layers.{}.mlp.experts.gate_up_proj", parts[:2]),
+        Packed("model.layers.{}.mlp.experts.down_proj", parts[2:]),
+    )
+    family = Family("qwen2_moe", "Qwen2MoeForCausalLM", lambda _: config, names, packed=packed)
+    found = dict(full_tensors(state, family, config, torch.float32))
+    assert found["layers.0.mlp.shared.gate.weight"].shape == (1, 24)
+    back = pack(dict(foreign_tensors(found.items(), family, config)), packed)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_settings_of_routers_are_used() -> None:
+    assert ours("mixtral").experts == ExpertsConfig(num_experts=5, top_k=2, ffn_hidden_size=20)
+    assert ours("qwen3_moe").experts == ExpertsConfig(
+        num_experts=4, top_k=3, ffn_hidden_size=14, layers=(True, False, True)
+    )
+    every_second = ours("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[], norm_topk_prob=False).experts
+    assert every_second == ExpertsConfig(num_experts=4, top_k=3, ffn_hidden_size=14, layers=2, normalize_top_k=False)
+    assert experts_of("deepseek_v3") == ExpertsConfig(
+        num_experts=6,
+        top_k=2,
+        ffn_hidden_size=14,
+        layers=(False, True, True),
+        scoring="sigmoid",
+        score_scale=2.5,
+        num_groups=3,
+        top_k_groups=2,
+        expert_bias=True,
+        shared_ffn_hidden_size=28,
+    )
+
+
+def test_published_sizes_are_read() -> None:
+    path = Path(__file__).parent / "published_configs.json"
+    published = json.loads(path.read_text())
+    found = {}
+    for name in ("Mixtral-8x7B-v0.1", "Mixtral-8x22B-v0.1", "Qwen3-30B-A3B", "Qwen3-235B-A22B"):
+        config: Any = family_of(published[name]["model_type"]).config(published[name])
+        experts = config.experts
+        found[name] = (experts.num_experts, experts.top_k, experts.ffn_hidden_size, experts.normalize_top_k)
+        assert experts.layers == 1
+    assert found == {
+        "Mixtral-8x7B-v0.1": (8, 2, 14336, True),
+        "Mixtral-8x22B-v0.1": (8, 2, 16384, True),
+        "Qwen3-30B-A3B": (128, 8, 768, True),
+        "Qwen3-235B-A22B": (128, 8, 1536, True),
+    }
+
+
+def test_deepseek_v3_is_refused_for_its_attention_alone() -> None:
+    family: Any = family_of("deepseek_v3")
+    with pytest.raises(UnsupportedError, match="quantization_config of a DeepSeek-V3"):
+        family.config(DEEPSEEK_V3)
+    plain = {name: value for name, value in DEEPSEEK_V3.items() if name != "quantization_config"}
+    with pytest.raises(UnsupportedError, match="kv_lora_rank of a DeepSeek-V3 configuration must be None: it is 512"):
+        family.config(plain)
+    assert plain.keys() <= family.config.names | {name for name in plain if name in IRRELEVANT}
+    expected = ExpertsConfig(
+        num_experts=256,
+        top_k=8,
+        ffn_hidden_size=2048,
+        layers=(False,) * 3 + (True,) * 58,
+        scoring="sigmoid",
+        score_scale=2.5,
+        num_groups=8,
+        top_k_groups=4,
+        expert_bias=True,
+        shared_ffn_hidden_size=2048,
+    )
+    theirs = transformers.AutoConfig.for_model(**plain)
+    assert experts_of("deepseek_v3", plain) == experts_of("deepseek_v3", theirs.to_dict()) == expected
+    assert experts_of("deepseek_v3", {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise of a Mixtral .*0.1"),
+        ("mixtral", {"output_router_logits": True}, "output_router_logits .*True"),
+        ("mixtral", {"num_experts": 4}, "num_experts of a Mixtral .* another name of num_local_experts, which is 5"),
+        ("mixtral", {"shared_experts": 1}, "shared_experts of a Mixtral .* nothing is known"),
+        ("mixtral", {"num_experts_per_tok": "2"}, "num_experts_per_tok .* '2'"),
+        ("mixtral", {"num_experts_per_tok": 6}, r"top_k \(6\) of experts must be at most num_experts \(5\)"),
+        ("qwen3_moe", {"output_router_logits": True}, "output_router_logits .*True"),
+        ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 2}, "max_window_layers .*2"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "no layer would have experts"),
+        ("qwen3_moe", {"num_shared_experts": 1}, "num_shared_experts of a Qwen3-MoE"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "q_lora_rank of a DeepSeek-V3 .* 8"),
+        ("deepseek_v3", {"mla_use_nope": True}, "mla_use_nope of a DeepSeek-V3"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(case: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((UnsupportedError, CheckpointMismatchError, ParallelPlanError), match=message):
+        ours(case, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func of a DeepSeek-V3 .*'softmax'"),
+        ({"topk_method": "greedy"}, "topk_method of a DeepSeek-V3 .*'greedy'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq of a DeepSeek-V3 .*2"),
+        ({"n_group": 4}, "num_groups .* must be 1, 2 or 3"),
+    ],
+)
+def test_other_routers_of_deepseek_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((UnsupportedError, ParallelPlanError), match=message):
+        experts_of("deepseek_v3", {**config_of("deepseek_v3").to_dict(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("mixtral", "must have no experts: this one has 5 in a layer"),
+        ("qwen3_moe", "must have no experts: this one has 4 in a layer"),
+        ("deepseek_v3", "kv_lora_rank of a DeepSeek-V3 configuration must be None: it is 8"),
+    ],
+)
+def test_a_model_in_a_module_is_refused_on_one_rank_too(case: str, message: str) -> None:
+    root = nn.ModuleDict({"model": twin_of(case)})
+    with pytest.raises(UnsupportedError, match=message):
+        parallelize(root, ParallelMesh.single())
+    # What the message says leaves it as it is.
+    parallelize(root, ParallelMesh.single(), {"*": "replicate"})
+    assert type(root["model"]).__name__ == CASES[case][0]
