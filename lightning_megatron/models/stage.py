@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ class StageCursor:
         probe: Whether to report ``boundary`` and ``dtype`` and compute nothing.
         boundary: Set by the module when probed: shape of the hidden between stages for these inputs.
         dtype: Set by the module when probed: its dtype.
+        turn: Counted by a module whose blocks are called by other code: the block that comes next.
     """
 
     chunk: int
@@ -41,6 +42,7 @@ class StageCursor:
     probe: bool = False
     boundary: torch.Size | None = None
     dtype: torch.dtype | None = None
+    turn: int = 0
 
 
 class PipelinedModule(nn.Module):
@@ -86,6 +88,10 @@ class PipelinedModule(nn.Module):
             name: The parameter's name in this module.
         """
         return 0 if self.num_chunks == 1 else None
+
+    def stage_parameters(self) -> Iterator[nn.Parameter]:
+        """List the parameters that belong to this stage alone."""
+        return self.parameters()
 
     def is_first_stage(self, chunk: int = 0) -> bool:
         """Tell whether ``chunk`` of this rank is the first virtual stage, which holds the embedding."""

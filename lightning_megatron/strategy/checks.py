@@ -60,9 +60,9 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
         names = ", ".join(name for name, _ in found) or "none"
         raise UnsupportedError(
             f"pp ({mesh.pp.size}) above 1 needs exactly one model that can be cut into stages: "
-            f"{type(module).__name__} has {names}. Plain "
-            "modules have no stages. Build a lightning_megatron.GPT with mesh=self.device_mesh in configure_model, "
-            "or use pp=1."
+            f"{type(module).__name__} has {names}. Other modules have stages where their blocks are in a list. Name "
+            "that in pipeline_plan, build a lightning_megatron.GPT with mesh=self.device_mesh in configure_model, or "
+            "use pp=1."
         )
     return found[0][1]
 
@@ -77,7 +77,7 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
         return
     check_optimization(module, mesh.pp.size)
     pipelined = pipelined_module(module, mesh)
-    inside = {id(parameter) for parameter in (pipelined.parameters() if pipelined is not None else ())}
+    inside = {id(parameter) for parameter in (pipelined.stage_parameters() if pipelined is not None else ())}
     outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
     if outside:
         raise UnsupportedError(

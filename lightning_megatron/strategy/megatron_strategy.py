@@ -65,6 +65,9 @@ class MegatronStrategy(ModelStrategy):
             attention core) or full (whole blocks). None leaves the models' own setting.
         tensor_parallel_plan: How plain torch.nn modules are cut over tp: name patterns and kinds, such as
             {"*.up": "column", "*.down": "row"}. None swaps the blocks that are known.
+        pipeline_plan: What the stages share of a model that is not of this package: {"model.layers": "blocks"} names
+            its nn.ModuleList or nn.Sequential. Modules defined before it in the model are those of the first stage,
+            after it those of the last, unless they are given "first" or "last". None asks a Hugging Face model.
         timeout: Seconds that a collective may wait for a rank before the job fails. None leaves torch's default.
         process_group_backend: Communication library: nccl or gloo. None means nccl on GPUs, else gloo.
         nccl_options: NCCL settings by axis, such as {"pp": {"max_ctas": 4}}.
@@ -109,6 +112,7 @@ class MegatronStrategy(ModelStrategy):
         order: str = "tp-cp-ep-dp-pp",
         recompute: Literal["none", "selective", "full"] | None = None,
         tensor_parallel_plan: dict[str, str] | None = None,
+        pipeline_plan: dict[str, str] | None = None,
         timeout: float | timedelta | None = None,
         process_group_backend: str | None = None,
         nccl_options: dict[str, dict[str, Any]] | None = None,
@@ -138,6 +142,7 @@ class MegatronStrategy(ModelStrategy):
             order=order,
             recompute=recompute,
             tensor_parallel_plan=tensor_parallel_plan,
+            pipeline_plan=pipeline_plan,
             timeout=timeout,
             process_group_backend=process_group_backend,
             nccl_options=nccl_options,

@@ -9,7 +9,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.models.layered import LayeredModule
 
 
 def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
@@ -62,7 +62,7 @@ def _never() -> bool:
     return False
 
 
-def find_models(module: nn.Module, recompute: str | None) -> list[PipelinedModule]:
+def find_models(module: nn.Module, recompute: str | None) -> list[LayeredModule]:
     """List the models of this package inside a module, and set their recomputation.
 
     Args:
@@ -72,15 +72,14 @@ def find_models(module: nn.Module, recompute: str | None) -> list[PipelinedModul
     Raises:
         UnsupportedError: If recomputation is asked for and there is nothing that knows it.
     """
-    models = [part for part in module.modules() if isinstance(part, PipelinedModule)]
-    known = [model for model in models if hasattr(model, "recompute")]
-    if recompute not in (None, "none") and not known:
+    models = [part for part in module.modules() if isinstance(part, LayeredModule)]
+    if recompute not in (None, "none") and not models:
         raise UnsupportedError(
             f"recompute ({recompute!r}) needs a model of this package: {type(module).__name__} has none. Plain "
             "modules would ignore "
             "it. Use a lightning_megatron.GPT, torch.utils.checkpoint in the module, or recompute=None."
         )
     if recompute is not None:
-        for model in known:
+        for model in models:
             model.recompute = recompute  # type: ignore[assignment]
     return models

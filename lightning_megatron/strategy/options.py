@@ -35,6 +35,7 @@ class StrategyOptions:
     order: str
     recompute: str | None
     tensor_parallel_plan: dict[str, str] | None
+    pipeline_plan: dict[str, str] | None
     timeout: float | timedelta | None
     process_group_backend: str | None
     nccl_options: dict[str, dict[str, Any]] | None

@@ -13,16 +13,19 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.swap.agree import agree_on_values
 from lightning_megatron.swap.build import Site
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face import family_of_module, is_part, swapped_model
 from lightning_megatron.swap.own_plan import is_hugging_face, own_plan, planned_kinds, whole_parts
+from lightning_megatron.swap.own_stages import find_stages, prepare_call
 from lightning_megatron.swap.peft_model import keep_wrappers
 from lightning_megatron.swap.plan import Place, choose_kinds, places_of
 from lightning_megatron.swap.record import SwapRecord
 from lightning_megatron.swap.registry import BlockRule, rule_for, source_names, swapped
 from lightning_megatron.swap.rejoin import rejoin
+from lightning_megatron.swap.stages import Stages
 from lightning_megatron.swap.ties import NewHome, tie
 from lightning_megatron.swap.whole_model import NOTE, is_foreign, sharded_model
 
@@ -45,7 +48,12 @@ class _Swap:
     note: str = ""
 
 
-def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] | None = None) -> list[SwapRecord]:
+def parallelize(
+    module: nn.Module,
+    mesh: ParallelMesh,
+    plan: Mapping[str, str] | None = None,
+    pipeline_plan: Mapping[str, str] | None = None,
+) -> list[SwapRecord]:
     """Swap blocks below ``module`` for tensor-parallel ones that hold this rank's part of their weights.
 
     Outputs, gradients and training equal those of the module before, and parameters keep their names. Blocks that the
@@ -73,10 +81,14 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
     but the plan is checked. A module that was swapped before, on a mesh of the same layout, moves to the groups of
     ``mesh``. Modules that use the weight of a layer without calling it must be left alone.
 
+    With pp above 1, a model of neither kind keeps this rank's part of a list of its blocks, and what runs before and
+    after them on the first and the last stage alone: see :func:`~lightning_megatron.swap.stages.plan_stages`.
+
     Args:
         module: The root; its children are replaced in place.
         mesh: The groups of this rank.
         plan: Kind by name pattern, or None.
+        pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means what a Hugging Face model says.
 
     Returns:
         What was swapped, in the order of definition.
@@ -89,27 +101,50 @@ def parallelize(module: nn.Module, mesh: ParallelMesh, plan: Mapping[str, str] |
     Communication: a broadcast over all ranks for each parameter and buffer.
     """
     rejoin(module, mesh)
+    if any(isinstance(part, StagedBlocks) for part in module.modules()):
+        # An earlier fit has done all; patterns may name what other stages have.
+        return []
     places = places_of(module)
     _check_root(module, mesh)
     kinds = choose_kinds(places, plan, _fits)
     planned = _with_own_plans(places, kinds) if plan is None and mesh.tp.size > 1 else []
     for place, own in planned:
         kinds |= planned_kinds(place, own, places, mesh.tp.size)
-    swaps = _chosen(places, kinds, mesh)
+    replaced = [place.name for place, _ in _known_models(places, kinds)]
+    stages = find_stages(module, places, kinds, pipeline_plan, mesh, replaced)
+    swaps = _chosen(places, kinds, mesh, has_stages=stages is not None)
     agree_on_values(module, places, mesh)
+    built = _built(module, places, kinds, swaps, stages, mesh)
+    records, before = [_record(swap) for swap in built], [_num_elements(place.module) for place, _ in planned]
+    if stages is not None:
+        prepare_call(places, stages)
+    _install(places, built)
+    if stages is not None:
+        records.append(stages.install(module))
+    keep_wrappers(module)
+    return records + [_planned_record(*one, num) for one, num in zip(planned, before, strict=True)]
+
+
+def _built(
+    module: nn.Module,
+    places: Sequence[Place],
+    kinds: Mapping[str, str],
+    swaps: Sequence[_Choice],
+    stages: Stages | None,
+    mesh: ParallelMesh,
+) -> list[_Swap]:
+    """Build what takes the place of modules, in the order of definition; the module itself is not changed."""
     built = [_model(place, mesh) for place in _first_names(places) if is_foreign(place.module, mesh)]
     built += [_known_model(place, family, mesh) for place, family in _known_models(places, kinds)]
     models = [swap.place.name for swap in built]
-    built += [_block(number, *choice, mesh) for number, choice in enumerate(swaps)]
-    tie(module, {key: home for swap in built for key, home in _homes(swap).items()}, models)
+    here = [stages is None or stages.is_here(place.name) for place, _, _ in swaps]
+    # Every block keeps its number, whichever stage holds it.
+    built += [_block(number, *choice, mesh) for number, choice in enumerate(swaps) if here[number]]
+    tie(module, {key: home for swap in built for key, home in _homes(swap).items()}, models, stages)
     for swap in built:
         _check_hooks(swap)
     order = {place.name: number for number, place in enumerate(places)}
-    built.sort(key=lambda swap: order[swap.place.name])
-    records, before = [_record(swap) for swap in built], [_num_elements(place.module) for place, _ in planned]
-    _install(places, built)
-    keep_wrappers(module)
-    return records + [_planned_record(*one, num) for one, num in zip(planned, before, strict=True)]
+    return sorted(built, key=lambda swap: order[swap.place.name])
 
 
 def _fits(kind: str, module: nn.Module) -> bool:
@@ -135,7 +170,9 @@ def _first_names(places: Sequence[Place]) -> list[Place]:
     return list(first.values())
 
 
-def _chosen(places: Sequence[Place], kinds: Mapping[str, str], mesh: ParallelMesh) -> list[_Choice]:
+def _chosen(
+    places: Sequence[Place], kinds: Mapping[str, str], mesh: ParallelMesh, *, has_stages: bool
+) -> list[_Choice]:
     chosen: list[_Choice] = []
     encoders: list[tuple[Place, nn.TransformerEncoder]] = []
     whole = ""
@@ -153,7 +190,7 @@ def _chosen(places: Sequence[Place], kinds: Mapping[str, str], mesh: ParallelMes
             encoders.append((place, place.module))
         elif rule is not None:
             chosen.append((place, kind, rule))
-    _check_layout(chosen, mesh)
+    _check_layout(chosen, mesh, has_stages)
     if mesh.tp.size == 1:
         return []
     layers = {id(place.module) for place, _, _ in chosen}
@@ -175,17 +212,16 @@ def _encoder_rule(place: Place) -> BlockRule:
     return rule
 
 
-def _check_layout(chosen: Sequence[_Choice], mesh: ParallelMesh) -> None:
+def _check_layout(chosen: Sequence[_Choice], mesh: ParallelMesh, has_stages: bool) -> None:
     for place, kind, _ in chosen:
         if mesh.cp.size > 1 and kind == "auto":
             raise UnsupportedError(
                 f"the attention of {place.name!r} sees whole sequences, but cp ({mesh.cp.size}) cuts them. Use cp 1."
             )
-        if mesh.pp.size > 1 and mesh.tp.size > 1:
+        if mesh.pp.size > 1 and mesh.tp.size > 1 and not has_stages:
             raise UnsupportedError(
-                f"the block {place.name!r} can be cut over tp only, because plain modules have no pipeline stages: pp "
-                "is "
-                f"{mesh.pp.size}. Use pp 1, a GPT, or the plan {{'*': 'replicate'}}."
+                f"the block {place.name!r} can be cut over tp only, because no pipeline stages are known of the model: "
+                f"pp is {mesh.pp.size}. Use pp 1, or name its list of blocks in pipeline_plan."
             )
 
 

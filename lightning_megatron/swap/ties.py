@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.swap.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,16 @@ class NewHome:
         setattr(self.block.get_submodule(path), key, parameter)
 
 
-def tie(root: nn.Module, homes: Mapping[str, NewHome], closed: Sequence[str] = ()) -> None:
+def tie(
+    root: nn.Module, homes: Mapping[str, NewHome], closed: Sequence[str] = (), stages: Stages | None = None
+) -> None:
     """Let the targets share what their sources share; ``root`` still holds the sources and is not changed.
 
     Args:
         root: The module before the swap.
         homes: Where each swapped parameter went, by its full name in ``root``.
         closed: Names of whole models that are replaced, which may share weights within themselves only.
+        stages: What this rank keeps of a model that is cut into stages.
 
     Raises:
         ParallelPlanError: If a shared weight is cut in one place and not, or otherwise, in another.
@@ -50,7 +54,7 @@ def tie(root: nn.Module, homes: Mapping[str, NewHome], closed: Sequence[str] = (
     names: dict[int, list[str]] = {}
     for path, owner in root.named_modules():
         for key, parameter in owner._parameters.items():
-            if parameter is not None:
+            if parameter is not None and (stages is None or stages.is_here(f"{path}.{key}")):
                 names.setdefault(id(parameter), []).append(f"{path}.{key}" if path else key)
     for shared in names.values():
         if len(shared) > 1:

@@ -1,0 +1,107 @@
+"""Pipeline stages of Hugging Face models without a table, by what they say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.swap.own_plan import is_hugging_face
+from lightning_megatron.swap.plan import Place
+from lightning_megatron.swap.stages import Stages, check_pipeline_plan, plan_stages
+
+#: Arguments that ask for something of all blocks.
+_OF_ALL_STAGES = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+def find_stages(
+    root: nn.Module,
+    places: Sequence[Place],
+    kinds: Mapping[str, str],
+    plan: Mapping[str, str] | None,
+    mesh: ParallelMesh,
+    replaced: Sequence[str],
+) -> Stages | None:
+    """Say how stages share a model that does not become one of ours; None where there is none, or one stage.
+
+    Args:
+        root: The module.
+        places: All modules in it.
+        kinds: How modules are cut over tp, by name.
+        plan: The user's pipeline_plan; None asks the Hugging Face model, if there is one.
+        mesh: The groups of this rank.
+        replaced: Names of the models that become one of ours, which has stages.
+
+    Raises:
+        ParallelPlanError: If the plan does not fit the module, or the blocks do not suffice for the stages.
+        UnsupportedError: If stages would share a parameter otherwise than as a tied embedding, or the configuration of
+            a Hugging Face model asks for something of all blocks.
+    """
+    if plan is not None:
+        check_pipeline_plan(places, plan)
+    if mesh.pp.size == 1:
+        return None
+    models = [place for place in places if is_hugging_face(place.module)]
+    models = [one for one in models if not any(one.name.startswith(f"{other.name}.") for other in models)]
+    if plan is None:
+        found = {one.name: own_stages(one.module) for one in models}
+        known = [name for name, own in found.items() if own]
+        if replaced or len(known) != 1 or any(isinstance(place.module, PipelinedModule) for place in places):
+            return None
+        plan = {f"{known[0]}.{name}": kind for name, kind in found[known[0]].items()}
+    stages = plan_stages(root, places, plan, kinds, mesh)
+    for one in models:
+        if stages.blocks.name.startswith(f"{one.name}."):
+            _check_configuration(one.module)
+    return stages
+
+
+def own_stages(model: Any) -> dict[str, str]:
+    """Return what a Hugging Face model says of its stages, in kinds of ours by name; nothing if it does not."""
+    names = list(getattr(model, "pp_plan", None) or {})
+    modules = dict(model.named_modules())
+    lists = [name for name in names if isinstance(modules.get(name), nn.ModuleList)]
+    if len(lists) != 1:
+        return {}
+    # Its base model lists what it runs in order; what has been put around that one runs after it.
+    base = lists[0].rpartition(".")[0]
+    inner = [name for name in names if name.rpartition(".")[0] == base and name in modules]
+    sides = ["first" if inner.index(name) < inner.index(lists[0]) else "last" for name in inner]
+    return dict(zip(inner, sides, strict=True)) | {lists[0]: "blocks"}
+
+
+def prepare_call(places: Sequence[Place], stages: Stages) -> None:
+    """Let a Hugging Face model that is cut into stages refuse what one stage cannot give, and cache nothing."""
+    around = [p for p in places if is_hugging_face(p.module) and stages.blocks.name.startswith(f"{p.name}.")]
+    for place in around[:1]:
+        takes_cache = "use_cache" in signature(type(place.module).forward).parameters
+        place.module.register_forward_pre_hook(_without_cache if takes_cache else _checked, with_kwargs=True)
+
+
+def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for name in (*_OF_ALL_STAGES, "use_cache", "past_key_values"):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            _refuse(name, "the call")
+
+
+def _without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    _checked(module, args, kwargs)
+    return args, {**kwargs, "use_cache": False}
+
+
+def _check_configuration(model: Any) -> None:
+    for name in _OF_ALL_STAGES:
+        if getattr(model.config, name, False):
+            _refuse(name, f"the configuration of {type(model).__name__}")
+
+
+def _refuse(name: str, where: str) -> None:
+    raise UnsupportedError(
+        f"{name} cannot be given with pp above 1: {where} asks for it. Each stage knows its own blocks alone. Leave "
+        f"{name} out, or use pp=1."
+    )

@@ -1,0 +1,258 @@
+"""Pipeline stages of models without a table: which module is whose, and the change that leaves each rank its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
+from lightning_megatron.models.staged_blocks import Elsewhere, StagedBlocks
+from lightning_megatron.plan.legal_values import one_of
+from lightning_megatron.plan.stages import split_layers
+from lightning_megatron.swap.plan import Place
+from lightning_megatron.swap.record import SwapRecord
+
+#: What a plan can say about a module.
+KINDS: Mapping[str, str] = {
+    "blocks": "the nn.ModuleList or nn.Sequential whose blocks the stages share",
+    "first": "a module that runs before the blocks",
+    "last": "a module that runs after the blocks",
+}
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class End:
+    """Say which stage holds the parameters of a module beside the blocks.
+
+    Args:
+        place: The module.
+        is_before: Whether it runs before the blocks.
+    """
+
+    place: Place
+    is_before: bool
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Say what of a model this rank keeps.
+
+    Args:
+        blocks: The list of blocks.
+        layers: Blocks of every chunk of this stage.
+        ends: Modules beside the list that have parameters.
+        loose: Parameters of the modules around the list themselves, and their names in those; the first stage's.
+        ties: Name of a parameter of the last stage, and of that of the first which it is.
+        mesh: The groups of this rank.
+    """
+
+    blocks: Place
+    layers: tuple[range, ...]
+    ends: tuple[End, ...]
+    loose: tuple[tuple[nn.Module, str], ...]
+    ties: Mapping[str, str]
+    mesh: ParallelMesh
+
+    def is_here(self, name: str) -> bool:
+        """Tell whether this rank holds the module or parameter of a name."""
+        prefix = f"{self.blocks.name}."
+        if name.startswith(prefix):
+            index = int(name.removeprefix(prefix).partition(".")[0])
+            return any(index in layers for layers in self.layers)
+        return not any(name == gone or name.startswith(f"{gone}.") for gone in self._gone())
+
+    def _gone(self) -> list[str]:
+        return [end.place.name for end in self.ends if not self._holds(end)]
+
+    def _holds(self, end: End) -> bool:
+        return self.mesh.pp.is_first if end.is_before else self.mesh.pp.is_last
+
+    def install(self, root: nn.Module) -> SwapRecord:
+        """Leave this rank its own stage, in place; parameters keep their names."""
+        source: Any = self.blocks.module
+        before = sum(p.numel() for p in source.parameters())
+        # What has been swapped is in the module, and no more at its place.
+        own = [(root.get_submodule(end.place.name), True) for end in self.ends if self._holds(end)]
+        own += [(owner, False) for owner, _ in self.loose if self.mesh.pp.is_first]
+        staged = StagedBlocks(self.blocks.name, source, self.layers, self.mesh, own)
+        setattr(self.blocks.parent, self.blocks.key, staged)
+        for end in self.ends:
+            if not self._holds(end):
+                setattr(
+                    end.place.parent, end.place.key, Elsewhere(end.place.name, end.place.module, staged, end.is_before)
+                )
+        for owner, key in () if self.mesh.pp.is_first else self.loose:
+            parameter: Any = owner._parameters.pop(key)
+            setattr(owner, key, torch.full_like(parameter, torch.nan, requires_grad=False).detach())
+        for copy, original in self.ties.items() if self.mesh.pp.is_last else ():
+            parameter = root.get_parameter(copy)
+            set_shard_spec(parameter, shard_spec_of(parameter, self.mesh.tp.rank).tied(original))
+        return self._record(before, sum(p.numel() for p in staged.parameters()))
+
+    def _record(self, before: int, now: int) -> SwapRecord:
+        held = ", ".join(f"{layers.start} to {layers[-1]}" for layers in self.layers)
+        first, last = (
+            ", ".join(end.place.name for end in self.ends if end.is_before == is_before) or "nothing else"
+            for is_before in (True, False)
+        )
+        num_blocks = len(self.blocks.module)  # type: ignore[arg-type]
+        note = f"Blocks {held} of {num_blocks} here; on the first stage alone: {first}; on the last: {last}."
+        source = type(self.blocks.module).__name__
+        return SwapRecord(self.blocks.name, "blocks", source, StagedBlocks.__name__, before, now, note)
+
+
+def plan_stages(
+    root: nn.Module, places: Sequence[Place], plan: Mapping[str, str], kinds: Mapping[str, str], mesh: ParallelMesh
+) -> Stages:
+    """Say what each stage holds of a model whose blocks are in a list.
+
+    What has parameters beside the list, in the same model, is on the first stage if it was defined before the list, and
+    on the last stage if after, unless the plan says otherwise. What has none is on all of them.
+
+    Args:
+        root: The module.
+        places: All modules in it.
+        plan: ``blocks``, ``first`` or ``last`` by name pattern; exactly one module is ``blocks``.
+        kinds: How modules are cut over tp, by name.
+        mesh: The groups of this rank.
+
+    Raises:
+        ParallelPlanError: If the plan does not fit the module, or the blocks do not suffice for the stages.
+        UnsupportedError: If stages would share a parameter otherwise than as a tied embedding.
+    """
+    blocks = _the_blocks(places, plan)
+    layout = mesh.layout
+    layers = split_layers(len(blocks.module), layout.pp, layout.vpp)  # type: ignore[arg-type]
+    around = _around(root, blocks.name)
+    ends = tuple(_ends(around, blocks, plan))
+    _check_sides(places, blocks, ends, plan)
+    loose = tuple((module, key) for _, module in around for key, p in module._parameters.items() if p is not None)
+    whole = Stages(blocks, layers[mesh.pp.rank], ends, loose, {}, mesh)
+    stage_of = _Owners(blocks.name, layers, ends, {id(module): name for name, module in around})
+    return Stages(blocks, whole.layers, ends, loose, _ties(root, stage_of, kinds), mesh)
+
+
+def check_pipeline_plan(places: Sequence[Place], plan: Mapping[str, str]) -> None:
+    """Refuse a plan that does not fit the module, also where there is one stage alone.
+
+    Raises:
+        ParallelPlanError: For such a plan.
+    """
+    _the_blocks(places, plan)
+
+
+def _the_blocks(places: Sequence[Place], plan: Mapping[str, str]) -> Place:
+    names = [place.name for place in places]
+    found: list[Place] = []
+    for pattern, kind in plan.items():
+        if kind not in KINDS:
+            raise ParallelPlanError(
+                f"a kind of pipeline_plan must be one of those that exist: {pattern!r} is given {kind!r}. "
+                f"Use {one_of([repr(known) for known in KINDS])}."
+            )
+        matching = [place for place in places if fnmatchcase(place.name, pattern)]
+        if not matching:
+            near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
+            raise ParallelPlanError(
+                f"every pattern of pipeline_plan must match a module: {pattern!r} matches nothing. A misspelt name "
+                f"would leave a module on the wrong stage. Did you mean {one_of([repr(name) for name in near])}?"
+            )
+        found += matching if kind == "blocks" else []
+    lists = [place.name for place in places if type(place.module) in (nn.ModuleList, nn.Sequential)]
+    if len(found) != 1 or found[0].name not in lists:
+        named = ", ".join(f"{place.name!r} ({type(place.module).__name__})" for place in found) or "nothing"
+        raise ParallelPlanError(
+            f"pipeline_plan must give one nn.ModuleList or nn.Sequential the kind 'blocks': {named} has it. Its blocks "
+            f"are what the stages share. Use {one_of([repr(name) for name in lists[:_SHOWN]]) if lists else 'pp=1'}."
+        )
+    return found[0]
+
+
+def _around(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """List the modules around the blocks, from the model inwards: the child of the root, or the root if it has them."""
+    parts = name.split(".")
+    names = [".".join(parts[:count]) for count in range(1, len(parts))]
+    return [(name, root.get_submodule(name)) for name in names] or [("", root)]
+
+
+def _ends(around: Sequence[tuple[str, nn.Module]], blocks: Place, plan: Mapping[str, str]) -> Iterator[End]:
+    for prefix, module in around:
+        is_before = True
+        for key, child in module._modules.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if child is None:
+                continue
+            if blocks.name == name or blocks.name.startswith(f"{name}."):
+                is_before = False
+            elif next(child.parameters(), None) is not None:
+                said = [kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)]
+                yield End(Place(name, module, key, child), said[-1] == "first" if said else is_before)
+
+
+def _check_sides(places: Sequence[Place], blocks: Place, ends: Sequence[End], plan: Mapping[str, str]) -> None:
+    known = [end.place.name for end in ends]
+    bare = {place.name for place in places if next(place.module.parameters(), None) is None}
+    for pattern, kind in plan.items():
+        matching = [place.name for place in places if fnmatchcase(place.name, pattern)]
+        # What has no parameters runs everywhere, whatever a plan says.
+        if kind != "blocks" and not any(name in known or name in bare for name in matching):
+            raise ParallelPlanError(
+                f"pipeline_plan can say {kind!r} of a module beside the blocks: {matching[0]!r} is not beside "
+                f"{blocks.name!r}. Stages share whole modules. Use {one_of([repr(name) for name in known])}."
+            )
+
+
+@dataclass(frozen=True)
+class _Owners:
+    """Tell on which stage a parameter is, by its name."""
+
+    blocks: str
+    layers: Sequence[Sequence[range]]
+    ends: Sequence[End]
+    around: Mapping[int, str]
+
+    def stage_of(self, path: str, owner: nn.Module) -> int | None:
+        """Return the stage; None for what is outside of the model, on all stages."""
+        if path.startswith(f"{self.blocks}."):
+            index = int(path.removeprefix(f"{self.blocks}.").partition(".")[0])
+            return next(s for s, chunks in enumerate(self.layers) if any(index in layers for layers in chunks))
+        for end in self.ends:
+            if path == end.place.name or path.startswith(f"{end.place.name}."):
+                return 0 if end.is_before else len(self.layers) - 1
+        return 0 if id(owner) in self.around else None
+
+    def is_end(self, path: str) -> bool:
+        """Tell whether a module is beside the blocks."""
+        return any(path == end.place.name or path.startswith(f"{end.place.name}.") for end in self.ends)
+
+
+def _ties(root: nn.Module, owners: _Owners, kinds: Mapping[str, str]) -> dict[str, str]:
+    uses: dict[int, list[tuple[str, str, int | None]]] = {}
+    for path, owner in root.named_modules(remove_duplicate=False):
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                uses.setdefault(id(parameter), []).append((f"{path}.{key}", path, owners.stage_of(path, owner)))
+    ties: dict[str, str] = {}
+    last = len(owners.layers) - 1
+    for shared in uses.values():
+        stages = {stage for _, _, stage in shared}
+        if len(stages) == 1:
+            continue
+        at_ends = stages == {0, last} and all(owners.is_end(path) for _, path, _ in shared)
+        if not at_ends or len({kinds.get(path, "replicate") for _, path, _ in shared}) > 1:
+            raise UnsupportedError(
+                f"{' and '.join(repr(name) for name, _, _ in shared)} share one weight across pipeline stages. Only an "
+                "embedding and an output layer that are cut alike over tp can. Use separate weights, or pp=1."
+            )
+        original = next(name for name, _, stage in shared if stage == 0)
+        ties[next(name for name, _, stage in shared if stage == last)] = original
+    return ties

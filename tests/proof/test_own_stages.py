@@ -1,0 +1,137 @@
+"""Models that this package has no table for train in pipeline stages as they do without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.models.staged_blocks import StagedBlocks
+from tests.proof.test_hugging_face import LENGTH, InOrder, V
+from tests.world import run_world
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, "sliding_window": 5}
+PLAN = {"model.body.blocks": "blocks"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2 pp2": {"pp": 2},
+    "tp2 pp2": {"tp": 2, "pp": 2},
+    "pp4": {"pp": 4},
+}
+
+
+class Block(nn.Module):
+    """Give the hidden and something else, as blocks of older models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, None]:
+        return hidden + self.down(F.gelu(self.up(self.norm(hidden)))) * weight, None
+
+
+class Body(nn.Module):
+    """Hold blocks between an embedding with a parameter of its own and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(V, 16), nn.Parameter(torch.randn(LENGTH, 16) / 4)
+        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(5)), nn.LayerNorm(16)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.words(tokens) + self.places
+        for number, block in enumerate(self.blocks):
+            hidden, _ = block(hidden * (1 + number / 8), mask[..., None].to(hidden.dtype))
+        return self.norm(hidden)
+
+
+class Plain(nn.Module):
+    """Predict tokens with nothing that a table could know; the head shares the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Body(), nn.Linear(16, V, bias=False)
+        self.head.weight = self.body.words.weight
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        logits = self.head(self.body(input_ids, attention_mask))
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss)
+
+
+class Train(LightningModule):
+    """Train a model; nothing in it knows of this library."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.losses = kind, []
+
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        known = getattr(transformers, self.kind, None)
+        self.model = Plain() if known is None else known(known.config_class(**SIZES))
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        loss = self.model(**batch).loss
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-4)
+
+
+def train(kind: str, layout: dict[str, Any] | None, devices: int) -> Train:
+    """Train the steps of all data, however many ranks share it; without a layout as plain Lightning does."""
+    seed_everything(1, verbose=False)
+    module = Train(kind)
+    plans: dict[str, Any] = {}
+    if kind == "Plain" and layout is not None:
+        plans = {"pipeline_plan": PLAN, "tensor_parallel_plan": {"*.up": "column", "*.down": "row"}}
+        plans["tensor_parallel_plan"] |= {"*.words": "vocab", "*.head": "vocab"}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="auto" if layout is None else MegatronStrategy(microbatch_size=1, **layout, **plans),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=0.5,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, InOrder())
+    return module
+
+
+def train_all(rank: int, size: int) -> dict[tuple[str, str], tuple[list[float], bool]]:
+    """Train every model under every layout."""
+    found = {}
+    for kind in KINDS:
+        for name, layout in LAYOUTS.items():
+            module = train(kind, layout, size)
+            found[kind, name] = module.losses, any(isinstance(part, StagedBlocks) for part in module.modules())
+    return found
+
+
+KINDS = ("Starcoder2ForCausalLM", "Olmo2ForCausalLM", "Plain")
+
+
+def test_stages_of_any_list_of_blocks_train_as_one_process_does() -> None:
+    plain = {kind: train(kind, None, 1).losses for kind in KINDS}
+    for rank, reports in enumerate(run_world(train_all, 4)):
+        for (kind, layout), (losses, is_staged) in reports.items():
+            assert is_staged
+            assert losses == pytest.approx(plain[kind], abs=1e-5), f"{kind}, {layout}, rank {rank}"
+    assert all(losses[-1] < losses[0] for losses in plain.values())
