@@ -127,7 +127,8 @@ class ModelStrategy(MeshStrategy):
         module, fitting = self.user_module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         rebind_mesh(module, self.mesh)
-        for record in parallelize(module, self.mesh, self.options.tensor_parallel_plan, self.options.pipeline_plan):
+        plans = self.options.tensor_parallel_plan, self.options.pipeline_plan
+        for record in parallelize(module, self.mesh, *plans, shows_progress=trainer.progress_bar_callback is not None):
             rank_zero_info(str(record))
         check_module(module, self.mesh)
         models = find_models(module, self.options.recompute)

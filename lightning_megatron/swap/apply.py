@@ -53,6 +53,7 @@ def parallelize(
     mesh: ParallelMesh,
     plan: Mapping[str, str] | None = None,
     pipeline_plan: Mapping[str, str] | None = None,
+    shows_progress: bool = False,
 ) -> list[SwapRecord]:
     """Swap blocks below ``module`` for tensor-parallel ones that hold this rank's part of their weights.
 
@@ -89,6 +90,7 @@ def parallelize(
         mesh: The groups of this rank.
         plan: Kind by name pattern, or None.
         pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means what a Hugging Face model says.
+        shows_progress: Whether rank 0 may show on a terminal how far it has read the weights.
 
     Returns:
         What was swapped, in the order of definition.
@@ -114,7 +116,7 @@ def parallelize(
     stages = find_stages(module, places, kinds, pipeline_plan, mesh, replaced)
     swaps = _chosen(places, kinds, mesh, has_stages=stages is not None)
     agree_on_values(module, places, mesh)
-    built = _built(module, places, kinds, swaps, stages, mesh)
+    built = _built(module, places, kinds, swaps, stages, mesh, shows_progress)
     records, before = [_record(swap) for swap in built], [_num_elements(place.module) for place, _ in planned]
     if stages is not None:
         prepare_call(places, stages)
@@ -132,10 +134,11 @@ def _built(
     swaps: Sequence[_Choice],
     stages: Stages | None,
     mesh: ParallelMesh,
+    shows_progress: bool,
 ) -> list[_Swap]:
     """Build what takes the place of modules, in the order of definition; the module itself is not changed."""
     built = [_model(place, mesh) for place in _first_names(places) if is_foreign(place.module, mesh)]
-    built += [_known_model(place, family, mesh) for place, family in _known_models(places, kinds)]
+    built += [_known_model(place, family, mesh, shows_progress) for place, family in _known_models(places, kinds)]
     models = [swap.place.name for swap in built]
     here = [stages is None or stages.is_here(place.name) for place, _, _ in swaps]
     # Every block keeps its number, whichever stage holds it.
@@ -249,8 +252,8 @@ def _is_inside(place: Place, names: Sequence[str]) -> bool:
     return any(place.name.startswith(f"{name}.") for name in names)
 
 
-def _known_model(place: Place, family: Family, mesh: ParallelMesh) -> _Swap:
-    model = swapped_model(place.name, place.module, family, mesh)
+def _known_model(place: Place, family: Family, mesh: ParallelMesh, shows_progress: bool) -> _Swap:
+    model = swapped_model(place.name, place.module, family, mesh, shows_progress)
     return _Swap(place, "model", model.module, note=model.note)
 
 

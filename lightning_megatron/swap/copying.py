@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 #: Pieces that are copied at a time, and their size: what a reader holds beside the tensors that it fills (bytes).
 _NUM_AT_ONCE, PIECE_BYTES = 8, 2**24
+#: After how long a bar appears (seconds).
+BAR_DELAY = 1.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
     """
     total, is_hidden = sum(copy.target.nbytes for copy in copies), None if shows_progress else True
     with (
-        tqdm(total=total, unit="B", unit_scale=True, desc="Reading weights", delay=1, disable=is_hidden) as bar,
+        tqdm(total=total, unit="B", unit_scale=True, desc="Reading weights", delay=BAR_DELAY, disable=is_hidden) as bar,
         ThreadPoolExecutor(_NUM_AT_ONCE, "weights") as pool,
     ):
         # Parts that are far from each other in a large model are in different files.

@@ -60,7 +60,9 @@ class SwappedModel:
     note: str = ""
 
 
-def swapped_model(name: str, source: Any, family: Family, mesh: ParallelMesh) -> SwappedModel:
+def swapped_model(
+    name: str, source: Any, family: Family, mesh: ParallelMesh, shows_progress: bool = False
+) -> SwappedModel:
     """Return this rank's part of a Hugging Face model, behind its call.
 
     A model without values (on the meta device) gets those of its folder, or new ones that do not depend on the layout;
@@ -71,6 +73,7 @@ def swapped_model(name: str, source: Any, family: Family, mesh: ParallelMesh) ->
         source: The model.
         family: Its family.
         mesh: The groups of this rank.
+        shows_progress: Whether rank 0 may show a bar while it reads a folder.
 
     Raises:
         UnsupportedError: For settings that no model of ours has, or parameters that are partly frozen.
@@ -91,7 +94,7 @@ def swapped_model(name: str, source: Any, family: Family, mesh: ParallelMesh) ->
         if folder is None:
             initialize_(model, mesh.device, torch.initial_seed())
         else:
-            missing = load_from(model, SafetensorsFolder(folder), family, torch.initial_seed())
+            missing = load_from(model, SafetensorsFolder(folder), family, torch.initial_seed(), shows_progress)
             note = f"{named(missing)} are not in {folder} and keep their first values." if missing else note
     _freeze(name, model, source, family)
     if any(getattr(part, "gradient_checkpointing", False) for part in source.modules()):

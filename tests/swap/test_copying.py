@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from io import StringIO
 from itertools import pairwise
 
 import pytest
@@ -48,7 +50,19 @@ def test_nothing_to_copy_is_no_error() -> None:
     copy_all([], TensorsInMemory({}))
 
 
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("screen", [Terminal, StringIO])
 @pytest.mark.parametrize("shows_progress", [False, True])
-def test_no_bar_is_shown_where_nobody_looks(shows_progress: bool, capfd: pytest.CaptureFixture) -> None:
-    copy_all([Copy("a", (slice(0, 1),), torch.empty(1))], TensorsInMemory({"a": torch.ones(1)}), shows_progress)
-    assert capfd.readouterr().err == ""
+def test_a_bar_of_bytes_is_shown_on_a_terminal_alone(
+    screen: type[StringIO], shows_progress: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "BAR_DELAY", 0)
+    monkeypatch.setattr(sys, "stderr", screen())
+    copies = [Copy("a", (slice(0, 500),), torch.empty(500))]
+    copy_all(copies, TensorsInMemory({"a": torch.ones(500)}), shows_progress)
+    shown = sys.stderr.getvalue()
+    assert ("2.00k/2.00k" in shown) if shows_progress and screen is Terminal else shown == ""
