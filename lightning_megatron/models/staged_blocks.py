@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,14 @@ class StagedBlocks(PipelinedModule):
         found = self._modules.get(str(index), self.elsewhere.get(index))
         assert found is not None, "an index of the list"
         return found
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StagedBlocks:
+        for block in self.elsewhere.values():
+            _follow(block, fn)
+        self._forms.clear()
+        super()._apply(fn, recurse)
+        return self
 
     @override
     def chunk_of(self, name: str) -> int | None:
@@ -200,6 +208,11 @@ class Elsewhere(nn.Module):
         # Not registered: they are not parts of this module.
         self._others: tuple[nn.Module, StagedBlocks] = (source.to("meta"), blocks)
 
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Elsewhere:
+        _follow(self._others[0], fn)
+        return self
+
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module."""
         try:
@@ -267,6 +280,11 @@ class _Form:
 
 def _without_values(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
+def _follow(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Give a module without values the types that a conversion gives to others, and leave it where it is."""
+    module._apply(lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype))
 
 
 def _hidden_in(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

@@ -92,7 +92,7 @@ class Stages:
                 )
         for owner, key in () if self.mesh.pp.is_first else self.loose:
             parameter: Any = owner._parameters.pop(key)
-            setattr(owner, key, torch.full_like(parameter, torch.nan, requires_grad=False).detach())
+            owner.register_buffer(key, torch.full_like(parameter.detach(), torch.nan), persistent=False)
         for copy, original in self.ties.items() if self.mesh.pp.is_last else ():
             parameter = root.get_parameter(copy)
             set_shard_spec(parameter, shard_spec_of(parameter, self.mesh.tp.rank).tied(original))
