@@ -1,4 +1,4 @@
-"""A real model, SmolLM2-135M: its perplexity, its sentences and its weights over three ranks."""
+"""A real model, SmolLM2-135M: its perplexity, its sentences, its training and its weights over three ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
-from lightning_megatron import ParallelPlanError
+from lightning_megatron import MegatronStrategy, ParallelPlanError
+from lightning_megatron.checkpoint.hugging_face import export_model
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import building_on_meta, parallelize
@@ -60,23 +63,84 @@ def evaluate(rank: int, size: int, folder: Path) -> tuple[float, list[int], int]
     return float(loss), said, sum(parameter.numel() for parameter in model.parameters())
 
 
+class FineTune(LightningModule):
+    """Train on the beginning of the speech, again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.losses = folder, []
+
+    def configure_model(self) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype="float32")
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.losses.append(float(loss))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def train(folder: Path, size: int, path: str) -> tuple[list[float], Tensor]:
+    """Train three steps, save the weights, and return the losses and the logits for a sentence afterwards."""
+    module, batch = FineTune(folder), text_of(folder)[0, :64].view(2, 32)
+    trainer = Trainer(
+        accelerator="cpu", devices=size, strategy=MegatronStrategy(tp=size, microbatch_size=2), max_steps=3,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader([batch] * 3, batch_size=None))
+    trainer.save_checkpoint(path, weights_only=True)
+    with torch.no_grad():
+        return module.losses, module.model.eval()(input_ids=sentence(folder)).logits
+
+
+def judge_and_train(rank: int, size: int, folder: Path, path: str) -> tuple[Any, Any]:
+    return evaluate(rank, size, folder), train(folder, size, path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("trained") / "model.ckpt")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, trained: str) -> list[tuple[Any, Any]]:
+    """Return what three ranks found."""
+    return run_world(judge_and_train, 3, folder, trained)
+
+
 def sentence(folder: Path) -> Tensor:
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return torch.tensor([tokenizer.encode("The capital of France is").ids])
 
 
-def test_three_ranks_read_speak_and_judge_as_transformers_does(folder: Path) -> None:
+def test_three_ranks_read_speak_and_judge_as_transformers_does(folder: Path, ranks: list[tuple[Any, Any]]) -> None:
     twin, text = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval(), text_of(folder)
     with torch.no_grad():
         logits = twin(text).logits
         expected = float(F.cross_entropy(logits[:, :-1].flatten(0, 1), text[:, 1:].flatten()))
         said = twin.generate(sentence(folder), max_new_tokens=5, do_sample=False)[0].tolist()
     assert "Paris" in tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).decode(said)
-    whole, *parts = evaluate(0, 1, folder), *run_world(evaluate, 3, folder)
+    whole, *parts = evaluate(0, 1, folder), *(judged for judged, _ in ranks)
     for loss, words, held in (whole, *parts):
         assert loss == pytest.approx(expected, abs=1e-4)
         assert words == said
         assert held == whole[2] or 0.3 < held / whole[2] < 0.36
+
+
+def test_what_three_ranks_train_is_a_folder_of_the_same_logits(
+    ranks: list[tuple[Any, Any]], trained: str, folder: Path, tmp_path: Path
+) -> None:
+    losses, _ = ranks[0][1]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.3
+    export_model(trained, tmp_path / "exported")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="float32").eval()
+    with torch.no_grad():
+        expected = exported(sentence(folder)).logits
+    for _, (_, found) in ranks:
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
 
 
 def test_nine_heads_are_not_cut_over_two_ranks() -> None:
