@@ -22,6 +22,7 @@ from lightning_megatron.swap.own_plan import is_hugging_face, own_plan, planned_
 from lightning_megatron.swap.own_stages import find_stages, prepare_call
 from lightning_megatron.swap.peft_model import keep_wrappers
 from lightning_megatron.swap.plan import Place, choose_kinds, places_of
+from lightning_megatron.swap.pretrained import give_values
 from lightning_megatron.swap.record import SwapRecord
 from lightning_megatron.swap.registry import BlockRule, rule_for, source_names, swapped
 from lightning_megatron.swap.rejoin import rejoin
@@ -115,6 +116,9 @@ def parallelize(
     replaced = [place.name for place, _ in _known_models(places, kinds)]
     stages = find_stages(module, places, kinds, pipeline_plan, mesh, replaced)
     swaps = _chosen(places, kinds, mesh, has_stages=stages is not None)
+    for place in _first_names(places):
+        if is_hugging_face(place.module) and place.name not in replaced and not _is_inside(place, replaced):
+            give_values(place.module)
     agree_on_values(module, places, mesh)
     built = _built(module, places, kinds, swaps, stages, mesh, shows_progress)
     records, before = [_record(swap) for swap in built], [_num_elements(place.module) for place, _ in planned]

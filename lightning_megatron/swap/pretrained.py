@@ -10,8 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families import find_family
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
@@ -74,6 +75,38 @@ def folder_of(model: nn.Module) -> str | None:
     """Return where the weights of a model are that was built without them; None if it has them, or is to draw them."""
     found: str | None = getattr(model, _FOLDER, None)
     return found
+
+
+def give_values(model: Any) -> None:
+    """Give a model that was built without its weights all of them, as Hugging Face does, in place; others keep theirs.
+
+    Raises:
+        UnsupportedError: If something was put into it that its class has not.
+    """
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return
+    folder, cls = folder_of(model), type(model)
+    given = {"config": model.config, "dtype": model.dtype}
+    full = cls._from_config(**given) if folder is None else cls.from_pretrained(folder, **given)
+    values = {**dict(full.named_parameters(remove_duplicate=False)), **dict(full.named_buffers(remove_duplicate=False))}
+    made: dict[int, Tensor] = {}
+    for path, owner in model.named_modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for key, old in tensors.items():
+                if old is None or not old.is_meta:
+                    continue
+                name = f"{path}.{key}" if path else key
+                if name not in values:
+                    raise UnsupportedError(
+                        f"a model that is built without its weights must be as its class builds it: {name!r} of a "
+                        f"{cls.__name__} was put into it, and has no values. Build the model outside of "
+                        "configure_model, or leave it to the strategy to replace it: leave it out of the plan."
+                    )
+                new = values[name].detach()
+                is_parameter = isinstance(old, nn.Parameter)
+                # Tensors that were shared stay so.
+                made.setdefault(id(old), nn.Parameter(new, old.requires_grad) if is_parameter else new)
+                tensors[key] = made[id(old)]
 
 
 def _from_config(cls: Any, build: Callable[..., Any], config: Any, kwargs: dict[str, Any]) -> Any:

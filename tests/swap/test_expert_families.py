@@ -25,6 +25,7 @@ from lightning_megatron.swap.foreign_names import to_foreign_names
 from lightning_megatron.swap.load import full_tensors, reader_of
 from lightning_megatron.swap.mapping import Slices, TensorsInMemory
 from lightning_megatron.swap.packed import Packed, pack
+from lightning_megatron.swap.pretrained import building_on_meta
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 from tests.swap.expert_models import CASES, config_of, twin_of
 from tests.swap.families import transformers
@@ -382,6 +383,32 @@ def test_a_model_in_a_module_is_refused_on_one_rank_too(case: str, message: str)
     root = nn.ModuleDict({"model": twin_of(case)})
     with pytest.raises(UnsupportedError, match=message):
         parallelize(root, ParallelMesh.single())
-    # What the message says leaves it as it is.
-    parallelize(root, ParallelMesh.single(), {"*": "replicate"})
-    assert type(root["model"]).__name__ == CASES[case][0]
+
+
+@pytest.mark.parametrize("is_pretrained", [True, False])
+def test_a_model_that_is_left_alone_has_its_values(is_pretrained: bool, tmp_path: Path) -> None:
+    # As the message says; in configure_model every model of a known family is built without them.
+    twin = twin_of("mixtral").to(torch.bfloat16)
+    twin.save_pretrained(tmp_path)
+    library = transformers.AutoModelForCausalLM
+    torch.manual_seed(3)
+    if is_pretrained:
+        expected = library.from_pretrained(tmp_path)
+    else:
+        expected = library.from_config(twin.config, dtype=torch.bfloat16)
+    with building_on_meta():
+        model = (
+            library.from_pretrained(tmp_path)
+            if is_pretrained
+            else library.from_config(twin.config, dtype=torch.bfloat16)
+        )
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.model.norm.weight.requires_grad_(False)
+    root = nn.ModuleDict({"model": model})
+    torch.manual_seed(3)
+    assert parallelize(root, ParallelMesh.single(), {"*": "replicate"}) == []
+    assert root["model"] is model
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["model.norm.weight"]
+    found, wanted = ({**one.state_dict(), **dict(one.named_buffers())} for one in (model, expected))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
