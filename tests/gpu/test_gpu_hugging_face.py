@@ -120,7 +120,9 @@ def test_one_gpu_computes_what_hugging_face_does(case: str, dtype: torch.dtype):
 
 def _check_two(rank: int, size: int) -> None:
     for sequence_parallel in (False, True):
-        mesh = ParallelMesh.create(ParallelLayout(size, tp=size), sequence_parallel=sequence_parallel)
+        mesh = ParallelMesh.create(
+            ParallelLayout(size, tp=size), device=torch.device("cuda", rank), sequence_parallel=sequence_parallel
+        )
         for case in LARGER:
             for dtype in TOLERANCE:
                 compare(case, mesh, dtype)
