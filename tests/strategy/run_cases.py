@@ -1,21 +1,13 @@
-"""Run Trainer features one after the other under one strategy and write what came out.
-
-Arguments of `python -m tests.strategy.run_cases`: a file for the results, a folder for checkpoints, and settings as
-JSON: ``devices``, the names of the ``cases``, and ``strategies`` by name, each None for the Trainer's own, ``ddp``, or
-arguments of MegatronStrategy.
-"""
+"""Run Trainer features one after the other under some strategies and collect what came out."""
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
@@ -188,21 +180,20 @@ CASES: dict[str, Callable[[Bench], Any]] = {
 EXTRA_CASES = {"continue_others": continue_others}
 
 
-def main() -> None:
-    """Run the cases for every strategy and write the results of every rank."""
+def run_cases(
+    rank: int, size: int, folder: Path, cases: Iterable[str], strategies: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return the results of this rank, by strategy and case.
+
+    Args:
+        rank: This process, of those that ``run_world`` has started.
+        size: Their number.
+        folder: Where checkpoints go.
+        cases: Names of cases.
+        strategies: By name: None for the Trainer's own, ``ddp``, or arguments of MegatronStrategy.
+    """
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    out, folder, settings = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-    results: dict[str, Any] = {}
-    rank = 0
-    for name, strategy in settings["strategies"].items():
-        bench = Bench(settings["devices"], strategy, folder / name)
-        for case in settings["cases"]:
-            results.setdefault(name, {})[case] = (CASES | EXTRA_CASES)[case](bench)
-        rank = bench.trainer().global_rank
-    out.with_suffix(f".{rank}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+    functions = CASES | EXTRA_CASES
+    benches = {name: Bench(size, strategy, folder / name) for name, strategy in strategies.items()}
+    return {name: {case: functions[case](bench) for case in cases} for name, bench in benches.items()}

@@ -1,46 +1,41 @@
 """Every Trainer feature takes the same steps and gives the same numbers as under Lightning's own strategies.
 
-Each layout runs all cases in one script, as a user would start it; float64, so that equal means equal.
+Each number of processes runs all of its cases in one world; float64, so that equal means equal.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.strategy.run_cases import CASES
-from tests.strategy.scripts import run_script
+from tests.strategy.run_cases import CASES, run_cases
+from tests.world import run_world
 
 ALL = list(CASES)
 SOME = ["plain", "accumulate", "clip_norm", "last_batch_smaller", "checkpoints", "resume", "evaluation"]
 
-# name of the run: settings of the script. The last run also goes on from what the others have saved.
-RUNS: dict[str, dict[str, Any]] = {
-    "pp2": {"devices": 2, "cases": ALL, "strategies": {"pp2": {"pp": 2, "microbatch_size": 2}}},
-    "dp2": {"devices": 2, "cases": ALL, "strategies": {"ddp": "ddp", "dp2": {"microbatch_size": 1}}},
-    "tp2pp2": {"devices": 4, "cases": SOME, "strategies": {"tp2pp2": {"tp": 2, "pp": 2, "microbatch_size": 1}}},
-    "one": {"devices": 1, "cases": ALL, "strategies": {"plain": None, "one": {"microbatch_size": 2}}},
-    "others": {"devices": 1, "cases": ["continue_others"], "strategies": {"others": {"microbatch_size": 4}}},
-}
+# Number of processes, cases, strategies. The last world also goes on from what the others have saved.
+WORLDS: list[tuple[int, list[str], dict[str, Any]]] = [
+    (2, ALL, {"pp2": {"pp": 2, "microbatch_size": 2}, "ddp": "ddp", "dp2": {"microbatch_size": 1}}),
+    (4, SOME, {"tp2pp2": {"tp": 2, "pp": 2, "microbatch_size": 1}}),
+    (1, ALL, {"plain": None, "one": {"microbatch_size": 2}}),
+    (1, ["continue_others"], {"others": {"microbatch_size": 4}}),
+]
 Results = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Results by name of the strategy, one for each rank."""
-    folder = tmp_path_factory.mktemp("cases")
+    folder = tmp_path_factory.mktemp("checkpoints")
     found: Results = {}
-    for run, settings in RUNS.items():
-        done = run_script("run_cases", str(folder / run), str(folder / "checkpoints"), json.dumps(settings))
-        assert done.returncode == 0, f"{run}: {done.stderr[-6000:]}"
-        for path in sorted(Path(folder).glob(f"{run}.*.json")):
-            for name, cases in json.loads(path.read_text()).items():
-                found.setdefault(name, []).append(cases)
+    for size, cases, strategies in WORLDS:
+        for ran in run_world(run_cases, size, folder, cases, strategies):
+            for name, outcomes in ran.items():
+                found.setdefault(name, []).append(outcomes)
     return found
 
 
