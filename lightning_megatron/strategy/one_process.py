@@ -13,6 +13,7 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.plan.shards import padded_vocab_size
 from lightning_megatron.strategy.name_order import merge_orders, order_groups
 from lightning_megatron.training.main_parameters import MainParameters
@@ -41,11 +42,18 @@ def describe_for_one_process(
     """
     first_name: dict[int, str] = {}
     names, aliases = [], {}
+    own = tuple(
+        f"{prefix}." if prefix else "" for prefix, part in module.named_modules() if isinstance(part, LayeredModule)
+    )
     for name, tensor in module.state_dict(keep_vars=True).items():
-        is_tied_copy = main.holds(name) and main.spec(name).tied_to is not None
-        if is_tied_copy or not isinstance(tensor, Tensor):
+        tied_to = main.spec(name).tied_to if main.holds(name) else None
+        # Where both ends are in one process, a model of ours has one name, others have both.
+        if not isinstance(tensor, Tensor) or (tied_to is not None and name.startswith(own)):
             continue
         names.append(name)
+        if tied_to is not None:
+            aliases[name] = tied_to
+            continue
         original = first_name.setdefault(id(tensor), name)
         if original != name:
             aliases[name] = original
