@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, read_full
-from lightning_megatron.checkpoint.consolidate import MODEL
-from lightning_megatron.checkpoint.hugging_face import HUGGING_FACE, export_model, import_model
+from lightning_megatron.checkpoint import is_sharded_checkpoint
+from lightning_megatron.checkpoint.hugging_face import SavedModel, export_model, import_model
 from lightning_megatron.cli_checkpoint import DTYPES
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap import parallelize
-from lightning_megatron.swap.families import family_of
 
 EXAMPLE = """examples:
   lightning-megatron convert runs/last.ckpt exported            a folder for from_pretrained
@@ -45,7 +43,21 @@ def main(args: Sequence[str]) -> None:
         )
     is_export = is_sharded_checkpoint(options.source)
     if is_export:
-        export_model(options.source, options.out, options.name, dtype, options.max_file_bytes, options.unsafe)
+        if (
+            options.verify
+            and not options.merge
+            and SavedModel.find(options.source, options.name, options.unsafe).adapter
+        ):
+            raise UnsupportedError(
+                "results are compared of whole models: --verify was given, and an adapter alone would be written. It "
+                "has none without its base. Add --merge, or leave --verify out."
+            )
+        limit = options.max_file_bytes
+        export_model(options.source, options.out, options.name, dtype, limit, options.unsafe, options.merge)
+    elif options.merge:
+        raise UnsupportedError(
+            f"only the adapter of a checkpoint can be merged: {options.source} is a folder. Leave --merge out."
+        )
     else:
         import_model(options.source, options.out, options.name or "model", dtype)
     print(f"{options.out}: {'a Hugging Face folder' if is_export else 'a checkpoint'} of {options.source}")
@@ -74,6 +86,7 @@ def convert_parser() -> argparse.ArgumentParser:
     add("--name", help="attribute of the LightningModule that holds the model (default: the only one, or model)")
     add("--dtype", choices=DTYPES, help="type of the weights (default: as they are)")
     add("--max-file-bytes", type=int, default=5 * 10**9, metavar="N", help="size of a file (default: 5e9)")
+    add("--merge", action="store_true", help="write the model with its adapter merged, not the adapter alone")
     add("--verify", action="store_true", help="compare the results of both afterwards (needs transformers)")
     add("--unsafe", action="store_true", help="unpickle whatever the checkpoint holds beside tensors")
     return parser
@@ -88,17 +101,16 @@ def compare(checkpoint: str, folder: str, name: str | None = None) -> float:
         folder: The Hugging Face folder.
         name: Attribute of the LightningModule that holds the model; None if there is one.
     """
-    models: dict[str, Any] = load_metadata(checkpoint)[HUGGING_FACE]
-    name, described = next((one, models[one]) for one in ([name] if name else models))
+    saved = SavedModel.find(checkpoint, name)
     library: Any = import_extra("transformers", "hf")
-    theirs = getattr(library, described["architecture"]).from_pretrained(folder, dtype="float32").eval()
+    theirs = getattr(library, saved.family.architecture).from_pretrained(folder, dtype="float32").eval()
     root = nn.ModuleDict({"model": deepcopy(theirs)})
     parallelize(root, ParallelMesh.single())
-    ours, prefix = root["model"], f"{MODEL}{name}."
-    full = {key.removeprefix(prefix): one for key, one in read_full(checkpoint).items() if key.startswith(prefix)}
-    for key, parameter in ours.named_parameters():
+    ours: Any = root["model"]
+    full = dict(saved.merged_tensors())
+    for key, parameter in ours.body.named_parameters():
         parameter[: full[key].shape[0]] = full[key]
-    config = family_of(described["architecture"]).config(described["config"])
+    config = saved.family.config(saved.config)
     count = min(_NUM_TOKENS, config.max_seq_length)
     tokens = torch.randint(0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
     found, expected = (_result(model(input_ids=tokens)) for model in (ours, theirs))

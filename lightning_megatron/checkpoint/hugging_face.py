@@ -4,32 +4,94 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.consolidate import HUGGING_FACE, MODEL, Written, read_one_by_one
 from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.checkpoint.load import load_metadata, saved_tensors
 from lightning_megatron.checkpoint.rewrite import write_checkpoint
-from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap.export import MAX_FILE_BYTES, export_folder
-from lightning_megatron.swap.families import family_of
+from lightning_megatron.swap.export import MAX_FILE_BYTES, export_adapter, export_folder
+from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.load import full_tensors
+from lightning_megatron.swap.low_rank import Adapter, merged
+from lightning_megatron.swap.mapping import TensorMap
 from lightning_megatron.swap.replaced import layers_name, replaced_models
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
 
 def describe_models(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the class and the configuration of every Hugging Face model inside a module, by name."""
-    return {
-        name: {"architecture": part.family.architecture, "config": part.config.to_dict()}
-        for name, part in replaced_models(module)
-    }
+    """Return class, configuration and adapter of every Hugging Face model inside a module, by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, part in replaced_models(module):
+        found[name] = {"architecture": part.family.architecture, "config": part.config.to_dict()}
+        if part.adapter is not None:
+            found[name]["adapter"] = asdict(part.adapter)
+    return found
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """Read a Hugging Face model of a checkpoint.
+
+    Args:
+        path: The checkpoint.
+        prefix: What the names of its entries begin with.
+        family: How its tensors are named and cut.
+        config: Its configuration.
+        adapter: Its adapter, if it has one.
+    """
+
+    path: str | os.PathLike[str]
+    prefix: str
+    family: Family
+    config: Mapping[str, Any]
+    adapter: Adapter | None = None
+
+    @classmethod
+    def find(cls, path: str | os.PathLike[str], name: str | None = None, unsafe: bool = False) -> SavedModel:
+        """Return a model of a checkpoint.
+
+        Args:
+            path: The checkpoint.
+            name: The model in the LightningModule; None if there is one.
+            unsafe: Unpickle whatever the checkpoint holds beside tensors.
+
+        Raises:
+            CheckpointMismatchError: If there is no complete checkpoint, or it has no such model.
+        """
+        name, model = _chosen(load_metadata(path, weights_only=not unsafe).get(HUGGING_FACE) or {}, name, path)
+        family, adapter = family_of(model["architecture"]), model.get("adapter")
+        layers = layers_name(family.config(model["config"]))
+        prefix = f"{MODEL}{name}.{layers}" if name else f"{MODEL}{layers}"
+        return cls(path, prefix, family, model["config"], None if adapter is None else Adapter(**adapter))
+
+    def factors(self) -> dict[str, Tensor]:
+        """Read the full factors of the adapter's updates, by our names."""
+        factors = () if self.adapter is None else self.adapter.factors(self._table)
+        return dict(self._read({factor.target for factor in factors}))
+
+    def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Read the full tensors of the model one by one, by our names, with the adapter's updates added."""
+        if self.adapter is None:
+            return self._read()
+        return merged(self._read(), self.factors(), self.adapter.maps(self._table), self.adapter)
+
+    @property
+    def _table(self) -> tuple[TensorMap, ...]:
+        return self.family.tensors(self.family.config(self.config))
+
+    def _read(self, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        saved, start = saved_tensors(self.path), len(self.prefix)
+        names = [entry for entry in saved if entry.startswith(self.prefix) and (only is None or entry[start:] in only)]
+        return ((entry[start:], full) for entry, full in read_one_by_one(self.path, names, saved))
 
 
 def export_model(
@@ -39,8 +101,9 @@ def export_model(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     unsafe: bool = False,
+    merge: bool = False,
 ) -> None:
-    """Write a model of a checkpoint as a folder that ``from_pretrained`` reads.
+    """Write a model of a checkpoint as a folder that ``from_pretrained`` reads, or its adapter as one for peft.
 
     Args:
         path: A checkpoint of this library, saved by any layout.
@@ -49,20 +112,23 @@ def export_model(
         dtype: Of the weights; None keeps what was saved, full precision under mixed precision.
         max_file_bytes: A file ends before the tensor that would exceed this (bytes).
         unsafe: Unpickle whatever the checkpoint holds beside tensors.
+        merge: Write a model with the updates of its adapter added to its weights, and not the adapter.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint, or it has no such model.
         CorruptDataError: If it is damaged, naming the file.
-        UnsupportedError: If ``out`` has weights.
+        UnsupportedError: If ``out`` has weights, or there is no adapter to merge.
     """
-    name, model = _chosen(load_metadata(path, weights_only=not unsafe).get(HUGGING_FACE) or {}, name, path)
-    family = family_of(model["architecture"])
-    layers = layers_name(family.config(model["config"]))
-    prefix = f"{MODEL}{name}.{layers}" if name else f"{MODEL}{layers}"
-    saved = saved_tensors(path)
-    names = [entry for entry in saved if entry.startswith(prefix)]
-    tensors = ((entry.removeprefix(prefix), full) for entry, full in read_one_by_one(path, names, saved))
-    export_folder(tensors, family, model["config"], out, max_file_bytes, dtype)
+    saved = SavedModel.find(path, name, unsafe)
+    if merge and saved.adapter is None:
+        raise UnsupportedError(
+            f"only an adapter can be merged: the model in {os.fspath(path)} has none. Its weights are what was "
+            "trained. Leave merge out."
+        )
+    if saved.adapter is not None and not merge:
+        export_adapter(saved.factors().items(), saved.family, saved.config, saved.adapter, out, dtype)
+    else:
+        export_folder(saved.merged_tensors(), saved.family, saved.config, out, max_file_bytes, dtype)
 
 
 def import_model(

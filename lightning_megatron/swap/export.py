@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.swap.families.family import Family, ModelConfig
+from lightning_megatron.swap.low_rank import Adapter
 from lightning_megatron.swap.mapping import named
 from lightning_megatron.swap.safetensors_folder import CONFIG, DTYPES, INDEX, LENGTH_BYTES, WEIGHTS
 
@@ -24,6 +25,8 @@ _BLOCK = 1 << 24
 #: The most that is kept free for a file's header (bytes).
 _LARGEST_ROOM = 1 << 20
 _UNFINISHED = ".unfinished"
+#: The files of peft, and what the names in them begin with.
+ADAPTER_WEIGHTS, ADAPTER_CONFIG, _ADAPTED = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 #: The default of Hugging Face (bytes).
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -121,6 +124,56 @@ def export_folder(
     writer.publish()
 
 
+def export_adapter(
+    full_tensors: Iterable[tuple[str, Tensor]],
+    family: Family,
+    hf_config: Mapping[str, Any],
+    adapter: Adapter,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write an adapter such that ``PeftModel.from_pretrained`` gives the same tensors.
+
+    Args:
+        full_tensors: Names of the factors of ours and their full values, in any order.
+        family: How the tensors of the model are named and cut.
+        hf_config: The configuration of the model.
+        adapter: What peft knows of it.
+        folder: Where to; made if it is not there.
+        dtype: Of the factors; None keeps what is given.
+
+    Raises:
+        CheckpointMismatchError: If a factor is missing or of another shape.
+    """
+    table = family.tensors(family.config(hf_config))
+    factors, found = {factor.target: factor for factor in adapter.factors(table)}, dict(full_tensors)
+    if factors.keys() != found.keys():
+        raise CheckpointMismatchError(
+            f"an adapter is written with all its factors: {named(factors.keys() ^ found.keys())} missing or unknown. "
+            "peft would draw them anew. Give those of the whole model."
+        )
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"{_ADAPTED}{name}": part if dtype is None else part.to(dtype)
+        for target, factor in factors.items()
+        for name, part in factor.split(found[target]).items()
+    }
+    writer = _Writer(
+        place, sum(part.nbytes for part in tensors.values()), {n: tuple(p.shape) for n, p in tensors.items()}
+    )
+    try:
+        for name, part in tensors.items():
+            writer.add(name, part)
+        writer.close_file()
+    except BaseException:
+        writer.discard()
+        raise
+    config = {**adapter.config, "inference_mode": True}
+    _write(place / ADAPTER_CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    writer.publish(ADAPTER_WEIGHTS)
+
+
 class _Writer:
     """Write tensors to files of a limited size, none of which is held in memory."""
 
@@ -168,11 +221,15 @@ class _Writer:
             os.fsync(file.fileno())
         self._file, self._size = None, 0
 
-    def publish(self) -> None:
-        """Give the files their names and write the index, if there are several."""
+    def publish(self, single: str = WEIGHTS) -> None:
+        """Give the files their names and write the index, if there are several.
+
+        Args:
+            single: Name of the file if there is one.
+        """
         count = len(self._files)
         names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-        names = [WEIGHTS] if count == 1 else names
+        names = [single] if count == 1 else names
         for number, name in enumerate(names):
             os.replace(self._path(number), self.folder / name)
         if count > 1:

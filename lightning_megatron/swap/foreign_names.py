@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families import family_of
 from lightning_megatron.swap.load import full_tensors
+from lightning_megatron.swap.low_rank import Adapter, full_factors, without_adapters
+from lightning_megatron.swap.mapping import TensorMap
 from lightning_megatron.swap.packed import pack
 from lightning_megatron.swap.replaced import layers_name, replaced_models
 
@@ -35,8 +37,10 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
         }
         if foreign:
             dtype = next(iter(foreign.values())).dtype
-            own = full_tensors(foreign, part.family, config, dtype)
+            own = full_tensors(without_adapters(foreign), part.family, config, dtype)
             found |= {f"{layers}{target}": tensor for target, tensor in own}
+            factors = full_factors(foreign, part.adapter, part.family.tensors(config))
+            found |= {f"{layers}{target}": tensor for target, tensor in factors}
     return found
 
 
@@ -74,8 +78,25 @@ def to_foreign_names(models: Mapping[str, Mapping[str, Any]], state: Mapping[str
             own = found.pop(f"{layers}{tensor.target}")
             theirs |= tensor.split(own[: tensor.shape[0]])
         found |= {f"{prefix}{key}": part for key, part in pack(theirs, family.packed).items()}
+        if "adapter" in model:
+            found |= _wrapped(Adapter(**model["adapter"]), family.tensors(config), found, prefix, layers)
         found.pop(f"{layers}head.weight", None)
         if config.tie_embeddings:
             found[f"{prefix}{family.head}"] = found[f"{prefix}{family.embedding}"]
         found |= {f"{prefix}{copy}": found[f"{prefix}{first}"] for copy, first in family.copies}
     return found
+
+
+def _wrapped(
+    adapter: Adapter, table: Iterable[TensorMap], found: dict[str, Tensor], prefix: str, layers: str
+) -> dict[str, Tensor]:
+    """Take the tensors of adapted layers out of ``found`` and return them as the layers of peft have them."""
+    inside: dict[str, Tensor] = {}
+    for module in adapter.ranks:
+        for name in (f"{module}.weight", f"{module}.bias"):
+            if f"{prefix}{name}" in found:
+                inside[f"{prefix}{adapter.wrapped_name(name)}"] = found.pop(f"{prefix}{name}")
+    for factor in adapter.factors(table):
+        own = factor.split(found.pop(f"{layers}{factor.target}"))
+        inside |= {f"{prefix}{adapter.own_name(name)}": part for name, part in own.items()}
+    return inside

@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.low_rank import LowRank, LowRankUpdates
+from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.families import Family
@@ -30,6 +33,8 @@ _UNSUPPORTED = (
     *("modules_to_save", "monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora"),
     *("use_dora", "use_qalora", "velora_config"),
 )
+_NO_VALUES = "Import peft at the top of the file, and leave low_cpu_mem_usage out"
+_OTHERS = "Choose target_modules among the linear layers of its blocks"
 
 
 @dataclass(frozen=True)
@@ -39,16 +44,40 @@ class Adapter:
     Args:
         name: What peft calls it.
         config: What its folder says of it.
-        scales: What the product of each adapted layer is multiplied by, by the layer's name in the family's table.
+        ranks: Rank of the update of each adapted layer, by the layer's name in the family's table.
+        scales: What that is multiplied by.
     """
 
     name: str
     config: Mapping[str, Any]
+    ranks: Mapping[str, int]
     scales: Mapping[str, float]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {"name": self.name, "config": dict(self.config), "scales": dict(self.scales)}
+    def maps(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
+        """List where its factors are.
+
+        Args:
+            table: Where the full tensors of the model come from.
+        """
+        return tuple(low_rank_maps(table, self.ranks))
+
+    def factors(self, table: Iterable[TensorMap]) -> tuple[TensorMap, ...]:
+        """List where its factors are, without the layers that they belong to.
+
+        Args:
+            table: Where the full tensors of the model come from.
+        """
+        return tuple(factor for one in self.maps(table) for factor in (one.a, one.b))
+
+    def wrapped_name(self, name: str) -> str:
+        """Return the name that a tensor of the model has inside the layers of peft."""
+        module, _, kind = name.rpartition(".")
+        return f"{module}{_BASE}{kind}" if module in self.ranks else name
+
+    def own_name(self, name: str) -> str:
+        """Return the name that a factor has inside the layers of peft, by its name in a folder."""
+        module, _, kind = name.rpartition(".")
+        return f"{module}.{self.name}.{kind}"
 
 
 @dataclass(frozen=True)
@@ -113,6 +142,67 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
             start += num_rows
 
 
+def full_factors(
+    tensors: Mapping[str, Tensor], adapter: Adapter | None, table: Iterable[TensorMap]
+) -> Iterator[tuple[str, Tensor]]:
+    """Make the full factors of ours, by name, of those among the tensors of a model that peft has wrapped.
+
+    Args:
+        tensors: Its state dict.
+        adapter: The adapter that is expected.
+        table: Where the full tensors of the model come from.
+
+    Raises:
+        CheckpointMismatchError: If the factors are not those of the adapter.
+    """
+    factors = () if adapter is None else adapter.factors(table)
+    shapes = (
+        {} if adapter is None else {adapter.own_name(n): s for one in factors for n, s in one.source_shapes.items()}
+    )
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items() if _ADDED.search(name)}
+    if shapes != given:
+        differing = {name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name)}
+        raise CheckpointMismatchError(
+            f"the factors must be those of the adapter of the model: {named(differing)} are missing, left over or of "
+            "another shape. Nothing may keep its first values or be forgotten. Use the LoraConfig that was trained."
+        )
+    for factor in factors:
+        reader = TensorsInMemory({n: tensors[adapter.own_name(n)] for n in factor.source_shapes} if adapter else {})
+        full = torch.empty(factor.shape, dtype=next(iter(reader.tensors.values())).dtype)
+        factor.fill(full, [0, 0], factor.shape, reader)
+        yield factor.target, full
+
+
+def merged(
+    full_tensors: Iterable[tuple[str, Tensor]],
+    factors: Mapping[str, Tensor],
+    maps: Iterable[LowRankMap],
+    adapter: Adapter,
+) -> Iterator[tuple[str, Tensor]]:
+    """Add the updates to full tensors, one after the other.
+
+    Args:
+        full_tensors: Names of our parameters and their full values; the factors may be among them, and are left out.
+        factors: The full factors by name.
+        maps: Where they are.
+        adapter: What they belong to.
+    """
+    of_layer: dict[str, list[LowRankMap]] = {}
+    for one in maps:
+        of_layer.setdefault(f"{one.layer}.weight", []).append(one)
+    for name, full in full_tensors:
+        if name in factors:
+            continue
+        if name in of_layer:
+            wide = torch.promote_types(full.dtype, torch.float32)
+            sums = full.to(wide, copy=True)
+            for one in of_layer[name]:
+                product = factors[one.b.target].to(wide) @ factors[one.a.target].to(wide)
+                sums[one.rows.start : one.rows.stop] += adapter.scales[one.module] * product
+            full = sums.to(full.dtype)
+        yield name, full
+
+
 def is_of_peft(module: Any) -> bool:
     """Tell whether a module is of peft."""
     return type(module).__module__.partition(".")[0] == "peft"
@@ -153,7 +243,7 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
         _check_layer(name, module, layer, next(iter(adapters)))
     adapter = next(iter(adapters))
     scales = {module: float(layer.scaling[adapter]) for module, layer in layers.items()}
-    return Adapter(adapter, _as_plain(config), scales)
+    return Adapter(adapter, _as_plain(config), {module: layer.r[adapter] for module, layer in layers.items()}, scales)
 
 
 def add_adapter(name: str, model: GPT | Encoder, source: Any, family: Family, adapter: Adapter) -> None:
@@ -170,28 +260,29 @@ def add_adapter(name: str, model: GPT | Encoder, source: Any, family: Family, ad
         UnsupportedError: If something is adapted that cannot be here, or the adapter has no values.
     """
     layers: dict[str, Any] = dict(_wrapped(source, family))
-    table = family.tensors(model.config)
-    maps = list(low_rank_maps(table, {module: layer.r[adapter.name] for module, layer in layers.items()}))
+    maps = adapter.maps(family.tensors(model.config))
     ends = {family.head, family.embedding}
     left = layers.keys() - {one.module for one in maps if f"{one.module}.weight" not in ends}
     if left:
-        _refuse(name, f"{named(left)} cannot be adapted", "Choose target_modules among the linear layers of its blocks")
+        _refuse(name, f"{named(left)} cannot be adapted", _OTHERS)
     here: dict[str, Any] = dict(model.named_modules())
     for layer, group in groupby(maps, key=lambda one: one.layer):
         if layer in here:
-            base = here[layer]
+            base, parts = here[layer], list(group)
+            if not isinstance(base, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
+                _refuse(name, f"{parts[0].module!r} cannot be adapted", _OTHERS)
             base.low_rank = LowRankUpdates(
-                {one.key: _update(model, base, one, layers[one.module], adapter) for one in group}
+                {one.key: _update(model, base, one, layers[one.module], adapter) for one in parts}
             )
 
 
 def _update(model: GPT | Encoder, base: Any, place: LowRankMap, layer: Any, adapter: Adapter) -> LowRank:
-    dropout, rank = layer.lora_dropout[adapter.name], layer.r[adapter.name]
+    dropout = layer.lora_dropout[adapter.name]
     factors = {key: getattr(layer, theirs)[adapter.name].weight for key, theirs in FACTORS.items()}
     update = LowRank(
         base,
         place.rows,
-        rank,
+        adapter.ranks[place.module],
         model.mesh,
         scale=adapter.scales[place.module],
         dropout=getattr(dropout, "p", 0.0),
@@ -221,7 +312,7 @@ def _check_layer(name: str, module: str, layer: Any, adapter: str) -> None:
         state = "merged" if layer.merged else "switched off"
         _refuse(name, f"the adapter of {module!r} is {state}", "Leave it active and not merged in configure_model")
     if any(parameter.is_meta for parameter in layer.lora_A[adapter].parameters()):
-        _refuse(name, f"the adapter of {module!r} has no values", "Import peft at the top of the file")
+        _refuse(name, f"the adapter of {module!r} has no values", _NO_VALUES)
 
 
 def _refuse(name: str, problem: str, remedy: str) -> None:

@@ -43,7 +43,7 @@ def building_on_meta() -> Iterator[None]:
     base.from_pretrained = classmethod(lambda cls, *args, **kwargs: _from_pretrained(cls, load, args, kwargs))
     base._from_config = classmethod(lambda cls, config, **kwargs: _from_config(cls, build, config, kwargs))
     try:
-        with _keeping_adapters():
+        with _giving_adapters_values():
             yield
     finally:
         for name, method in before.items():
@@ -51,24 +51,40 @@ def building_on_meta() -> Iterator[None]:
 
 
 @contextmanager
-def _keeping_adapters() -> Iterator[None]:
-    """Let peft keep the values of adapters, which are small, where it would move them to the meta device."""
+def _giving_adapters_values() -> Iterator[None]:
+    """Let adapters of peft, which are small, have values on the CPU where their model has none."""
     tuners: ModuleType | None = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None:
         yield
         return
-    name, layer = "_move_adapter_to_device_of_base_layer", tuners.BaseTunerLayer
-    move = getattr(layer, name)
+    tuner = tuners.BaseTuner
+    inject = tuner.inject_adapter
 
-    def moved(self: Any, adapter_name: str, device: Any = None) -> None:
-        is_meta = any(parameter.is_meta for parameter in self.get_base_layer().parameters())
-        move(self, adapter_name, torch.device("cpu") if is_meta and device is None else device)
+    def injected(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        first = getattr(self.peft_config[adapter_name], "init_lora_weights", True)
+        if first not in (True, False, "gaussian") and any(parameter.is_meta for parameter in model.parameters()):
+            raise UnsupportedError(
+                f"init_lora_weights must be True, False or 'gaussian' where weights are read later: {first!r}. It "
+                "computes the adapter from the weights of its base. Build the model in __init__."
+            )
+        inject(self, model, adapter_name, *args, **kwargs)
+        _draw_adapters(model, adapter_name, first)
 
-    setattr(layer, name, moved)
+    tuner.inject_adapter = injected
     try:
         yield
     finally:
-        setattr(layer, name, move)
+        tuner.inject_adapter = inject
+
+
+def _draw_adapters(model: nn.Module, name: str, first: bool | str) -> None:
+    """Draw what peft has drawn and then moved to the meta device, where base layers are."""
+    layers: list[Any] = [layer for layer in model.modules() if name in getattr(layer, "lora_A", ())]
+    for layer in layers:
+        if layer.lora_A[name].weight.is_meta:
+            for factor in (layer.lora_A[name], layer.lora_B[name]):
+                factor.to_empty(device="cpu").reset_parameters()
+            layer.reset_lora_parameters(name, first)
 
 
 def folder_of(model: nn.Module) -> str | None:

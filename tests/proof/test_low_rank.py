@@ -1,0 +1,137 @@
+"""A LightningModule around peft's LoRA trains under every layout as it does without this library, and comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from safetensors.torch import load_file
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.checkpoint.consolidate import consolidate
+from lightning_megatron.cli import main
+from lightning_megatron.swap.adapter import ReplacedModel
+from tests.proof.test_hugging_face import FineTune, InOrder, V
+from tests.world import run_world
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2+sp pp2": {"tp": 2, "pp": 2},
+    "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
+}
+
+
+class Adapt(FineTune):
+    """Go on with an adapter; nothing in it knows of this library."""
+
+    def __init__(self, folder: str, adapter: str) -> None:
+        super().__init__(folder)
+        self.adapter = adapter
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model = peft.PeftModel.from_pretrained(self.model, self.adapter, is_trainable=True)
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val_loss", self.model(**batch).loss, sync_dist=True)
+
+
+class Data(InOrder):
+    """Validate on what is trained on."""
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def trainer_of(layout: dict[str, Any] | None, devices: int) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="auto" if layout is None else MegatronStrategy(microbatch_size=1, **layout),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        gradient_clip_val=0.5,
+        use_distributed_sampler=False,
+    )
+
+
+def train(layout: dict[str, Any] | None, devices: int, folder: str, adapter: str, out: str = "") -> list[float]:
+    """Return the losses of all steps."""
+    seed_everything(1, verbose=False)
+    module, trainer = Adapt(folder, adapter), trainer_of(layout, devices)
+    trainer.fit(module, Data())
+    if layout is not None:
+        assert isinstance(module.model.get_base_model(), ReplacedModel)
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        main_parameters = trainer.strategy._state.main
+        held = sum(piece.main.numel() for piece in main_parameters.slices.values())
+        assert 0 < held <= trained, "what is frozen has no main parameter and no state"
+    if out:
+        trainer.save_checkpoint(out)
+    return module.losses
+
+
+def evaluate(layout: dict[str, Any] | None, devices: int, folder: str, adapter: str, path: str | None) -> float:
+    module = Adapt(folder, adapter)
+    (found,) = trainer_of(layout, devices).validate(module, Data(), ckpt_path=path, verbose=False)
+    return float(found["val_loss"])
+
+
+def train_all(rank: int, size: int, folder: str, adapter: str, out: str) -> tuple[dict[str, list[float]], float]:
+    """Train under every layout; save what the first one has trained and load it in the last one."""
+    names = list(LAYOUTS)
+    losses = {name: train(LAYOUTS[name], size, folder, adapter, out if name == names[0] else "") for name in names}
+    return losses, evaluate(LAYOUTS[names[-1]], size, folder, adapter, out)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Save a small model and an adapter of random numbers."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    base, adapter = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("adapter")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj", "up_proj"], task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), settings)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    wrapped.save_pretrained(adapter)
+    return str(base), str(adapter)
+
+
+def test_every_layout_trains_as_peft_does_and_gives_its_folder_back(folders: tuple[str, str], tmp_path: Path) -> None:
+    base, given = folders
+    plain, out = train(None, 1, base, given), str(tmp_path / "trained.ckpt")
+    assert plain[-1] < plain[0]
+    for rank, (losses, found) in enumerate(run_world(train_all, 4, base, given, out)):
+        for layout, of_layout in losses.items():
+            assert of_layout == pytest.approx(plain, abs=1e-4), f"{layout}, rank {rank}"
+        first = found
+    again, merged, file = tmp_path / "adapter", tmp_path / "merged", tmp_path / "file.ckpt"
+    main(["convert", out, str(again)])
+    main(["convert", out, str(merged), "--merge", "--verify"])
+    consolidate(out, file, weights_only=True)
+    before, after = load_file(f"{given}/adapter_model.safetensors"), load_file(again / "adapter_model.safetensors")
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(after[name], before[name]) for name in before)
+    assert peft.LoraConfig.from_pretrained(again) == peft.LoraConfig.from_pretrained(given)
+    read = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), again)
+    theirs = peft.get_peft_model_state_dict(read)
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in after.items())
+    losses = [evaluate(None, 1, base, str(again), None), evaluate(None, 1, base, given, str(file))]
+    losses += [evaluate({}, 1, base, given, str(file)), evaluate({}, 1, base, given, out)]
+    assert losses == pytest.approx([first] * 4, abs=1e-5)
