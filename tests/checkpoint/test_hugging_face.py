@@ -16,28 +16,41 @@ from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.hugging_face import export_model, import_model
 from lightning_megatron.cli import main
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
-from tests.swap.families import V, twin_of
+from tests.swap import encoders, families
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
 
 
+#: Name of a case: what builds it, and a module of its name.
+CASES = {
+    "llama": ("AutoModelForCausalLM", families.twin_of),
+    "llama with one key head": ("AutoModelForCausalLM", families.twin_of),
+    "gpt2": ("AutoModelForCausalLM", families.twin_of),
+    "bert masked": ("AutoModelForMaskedLM", encoders.encoder_of),
+    "roberta classes": ("AutoModelForSequenceClassification", encoders.encoder_of),
+}
+
+
 class Texts(Dataset):
+    def __init__(self, case: str) -> None:
+        self.case = case
+
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(0, V, (12,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
+        tokens = torch.randint(4, families.V, (12,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": torch.tensor(index % 5) if "classes" in self.case else tokens}
 
 
 class FineTune(LightningModule):
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str | Path, case: str) -> None:
         super().__init__()
-        self.folder = folder
+        self.folder, self.case = folder, case
 
     def configure_model(self) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
+        self.model = getattr(transformers, CASES[self.case][0]).from_pretrained(self.folder)
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         return self.model(**batch).loss
@@ -62,8 +75,29 @@ def trainer_of(layout: dict[str, int] | None, devices: int) -> Trainer:
     )
 
 
+def data_of(case: str) -> DataLoader:
+    return DataLoader(Texts(case), batch_size=4)
+
+
+def fitted(layout: dict[str, int] | None, devices: int, folder: str | Path, case: str) -> Trainer:
+    """Return a trainer that has trained the weights of a folder."""
+    seed_everything(1, verbose=False)
+    trainer = trainer_of(layout, devices)
+    trainer.fit(FineTune(folder, case), data_of(case))
+    return trainer
+
+
+def loss_of(
+    layout: dict[str, int] | None, devices: int, folder: str | Path, case: str, path: str | Path | None = None
+) -> float:
+    """Return the loss of the weights of a checkpoint, or of a folder."""
+    trainer = trainer_of(layout, devices)
+    (found,) = trainer.validate(FineTune(folder, case), data_of(case), ckpt_path=path, verbose=False)
+    return float(found["val_loss"])
+
+
 def saved(case: str, folder: Path) -> Path:
-    twin = twin_of(case)
+    twin = CASES[case][1](case)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(0.1)
@@ -71,71 +105,77 @@ def saved(case: str, folder: Path) -> Path:
     return folder
 
 
-def tensors_of(folder: str | Path) -> dict[str, Tensor]:
-    return dict(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict())
+def tensors_of(folder: str | Path, case: str) -> dict[str, Tensor]:
+    return dict(getattr(transformers, CASES[case][0]).from_pretrained(folder).state_dict())
 
 
-def train_and_evaluate(rank: int, size: int, folder: str, imported: str, out: str) -> list[float]:
-    seed_everything(1, verbose=False)
-    trainer = trainer_of({"tp": 2, "pp": 2}, size)
-    trainer.fit(FineTune(folder), DataLoader(Texts(), batch_size=4))
-    trainer.save_checkpoint(out)
-    losses = []
-    for path in (out, imported):
-        trainer = trainer_of({"tp": 2}, size)
-        (found,) = trainer.validate(FineTune(folder), DataLoader(Texts(), batch_size=4), ckpt_path=path, verbose=False)
-        losses.append(found["val_loss"])
+def train_and_evaluate(rank: int, size: int, folder: Path, cases: list[str]) -> dict[str, list[float]]:
+    losses = {}
+    for case in cases:
+        given, trained, imported = (folder / case / name for name in ("given", "trained.ckpt", "imported.ckpt"))
+        fitted({"tp": 2, "pp": 2}, size, given, case).save_checkpoint(trained)
+        losses[case] = [loss_of({"tp": 2}, size, given, case, path) for path in (trained, imported)]
     return losses
 
 
-@pytest.mark.parametrize("case", ["llama with one key head", "gpt2"])
-def test_what_four_ranks_have_trained_is_what_transformers_loads(case: str, tmp_path: Path) -> None:
-    folder = saved(case, tmp_path / "given")
-    imported, trained, exported = (str(tmp_path / name) for name in ("imported.ckpt", "trained.ckpt", "exported"))
-    import_model(folder, imported)
-    export_model(imported, tmp_path / "again")
-    again = tensors_of(tmp_path / "again")
-    assert all(torch.equal(tensor, again[name]) for name, tensor in tensors_of(folder).items())
-    every_rank = run_world(train_and_evaluate, 4, str(folder), imported, trained)
-    main(["convert", trained, exported, "--verify"])
-    before, after = tensors_of(folder), tensors_of(exported)
+TRAINED = ["llama with one key head", "gpt2", "bert masked", "roberta classes"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a folder of every case and make a checkpoint of it."""
+    path = tmp_path_factory.mktemp("cases")
+    for case in TRAINED:
+        import_model(saved(case, path / case / "given"), path / case / "imported.ckpt")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(folders: Path) -> list[dict[str, list[float]]]:
+    """Train every case on four processes, and return the losses by rank."""
+    return run_world(train_and_evaluate, 4, folders, TRAINED)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_folder_becomes_a_checkpoint_and_again_that_folder(case: str, folders: Path, tmp_path: Path) -> None:
+    export_model(folders / case / "imported.ckpt", tmp_path / "again")
+    again = tensors_of(tmp_path / "again", case)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in tensors_of(folders / case / "given", case).items())
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_what_four_ranks_have_trained_is_what_transformers_loads(
+    case: str, folders: Path, ranks: Any, tmp_path: Path
+) -> None:
+    folder, trained, exported = folders / case / "given", folders / case / "trained.ckpt", tmp_path / "exported"
+    main(["convert", str(trained), str(exported), "--verify"])
+    before, after = tensors_of(folder, case), tensors_of(exported, case)
     assert before.keys() == after.keys()
-    assert not any(torch.equal(after[name], before[name]) for name in before if name.endswith("proj.weight"))
-    expected = []
-    for path in (exported, folder):
-        (found,) = trainer_of(None, 1).validate(FineTune(str(path)), DataLoader(Texts(), batch_size=4), verbose=False)
-        expected.append(found["val_loss"])
-    for losses in every_rank:
-        assert losses == pytest.approx(expected, abs=1e-4)
+    blocks = [name for name in before if name.endswith(("proj.weight", "dense.weight"))]
+    assert blocks
+    assert not any(torch.equal(after[name], before[name]) for name in blocks)
+    expected = [loss_of(None, 1, path, case) for path in (exported, folder)]
+    for losses in ranks:
+        assert losses[case] == pytest.approx(expected, abs=1e-4)
+    consolidate(trained, tmp_path / "plain.ckpt", weights_only=True)
+    for layout in (None, {}):
+        found = loss_of(layout, 1, folder, case, tmp_path / "plain.ckpt")
+        assert found == pytest.approx(expected[0], abs=1e-4), f"plain file, {layout}"
 
 
 def test_files_of_plain_lightning_are_read_and_written(tmp_path: Path) -> None:
-    folder, plain, ours = saved("llama", tmp_path / "given"), tmp_path / "plain.ckpt", str(tmp_path / "ours.ckpt")
-    other = saved("llama", tmp_path / "other")
-    seed_everything(1, verbose=False)
-    trainer = trainer_of(None, 1)
-    trainer.fit(FineTune(str(folder)), DataLoader(Texts(), batch_size=4))
-    trainer.save_checkpoint(plain)
-    losses = []
-    for layout in (None, {}):
-        trainer = trainer_of(layout, 1)
-        data = DataLoader(Texts(), batch_size=4)
-        (found,) = trainer.validate(FineTune(str(other)), data, ckpt_path=plain, verbose=False)
-        losses.append(found["val_loss"])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    case = "llama"
+    folder, plain, ours = saved(case, tmp_path / "given"), tmp_path / "plain.ckpt", tmp_path / "ours.ckpt"
+    fitted(None, 1, folder, case).save_checkpoint(plain)
+    assert loss_of(None, 1, folder, case, plain) == pytest.approx(loss_of({}, 1, folder, case, plain), abs=1e-5)
     with pytest.raises(UnsupportedError, match="its optimizer numbers the parameters"):
-        trainer_of({}, 1).fit(FineTune(str(other)), data, ckpt_path=plain)
-    trainer = trainer_of({}, 1)
-    trainer.fit(FineTune(str(folder)), data)
-    trainer.save_checkpoint(ours)
+        trainer_of({}, 1).fit(FineTune(folder, case), data_of(case), ckpt_path=plain)
+    fitted({}, 1, folder, case).save_checkpoint(ours)
     with pytest.raises(UnsupportedError, match="Add --weights-only"):
         consolidate(ours, tmp_path / "file.ckpt")
     consolidate(ours, tmp_path / "file.ckpt", weights_only=True)
-    losses = []
-    for layout, path in ((None, tmp_path / "file.ckpt"), ({}, ours)):
-        (found,) = trainer_of(layout, 1).validate(FineTune(str(other)), data, ckpt_path=path, verbose=False)
-        losses.append(found["val_loss"])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    expected = loss_of({}, 1, folder, case, ours)
+    assert loss_of(None, 1, folder, case, tmp_path / "file.ckpt") == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_command_refuses_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
