@@ -21,9 +21,10 @@ from lightning_megatron.swap.families import Family, find_family
 from lightning_megatron.swap.generation import generating
 from lightning_megatron.swap.language_model import HuggingFaceLM, LabelledGPT
 from lightning_megatron.swap.load import check_tensors, load_from, reader_of
-from lightning_megatron.swap.low_rank import adapter_of, add_adapter, without_adapters
+from lightning_megatron.swap.low_rank import without_adapters
 from lightning_megatron.swap.mapping import named
 from lightning_megatron.swap.own_plan import is_hugging_face
+from lightning_megatron.swap.peft_layers import adapter_of, add_adapter
 from lightning_megatron.swap.pretrained import folder_of
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
@@ -129,7 +130,8 @@ def _built(source: Any, family: Family, mesh: ParallelMesh) -> LabelledGPT | Enc
 def _freeze(name: str, model: GPT | Encoder, source: nn.Module, family: Family) -> None:
     """Train what was trained."""
     parameters = without_adapters(dict(source.named_parameters(remove_duplicate=False)))
-    trained = {key: parameter.requires_grad for key, parameter in parameters.items()}
+    places = reader_of(parameters, family).own
+    trained = {key: parameters[place.name].requires_grad for key, place in places.items()}
     own: dict[str, list[nn.Parameter]] = {}
     for key, parameter in model.named_parameters():
         # The copy of a tied tensor is trained if the tensor is.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,10 +57,18 @@ class Packed:
     name: str
     parts: tuple[str, ...]
 
+    @cached_property
+    def _patterns(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(re.compile(re.escape(one).replace(r"\{\}", r"(\d+)")) for one in (self.name, *self.parts))
+
     @property
     def is_stack(self) -> bool:
         """Tell whether the first dimension of the tensor counts what its parts make."""
         return self.parts[0].count("{}") > self.name.count("{}")
+
+    def is_name(self, name: str) -> bool:
+        """Tell whether a name is the tensor's in some layer."""
+        return self._patterns[0].fullmatch(name) is not None
 
     def unpacked(self, name: str, key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Place]]:
         """List the parts of a tensor and where they are.
@@ -72,7 +81,7 @@ class Packed:
         Raises:
             CheckpointMismatchError: If it cannot be cut into them.
         """
-        match = _pattern(self.name).fullmatch(name)
+        match = self._patterns[0].fullmatch(name)
         assert match is not None, "only tensors of this name are unpacked"
         counts, num_parts = shape[: int(self.is_stack)], len(self.parts)
         rows = shape[len(counts) : len(counts) + 1]
@@ -90,8 +99,8 @@ class Packed:
 
     def place(self, part: str) -> tuple[str, int, int] | None:
         """Return the tensor that a part belongs to, the index there, and the number of the part; None if it is none."""
-        for number, template in enumerate(self.parts):
-            match = _pattern(template).fullmatch(part)
+        for number, pattern in enumerate(self._patterns[1:]):
+            match = pattern.fullmatch(part)
             if match is not None:
                 numbers = match.groups()
                 return self.name.format(*numbers), int(numbers[-1]) if self.is_stack else 0, number
@@ -110,7 +119,7 @@ def places(name: str, key: str, reader: TensorReader, rules: Iterable[Packed]) -
     Raises:
         CheckpointMismatchError: If it cannot be cut into them.
     """
-    rule = next((one for one in rules if _pattern(one.name).fullmatch(name)), None)
+    rule = next((one for one in rules if one.is_name(name)), None)
     if rule is None:
         yield name, Place(key)
     else:
@@ -133,8 +142,3 @@ def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Te
         rows = [torch.cat([pieces[key] for key in sorted(pieces) if key[0] == index]) for index in indices]
         found[name] = torch.stack(rows) if is_stack else rows[0]
     return found
-
-
-def _pattern(template: str) -> re.Pattern[str]:
-    # Compiled patterns are kept by re.
-    return re.compile(re.escape(template).replace(r"\{\}", r"(\d+)"))
