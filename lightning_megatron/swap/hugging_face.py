@@ -21,10 +21,9 @@ from lightning_megatron.swap.families import Family, find_family
 from lightning_megatron.swap.generation import generating
 from lightning_megatron.swap.language_model import HuggingFaceLM, LabelledGPT
 from lightning_megatron.swap.load import check_tensors, load_from, reader_of
-from lightning_megatron.swap.low_rank import without_adapters
+from lightning_megatron.swap.low_rank import adapter_of, add_adapter, without_adapters
 from lightning_megatron.swap.mapping import named
 from lightning_megatron.swap.own_plan import is_hugging_face
-from lightning_megatron.swap.peft_layers import adapter_of, add_adapter
 from lightning_megatron.swap.pretrained import folder_of
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
