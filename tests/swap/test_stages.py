@@ -1,0 +1,139 @@
+"""Lists of blocks are cut into stages as their plan says, and what cannot be is refused before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron import ParallelPlanError, UnsupportedError
+from lightning_megatron.models.stage import StageCursor, StageDone
+from lightning_megatron.models.staged_blocks import StagedBlocks
+from lightning_megatron.swap import parallelize
+from tests.swap.parts import mesh_of
+
+
+class Model(nn.Module):
+    """Run blocks between an embedding and a head, and after them what was defined before."""
+
+    def __init__(self, tied: bool = False, shared: bool = False) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 11, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+        if shared:
+            self.blocks[3].weight = self.blocks[0].weight
+        self.skips: tuple[int, ...] = ()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = hidden = self.words(tokens)
+        for number, block in enumerate(self.blocks):
+            if number not in self.skips:
+                hidden = block(hidden)
+        return self.head(self.norm(hidden)) + first.sum()
+
+
+def cut(model: nn.Module, plan: dict[str, str] | None, pp_rank: int = 0, **layout: int) -> StagedBlocks:
+    """Leave a rank its stage."""
+    root = nn.ModuleDict({"model": model})
+    parallelize(root, mesh_of(**{"pp": 2, **layout, "pp_rank": pp_rank}), None, plan)
+    (staged,) = (part for part in root.modules() if isinstance(part, StagedBlocks))
+    return staged
+
+
+def refusal(model: nn.Module, plan: dict[str, str] | None, error: type[Exception], **layout: int) -> str:
+    """Return the message of a refusal, which has changed nothing."""
+    before = [type(part) for part in model.modules()]
+    with pytest.raises(error) as caught:
+        cut(model, plan, **layout)
+    assert [type(part) for part in model.modules()] == before
+    return str(caught.value)
+
+
+BLOCKS = {"model.blocks": "blocks"}
+
+
+def test_each_stage_keeps_its_own_under_the_names_of_the_whole() -> None:
+    first, last = Model(tied=True), Model(tied=True)
+    cut(first, BLOCKS), cut(last, {**BLOCKS, "*.norm": "last"}, 1)
+    names = [f"blocks.{index}.{kind}" for index in range(4) for kind in ("weight", "bias")]
+    assert [name for name, _ in first.named_parameters()] == [
+        "words.weight", "norm.weight", "norm.bias", *names[:4]
+    ]  # fmt: skip
+    assert [name for name, _ in last.named_parameters()] == ["norm.weight", "norm.bias", *names[4:], "head.weight"]
+    assert last.head.weight.shard_spec.tied_to == "model.words.weight"
+    assert len(last.blocks) == 4
+    assert last.blocks[0].in_features == 8
+
+
+def test_what_does_not_fit_is_refused_with_the_legal_values() -> None:
+    assert "Did you mean 'model.blocks'" in refusal(Model(), {"model.block": "blocks"}, ParallelPlanError)
+    assert "Use 'blocks', 'first' or 'last'" in refusal(Model(), {"model.blocks": "middle"}, ParallelPlanError)
+    assert "'model.head' (Linear) has it" in refusal(Model(), {"model.head": "blocks"}, ParallelPlanError)
+    beside = refusal(Model(), {**BLOCKS, "model.blocks.1": "last"}, ParallelPlanError)
+    assert "Use 'model.words', 'model.norm' or 'model.head'" in beside
+    assert "must be at least pp x vpp" in refusal(Model(), BLOCKS, ParallelPlanError, pp=8)
+    shared = refusal(Model(shared=True), BLOCKS, UnsupportedError)
+    assert "'model.blocks.0.weight' and 'model.blocks.3.weight' share one weight across pipeline stages" in shared
+    # One stage has nothing to cut, but a misspelt name is one.
+    assert "matches nothing" in refusal(Model(), {"model.block": "blocks"}, ParallelPlanError, pp=1)
+
+
+def run(model: Any, staged: StagedBlocks, **cursor: Any) -> tuple[Any, StageCursor]:
+    """Run a stage."""
+    staged.cursor = StageCursor(chunk=0, **{"hidden": None, **cursor})
+    try:
+        return model(torch.zeros(2, 3, dtype=torch.long)), staged.cursor
+    except StageDone:
+        return None, staged.cursor
+
+
+def test_stages_take_turns_and_what_does_not_travel_is_nan() -> None:
+    torch.manual_seed(0)
+    first, last, whole = Model(), Model(), Model()
+    for model in (first, last):
+        model.load_state_dict(whole.state_dict())
+    head, tail = cut(first, BLOCKS), cut(last, {**BLOCKS, "*.norm": "last"}, 1)
+    for model, staged in ((first, head), (last, tail)):
+        _, cursor = run(model, staged, probe=True)
+        assert (cursor.boundary, cursor.dtype) == (torch.Size((2, 3, 8)), torch.float32)
+    _, cursor = run(first, head)
+    assert cursor.output is not None
+    result, _ = run(last, tail, hidden=cursor.output.detach())
+    # The embedding's sum is not among what travels.
+    assert result.isnan().all()
+    last.words.forward = lambda tokens: whole.words(tokens)
+    result, _ = run(last, tail, hidden=cursor.output.detach())
+    torch.testing.assert_close(result, whole(torch.zeros(2, 3, dtype=torch.long)))
+
+
+def test_calls_that_a_stage_cannot_answer_are_refused() -> None:
+    model = Model()
+    staged = cut(model, BLOCKS, 1)
+    with pytest.raises(UnsupportedError, match="cannot be called by itself"):
+        model(torch.zeros(2, 3, dtype=torch.long))
+    hidden = torch.zeros(2, 3, 8)
+    with pytest.raises(UnsupportedError, match=r"'model.norm' is called after the blocks.*'model.norm': 'last'"):
+        run(model, staged, hidden=hidden)
+    model.skips = (1,)
+    with pytest.raises(UnsupportedError, match="2 was called where it was the turn of 1"):
+        run(model, staged, hidden=hidden)
+
+
+def test_hugging_face_models_say_what_their_stages_are() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "pad_token_id": None}
+    config = transformers.Olmo2Config(**sizes, num_attention_heads=2)
+    model = transformers.Olmo2ForCausalLM(config)
+    staged = cut(model, None)
+    assert (staged.name, len(staged)) == ("model.model.layers", 2)
+    tokens = torch.zeros(1, 3, dtype=torch.long)
+    for asked in ({"output_hidden_states": True}, {"use_cache": True}):
+        with pytest.raises(UnsupportedError, match="cannot be given with pp above 1: the call asks for it"):
+            model(tokens, **asked)
+    config.output_hidden_states = True
+    assert "the configuration of Olmo2" in refusal(transformers.Olmo2ForCausalLM(config), None, UnsupportedError)
