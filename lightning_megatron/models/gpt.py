@@ -45,6 +45,7 @@ class GPT(LayeredModule):
 
     Raises:
         ParallelPlanError: If the layout cannot hold the model.
+        UnsupportedError: If it has experts.
     """
 
     config: GPTConfig
