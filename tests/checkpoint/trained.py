@@ -1,0 +1,123 @@
+"""A model and its optimizer under a layout: trained a little, saved, loaded, and compared with full tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.checkpoint import (
+    Entry,
+    load_metadata,
+    load_model,
+    load_optimizer,
+    model_tensors,
+    optimizer_metadata,
+    optimizer_tensors,
+    save_checkpoint,
+)
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.training import Division
+from tests.training.runs import Run
+from tests.training.synthetic import HEAD, WORD, parameters, set_gradients
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp2 pp2": {"tp": 2, "pp": 2},
+    "tp4": {"tp": 4},
+    "pp4": {"pp": 4},
+    "dp4": {},
+    "dp4 whole parameters": {},
+    "dp4 zero0": {},
+    "dp2 tp2": {"tp": 2},
+    "dp2 pp2 zero0": {"pp": 2},
+}
+# Buckets are small, so that slices end anywhere inside parameters.
+WAYS = {
+    "whole parameters": Division(slices="parameters"),
+    "zero0": Division(zero=0, bucket_size=40),
+    "elements": Division(slices="elements", bucket_size=40),
+}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
+}
+STEPS = 2
+
+
+class Trained:
+    """A model, its optimizer and its mesh, without anything that this rank does not hold."""
+
+    def __init__(self, mesh: ParallelMesh, optimizer: str, layout: str = "") -> None:
+        self.mesh, self.named = mesh, parameters(mesh)
+        division = division_of(layout)
+        self.run = Run(self.named, mesh, division, lambda _: OPTIMIZERS[optimizer](groups_of(self.named)))
+        self.main, self.optimizer = self.run.main, self.run.optimizer
+
+    def train(self) -> None:
+        for _ in range(STEPS):
+            other = parameters(self.mesh)
+            set_gradients(other, self.mesh)
+            self.run.zero_grad()
+            gradients = {name: p.grad for name, p in other.items() if p.grad is not None}
+            self.run.backward(gradients, is_last=self.mesh.pp.size == 1)
+            self.run.finish()
+            self.run.step()
+        self.optimizer.param_groups[1]["lr"] = 0.125
+
+    def tensors(self) -> dict[str, Entry]:
+        return {**model_tensors(nn.Module(), self.main), **optimizer_tensors(0, self.optimizer, self.main)}
+
+    def save(self, path: Path) -> None:
+        metadata = {"optimizer": optimizer_metadata(self.optimizer, self.main, self.mesh)}
+        place = self.mesh.layout.coordinates(self.mesh.rank)
+        save_checkpoint(path, self.tensors(), metadata, {"place": place}, self.mesh)
+
+    def load(self, path: Path) -> None:
+        load_model(path, nn.Module(), self.main, self.mesh)
+        metadata = load_metadata(path)["optimizer"]
+        load_optimizer(path, 0, self.optimizer, self.main, self.mesh, metadata)
+
+
+def groups_of(named: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    matrices = [parameter for parameter in named.values() if parameter.ndim == 2]
+    return [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": [parameter for parameter in named.values() if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def difference(full: Mapping[str, Tensor], trained: Trained) -> list[str]:
+    """List the local tensors that are not bitwise their part of the full one, padding and tied copies included."""
+    wrong = []
+    for name, entry in trained.tensors().items():
+        source = full[name.replace(HEAD, WORD)]
+        for box, view in entry.placement.local_views(entry.tensor):
+            part = source
+            for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                part = part.narrow(dim, start, size)
+            if not torch.equal(view, part):
+                wrong.append(name)
+    for name, parameter in trained.named.items():
+        # The model's own parameters, which every data rank has whole.
+        spec = shard_spec_of(parameter)
+        local = parameter.narrow(spec.dim, 0, spec.local_extent) if spec.full_shape else parameter
+        if not torch.equal(local, spec.shard(full[f"state_dict.{name.replace(HEAD, WORD)}"])):
+            wrong.append(f"the model's {name}")
+        if name in (WORD, HEAD) and not (parameter[spec.local_extent :] == 1000).all():
+            wrong.append(f"padding of {name}")
+    return wrong
+
+
+def mesh_of(layout: str, size: int) -> ParallelMesh:
+    return ParallelMesh.create(ParallelLayout(size, **LAYOUTS[layout]))
+
+
+def division_of(layout: str) -> Division:
+    return next((division for way, division in WAYS.items() if way in layout), WAYS["elements"])

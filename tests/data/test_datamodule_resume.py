@@ -1,0 +1,224 @@
+"""A resumed run of TokenDataModule sees exactly the samples that the first has not finished."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from lightning_megatron.data.datamodule import TokenDataModule
+from tests.data.recorder import SEQ_LENGTH, Recorder, make_trainer, run
+
+
+class EarlyAsker(Recorder):
+    """Ask for the number of steps while optimizers are built, before the loops are restored."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.num_steps = self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+class StopAfter(Callback):
+    """Save a checkpoint after some batches, then break off as a killed job does."""
+
+    def __init__(self, batches: int, path: Path) -> None:
+        self.batches, self.path = batches, path
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.batches -= 1
+        if self.batches == 0:
+            trainer.save_checkpoint(self.path)
+            raise KeyboardInterrupt
+
+
+BY_STEPS = {"max_steps": 14, "max_epochs": -1}
+BY_EPOCHS = {"max_epochs": 2}
+
+
+@pytest.mark.parametrize("limits", [BY_STEPS, BY_EPOCHS], ids=["steps", "epochs"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("module_class", [Recorder, EarlyAsker])
+def test_a_killed_run_continues_with_the_next_sample(
+    tmp_path: Path, corpus: str, limits: dict[str, int], num_workers: int, module_class: type[Recorder]
+) -> None:
+    def data() -> TokenDataModule:
+        return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=9, num_workers=num_workers)
+
+    whole = run(module_class(), data(), make_trainer(tmp_path, **limits))
+    assert len(whole) == (14 if limits is BY_STEPS else 22)
+    path = tmp_path / "killed.ckpt"
+    # in the middle, at the end of an epoch, and in the second epoch
+    for stop in (5,) if num_workers or limits is BY_STEPS else (5, 11, 15):
+        first = run(module_class(), data(), make_trainer(tmp_path, StopAfter(stop, path), **limits))
+        assert first == whole[:stop]
+        rest = run(module_class(), data(), make_trainer(tmp_path, **limits), path)
+        assert first + rest == whole
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_another_batch_size_continues_at_the_same_sample(tmp_path: Path, corpus: str, batch_size: int) -> None:
+    path, limits = tmp_path / "killed.ckpt", {"max_steps": 12, "max_epochs": -1}
+    whole = run(Recorder(), TokenDataModule(corpus, seq_length=4, batch_size=1), make_trainer(tmp_path, max_steps=300))
+    order = [window for [window] in whole]
+    first = run(
+        Recorder(),
+        TokenDataModule(corpus, seq_length=4, batch_size=8),
+        make_trainer(tmp_path, StopAfter(5, path), **limits),
+    )
+    rest = run(
+        Recorder(), TokenDataModule(corpus, seq_length=4, batch_size=batch_size), make_trainer(tmp_path, **limits), path
+    )
+    assert len(rest) == 7
+    taken = sum(first + rest, [])
+    assert taken == order[: len(taken)]
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_a_run_by_epochs_may_change_its_batch_size_within_one(tmp_path: Path, corpus: str, batch_size: int) -> None:
+    path = tmp_path / "killed.ckpt"
+
+    def data(size: int) -> TokenDataModule:
+        return TokenDataModule(corpus, corpus, seq_length=4, batch_size=size)
+
+    limits = {"max_epochs": 3, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    order = sum(run(Recorder(), data(1), make_trainer(tmp_path, **limits)), [])
+    first = run(Recorder(), data(8), make_trainer(tmp_path, StopAfter(5, path), **limits))
+    module = Recorder()
+    rest = run(module, data(batch_size), make_trainer(tmp_path, **limits), path)
+    per_epoch = [(99 - 40) // batch_size, 99 // batch_size, 99 // batch_size]
+    assert len(rest) == sum(per_epoch)
+    assert sum(first + rest[: per_epoch[0]], []) == order[: 40 + per_epoch[0] * batch_size]
+    second = rest[per_epoch[0] : per_epoch[0] + per_epoch[1]]
+    assert sum(second, []) == order[99 : 99 + per_epoch[1] * batch_size]
+    assert len(module.validated) == 3
+
+
+class LateStrategy(SingleDeviceStrategy):
+    """Restore checkpoints after the optimizers were built, as sharded strategies do."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("limits", [BY_STEPS, BY_EPOCHS], ids=["steps", "epochs"])
+def test_a_strategy_that_restores_late_continues_with_the_next_sample(
+    tmp_path: Path, corpus: str, limits: dict[str, int]
+) -> None:
+    def trainer(*callbacks: Callback) -> Trainer:
+        return make_trainer(tmp_path, *callbacks, strategy=LateStrategy(), accelerator="auto", **limits)
+
+    def data() -> TokenDataModule:
+        return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=9, num_workers=1)
+
+    whole = run(EarlyAsker(), data(), trainer())
+    path = tmp_path / "killed.ckpt"
+    first = run(EarlyAsker(), data(), trainer(StopAfter(5, path)))
+    assert first + run(EarlyAsker(), data(), trainer(), path) == whole
+
+
+def test_checkpoints_of_validation_within_an_epoch_resume(tmp_path: Path, corpus: str) -> None:
+    def data() -> TokenDataModule:
+        return TokenDataModule(corpus, corpus, seq_length=SEQ_LENGTH, batch_size=9)
+
+    class SaveAfterValidation(Callback):
+        def on_validation_end(self, trainer: Trainer, _: LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    limits = {"max_epochs": 2, "val_check_interval": 3, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    whole = run(Recorder(), data(), make_trainer(tmp_path, SaveAfterValidation(), **limits))
+    for step in (3, 9, 14):
+        assert run(Recorder(), data(), make_trainer(tmp_path, **limits), tmp_path / f"{step}.ckpt") == whole[step:]
+
+
+def test_a_finished_run_goes_on_with_more_steps_where_it_stopped(tmp_path: Path, corpus: str) -> None:
+    def data() -> TokenDataModule:
+        return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=4)
+
+    whole = run(Recorder(), data(), make_trainer(tmp_path, max_steps=50))
+    trainer = make_trainer(tmp_path, max_steps=20)
+    first = run(Recorder(), data(), trainer)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    rest = run(Recorder(), data(), make_trainer(tmp_path, max_steps=50), tmp_path / "end.ckpt")
+    assert first + rest == whole
+
+
+def test_short_epochs_of_a_run_by_steps_follow_each_other(tmp_path: Path, corpus: str) -> None:
+    def data() -> TokenDataModule:
+        return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=4)
+
+    whole = run(Recorder(), data(), make_trainer(tmp_path, max_steps=20))
+    limits = {"max_steps": 20, "limit_train_batches": 5}
+    assert run(Recorder(), data(), make_trainer(tmp_path, **limits)) == whole
+    path = tmp_path / "killed.ckpt"
+    for stop in (7, 10):
+        first = run(Recorder(), data(), make_trainer(tmp_path, StopAfter(stop, path), **limits))
+        assert first + run(Recorder(), data(), make_trainer(tmp_path, **limits), path) == whole
+
+
+def test_limited_epochs_resume_in_the_next_epoch(tmp_path: Path, corpus: str) -> None:
+    def data() -> TokenDataModule:
+        return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=4)
+
+    limits = {"max_epochs": 3, "limit_train_batches": 5}
+    whole = run(Recorder(), data(), make_trainer(tmp_path, **limits))
+    assert len(whole) == 15
+    path = tmp_path / "killed.ckpt"
+    for stop in (3, 5, 10, 12):
+        first = run(Recorder(), data(), make_trainer(tmp_path, StopAfter(stop, path), **limits))
+        assert first + run(Recorder(), data(), make_trainer(tmp_path, **limits), path) == whole
+
+
+def test_checkpoints_at_the_end_of_epochs_resume(tmp_path: Path, corpus: str) -> None:
+    def data() -> TokenDataModule:
+        return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=9)
+
+    keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    whole = run(Recorder(), data(), make_trainer(tmp_path, keep, max_epochs=3))
+    rest = run(Recorder(), data(), make_trainer(tmp_path, max_epochs=3), tmp_path / "epoch=0.ckpt")
+    assert rest == whole[11:]
+
+
+def test_other_training_data_start_from_their_beginning_with_a_warning(tmp_path: Path, corpus: str) -> None:
+    path = tmp_path / "killed.ckpt"
+    first, second = (TokenDataModule(corpus, seq_length=4, batch_size=4, seed=seed) for seed in (1, 2))
+    run(Recorder(), first, make_trainer(tmp_path, StopAfter(3, path), max_steps=9))
+    fresh = run(Recorder(), second, make_trainer(tmp_path, max_steps=9))
+    module = Recorder()
+    with pytest.warns(UserWarning, match="written with other training data"):
+        make_trainer(tmp_path, max_steps=9).fit(module, datamodule=second, ckpt_path=path)
+    assert module.seen == fresh[:6]
+
+
+class TwoReplicas(DDPStrategy):
+    """Say that this one process is one of two data-parallel ranks."""
+
+    index = 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": 2, "rank": self.index}
+
+
+@pytest.mark.parametrize("stop", [None, 4])
+def test_lightning_leaves_the_sampler_of_a_distributed_run_alone(tmp_path: Path, corpus: str, stop: int | None) -> None:
+    def data(batch_size: int) -> TokenDataModule:
+        return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=batch_size)
+
+    whole = run(Recorder(), data(8), make_trainer(tmp_path, max_steps=10))
+    path = tmp_path / "killed.ckpt"
+    if stop is not None:
+        run(Recorder(), data(8), make_trainer(tmp_path, StopAfter(stop, path), max_steps=10))
+    ranks = []
+    for index in range(2):
+        strategy = TwoReplicas()
+        strategy.index = index
+        trainer = make_trainer(tmp_path, max_steps=10, strategy=strategy, devices=1)
+        ranks.append(run(Recorder(), data(4), trainer, path if stop else None))
+        torch.distributed.destroy_process_group()
+    assert [a + b for a, b in zip(*ranks, strict=True)] == whole[stop or 0 :]
