@@ -73,16 +73,16 @@ class SavedModel:
         prefix = f"{MODEL}{name}.{layers}" if name else f"{MODEL}{layers}"
         return cls(path, prefix, family, model["config"], None if adapter is None else Adapter(**adapter))
 
-    def factors(self) -> dict[str, Tensor]:
-        """Read the full factors of the adapter's updates, by our names."""
-        factors = () if self.adapter is None else self.adapter.factors(self._table)
-        return dict(self._read({factor.target for factor in factors}))
+    def adapter_tensors(self) -> dict[str, Tensor]:
+        """Read the full tensors that belong to the adapter, by our names."""
+        return {} if self.adapter is None else dict(self._read(self.adapter.tensors(self._table)))
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Read the full tensors of the model one by one, by our names, with the adapter's updates added."""
         if self.adapter is None:
             return self._read()
-        return merged(self._read(), self.factors(), self.adapter.maps(self._table), self.adapter)
+        factors = dict(self._read({factor.target for factor in self.adapter.factors(self._table)}))
+        return merged(self._read(), factors, self.adapter.maps(self._table), self.adapter)
 
     @property
     def _table(self) -> tuple[TensorMap, ...]:
@@ -126,7 +126,7 @@ def export_model(
             "trained. Leave merge out."
         )
     if saved.adapter is not None and not merge:
-        export_adapter(saved.factors().items(), saved.family, saved.config, saved.adapter, out, dtype)
+        export_adapter(saved.adapter_tensors().items(), saved.family, saved.config, saved.adapter, out, dtype)
     else:
         export_folder(saved.merged_tensors(), saved.family, saved.config, out, max_file_bytes, dtype)
 

@@ -135,7 +135,7 @@ def export_adapter(
     """Write an adapter such that ``PeftModel.from_pretrained`` gives the same tensors.
 
     Args:
-        full_tensors: Names of the factors of ours and their full values, in any order.
+        full_tensors: Names of ours and full values of all that is trained, in any order.
         family: How the tensors of the model are named and cut.
         hf_config: The configuration of the model.
         adapter: What peft knows of it.
@@ -143,21 +143,21 @@ def export_adapter(
         dtype: Of the factors; None keeps what is given.
 
     Raises:
-        CheckpointMismatchError: If a factor is missing or of another shape.
+        CheckpointMismatchError: If a tensor is missing or unknown.
     """
-    table = family.tensors(family.config(hf_config))
-    factors, found = {factor.target: factor for factor in adapter.factors(table)}, dict(full_tensors)
-    if factors.keys() != found.keys():
+    wanted, found = adapter.tensors(family.tensors(family.config(hf_config))), dict(full_tensors)
+    if wanted.keys() != found.keys():
         raise CheckpointMismatchError(
-            f"an adapter is written with all its factors: {named(factors.keys() ^ found.keys())} missing or unknown. "
+            f"an adapter is written with all its tensors: {named(wanted.keys() ^ found.keys())} missing or unknown. "
             "peft would draw them anew. Give those of the whole model."
         )
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
+    parts = {target: tensor.split(found[target]) for target, (tensor, _) in wanted.items()}
     tensors = {
-        f"{_ADAPTED}{name}": part if dtype is None else part.to(dtype)
-        for target, factor in factors.items()
-        for name, part in factor.split(found[target]).items()
+        f"{_ADAPTED}{name}": parts[target][name].to(dtype or parts[target][name].dtype)
+        for target, (_, names) in wanted.items()
+        for name in names
     }
     writer = _Writer(
         place, sum(part.nbytes for part in tensors.values()), {n: tuple(p.shape) for n, p in tensors.items()}

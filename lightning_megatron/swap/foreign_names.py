@@ -91,6 +91,12 @@ def _wrapped(
     adapter: Adapter, table: Iterable[TensorMap], found: dict[str, Tensor], prefix: str, layers: str
 ) -> dict[str, Tensor]:
     """Take the tensors of adapted layers out of ``found`` and return them as the layers of peft have them."""
+    if adapter.saved:
+        raise UnsupportedError(
+            f"modules that peft trains as a whole cannot be written as one file: {', '.join(adapter.saved)}. It keeps "
+            "them as they were before, too, and that is gone. Write the adapter or the merged model with "
+            "`lightning-megatron convert`."
+        )
     inside: dict[str, Tensor] = {}
     for module in adapter.ranks:
         for name in (f"{module}.weight", f"{module}.bias"):

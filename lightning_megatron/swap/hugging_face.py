@@ -21,9 +21,10 @@ from lightning_megatron.swap.families import Family, find_family
 from lightning_megatron.swap.generation import generating
 from lightning_megatron.swap.language_model import HuggingFaceLM, LabelledGPT
 from lightning_megatron.swap.load import check_tensors, load_from, reader_of
-from lightning_megatron.swap.low_rank import adapter_of, add_adapter, without_adapters
+from lightning_megatron.swap.low_rank import without_adapters
 from lightning_megatron.swap.mapping import named
 from lightning_megatron.swap.own_plan import is_hugging_face
+from lightning_megatron.swap.peft_layers import adapter_of, add_adapter, remove_input_hooks
 from lightning_megatron.swap.pretrained import folder_of
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
@@ -81,6 +82,7 @@ def swapped_model(
         CheckpointMismatchError: If the model has other tensors than its family.
     """
     adapter, tensors = adapter_of(name, source, family), without_adapters(source.state_dict())
+    remove_input_hooks(source)
     model = _built(source, family, mesh)
     had_values = not any(tensor.is_meta for tensor in tensors.values())
     folder = folder_of(source)

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.legal_values import divisors, one_of
+from lightning_megatron.swap.peft_layers import is_of_peft
 from lightning_megatron.swap.plan import Place
 
 #: What the styles of Hugging Face's plans are here.
@@ -36,11 +37,11 @@ def own_plan(model: Any) -> dict[str, str]:
     """Return the plan of a Hugging Face model in kinds of ours, by patterns over its names.
 
     Returns:
-        Nothing for models that bring no plan, and for plans with a style that has no kind here: a part of a plan would
-        give wrong results.
+        Nothing for models that bring no plan, for plans with a style that has no kind here, and where peft has wrapped
+        layers: a part of a plan would give wrong results.
     """
     styles: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    if not styles or not set(styles.values()) <= _KINDS.keys():
+    if any(is_of_peft(module) for module in model.modules()) or not styles or not set(styles.values()) <= _KINDS.keys():
         return {}
     head = model.get_output_embeddings()
     heads = [name for name, module in model.named_modules() if module is head and head is not None]

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.low_rank import LowRankUpdates
 from lightning_megatron.swap.adapter import ReplacedModel
-from lightning_megatron.swap.low_rank import is_of_peft
+from lightning_megatron.swap.peft_layers import is_of_peft
 
 #: Methods that look for peft's own layers, which are gone, and would do nothing without a word.
 _INSIDE = (
@@ -45,6 +45,17 @@ def keep_wrappers(root: nn.Module) -> None:
 @contextmanager
 def _disabled(wrapper: nn.Module) -> Iterator[None]:
     """Compute what the model does without its adapter."""
+    saved = [
+        name
+        for part in wrapper.modules()
+        if isinstance(part, ReplacedModel) and part.adapter
+        for name in part.adapter.saved
+    ]
+    if saved:
+        raise UnsupportedError(
+            f"an adapter with modules_to_save cannot be switched off: {', '.join(saved)}. What they were before is not "
+            "kept. Leave modules_to_save out."
+        )
     updates = [part for part in wrapper.modules() if isinstance(part, LowRankUpdates)]
     before = [part.is_enabled for part in updates]
     for part in updates:

@@ -70,11 +70,23 @@ def _giving_adapters_values() -> Iterator[None]:
         inject(self, model, adapter_name, *args, **kwargs)
         _draw_adapters(model, adapter_name, first)
 
-    tuner.inject_adapter = injected
+    wrapper = sys.modules["peft"].PeftModel
+    load = wrapper.load_adapter
+
+    def loaded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        if any(parameter.is_meta for name, parameter in self.named_parameters() if ".modules_to_save." in name):
+            raise UnsupportedError(
+                "modules_to_save cannot be loaded where weights are read later, because their values would be lost. "
+                "Build the model in __init__."
+            )
+        return result
+
+    tuner.inject_adapter, wrapper.load_adapter = injected, loaded
     try:
         yield
     finally:
-        tuner.inject_adapter = inject
+        tuner.inject_adapter, wrapper.load_adapter = inject, load
 
 
 def _draw_adapters(model: nn.Module, name: str, first: bool | str) -> None:

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.cli import main
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.adapter import ReplacedModel
 from tests.proof.test_hugging_face import FineTune, InOrder, V
+from tests.swap.encoders import encoder_of
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
@@ -135,3 +139,39 @@ def test_every_layout_trains_as_peft_does_and_gives_its_folder_back(folders: tup
     losses = [evaluate(None, 1, base, str(again), None), evaluate(None, 1, base, given, str(file))]
     losses += [evaluate({}, 1, base, given, str(file)), evaluate({}, 1, base, given, out)]
     assert losses == pytest.approx([first] * 4, abs=1e-5)
+
+
+class Classify(LightningModule):
+    """Train an adapter and a head."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def configure_model(self) -> None:
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(self.folder)
+        self.model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        return self.model(input_ids=batch[0], labels=batch[1]).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+
+
+def test_heads_that_are_trained_as_a_whole_come_back_with_the_adapter(tmp_path: Path) -> None:
+    base = encoder_of("bert classes")
+    base.save_pretrained(tmp_path / "base")
+    tokens, labels = torch.arange(48).view(4, 12), torch.arange(4)
+    module, trainer = Classify(str(tmp_path / "base")), trainer_of({}, 1)
+    trainer.fit(module, DataLoader(TensorDataset(tokens, labels), batch_size=2))
+    trainer.save_checkpoint(tmp_path / "trained.ckpt")
+    main(["convert", str(tmp_path / "trained.ckpt"), str(tmp_path / "adapter")])
+    read = peft.PeftModel.from_pretrained(base.eval(), tmp_path / "adapter")
+    with torch.no_grad():
+        assert torch.allclose(read(tokens).logits, module.model.eval()(tokens).logits, atol=1e-5)
+        with (
+            pytest.raises(UnsupportedError, match="modules_to_save cannot be switched off"),
+            module.model.disable_adapter(),
+        ):
+            pass

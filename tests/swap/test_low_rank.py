@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import warnings
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap import parallelize
+from lightning_megatron.swap import building_on_meta, parallelize
 from lightning_megatron.swap.adapter import ReplacedModel
-from lightning_megatron.swap.low_rank import low_rank_maps
 from lightning_megatron.swap.mapping import TensorsInMemory
 from tests.oracles import assert_equal, gather_full
 from tests.swap.encoders import CASES as ENCODERS
 from tests.swap.families import CASES as DECODERS
+from tests.swap.families import transformers, twin_of
 from tests.swap.test_encoders import exact as exact_encoder
 from tests.swap.test_encoders import inputs as encoder_inputs
 from tests.swap.test_encoders import labelled, loss_of
@@ -56,16 +59,15 @@ def swapped(wrapped: nn.Module, mesh: ParallelMesh) -> Any:
 def check_gradients(wrapped: Any, twin: Any, mesh: ParallelMesh, what: str) -> None:
     """Compare the gradient of every factor with that of peft; what is frozen has none."""
     model: ReplacedModel = wrapped.get_base_model()
-    theirs = {name.partition(".model.")[2]: one.grad for name, one in twin.named_parameters() if one.requires_grad}
-    theirs = {name.replace(".default.", "."): gradient for name, gradient in theirs.items()}
-    ranks = {name.removesuffix(".lora_A.weight"): len(one) for name, one in theirs.items() if "lora_A" in name}
+    theirs = {name.removeprefix("base_model.model."): one.grad for name, one in twin.named_parameters()}
+    theirs = {name.replace(".default.", ".").replace(".modules_to_save.", "."): one for name, one in theirs.items()}
+    wanted = model.adapter.tensors(model.family.tensors(model.body.config)) if model.adapter else {}
     expected = {}
-    for place in low_rank_maps(model.family.tensors(model.body.config), ranks):
-        for factor in (place.a, place.b):
-            full = torch.empty(factor.shape, dtype=torch.float64)
-            factor.fill(full, [0, 0], factor.shape, TensorsInMemory(theirs))
-            expected[factor.target] = full
-    assert len(expected) == len(theirs)
+    for tensor, _ in wanted.values():
+        full = torch.empty(tensor.shape, dtype=torch.float64)
+        tensor.fill(full, [0] * full.dim(), tensor.shape, TensorsInMemory(theirs))
+        expected[tensor.target] = full
+    assert len(expected) == sum(parameter.requires_grad for parameter in twin.parameters())
     trained = {name: one for name, one in model.body.named_parameters() if one.requires_grad}
     assert trained.keys() == expected.keys()
     for name, parameter in trained.items():
@@ -95,8 +97,10 @@ def compare_decoders(case: str, mesh: ParallelMesh, **settings: Any) -> None:
 
 
 def compare_encoders(case: str, mesh: ParallelMesh) -> None:
-    # Their classifiers are wrapped otherwise if peft knows the task.
-    twin, wrapped = adapted(exact_encoder(case)), swapped(adapted(exact_encoder(case)), mesh)
+    # With the task peft trains classifiers as a whole.
+    settings = {"task_type": "SEQ_CLS"} if "classes" in case else {}
+    twin = adapted(exact_encoder(case), **settings)
+    wrapped = swapped(adapted(exact_encoder(case), **settings), mesh)
     call = labelled(case, encoder_inputs(twin.get_base_model())["padded right"])
     what = f"{case}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
     expected, output = twin(**call), wrapped(**call)
@@ -117,18 +121,131 @@ def test_one_process_computes_what_peft_does() -> None:
     compare_decoders("llama", ParallelMesh.single(), **some)
 
 
+class Updated(nn.Module):
+    """A layer with an update of low rank, as users write it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def compare_own_updates(mesh: ParallelMesh) -> None:
+    torch.manual_seed(0)
+    twin = nn.Sequential(Updated(nn.Linear(8, 8)), nn.GELU(), Updated(nn.Linear(8, 8))).double()
+    root, x = deepcopy(twin), torch.randn(3, 8, dtype=torch.float64)
+    parallelize(root, mesh, {"0.base": "column_gather", "2.base": "row_split"})
+    assert root[0].base.weight.shape[0] == 8 // mesh.tp.size
+    for model in (twin, root):
+        model(x).square().sum().backward()
+    for name, parameter in root.named_parameters():
+        if parameter.requires_grad:
+            assert_equal(parameter.grad, twin.get_parameter(name).grad, name, 1e-9)
+
+
 def check_ranks(rank: int, size: int) -> None:
     for tp in (2, 4):
         for sequence_parallel in (False, True):
             mesh = ParallelMesh.create(ParallelLayout(size, tp=tp), sequence_parallel=sequence_parallel)
-            for case in (LLAMA, "gpt2", "gpt_neox", "phi3") if tp == 2 else (LLAMA,):
+            if tp == 4:
+                compare_decoders(LLAMA, mesh)
+                continue
+            for case in (LLAMA, "gpt_neox") if sequence_parallel else ("gpt2", "phi3"):
                 compare_decoders(case, mesh)
-            if tp == 2:
-                compare_decoders("llama", mesh, target_modules=["v_proj", "gate_proj"])
-                for case in ("bert masked", "roberta classes"):
-                    compare_encoders(case, mesh)
+            compare_encoders("roberta classes" if sequence_parallel else "bert classes", mesh)
+            compare_encoders("bert masked", mesh)
+            compare_own_updates(mesh)
             mesh.destroy()
 
 
 def test_ranks_compute_what_peft_does() -> None:
     run_world(check_ranks, 4)
+
+
+def test_dropout_drops_of_the_input_of_the_update_alone() -> None:
+    wrapped = swapped(adapted(exact_twin("llama"), lora_dropout=0.5), ParallelMesh.single())
+    call = inputs()["whole"]
+    update = wrapped.get_base_model().gpt.layers["1"].attention.qkv.low_rank["q_proj"]
+    # As peft has it: the model comes without dropout, what is new does not.
+    assert update.training
+    assert not wrapped.get_base_model().gpt.training
+    losses = []
+    for step in range(4):
+        wrapped.get_base_model().gpt.mesh.random.begin_microbatch(step, 0)
+        losses.append(wrapped.train(step < 2)(**call).loss.detach())
+    assert losses[0] != losses[1]
+    assert losses[2] == losses[3]
+    gradients = []
+    for recompute in ("none", "selective", "full"):
+        wrapped.train().zero_grad()
+        wrapped.get_base_model().gpt.recompute = recompute
+        wrapped(**call).loss.backward()
+        gradients.append(update.b.weight.grad.clone())
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
+    update.train()
+    x = torch.ones(50, 20, 48, dtype=torch.float64)
+    wrapped.get_base_model().gpt.mesh.random.seek(1)
+    with torch.no_grad():
+        mean = sum(update(x) for _ in range(20)) / 20
+        assert_equal(mean.mean((0, 1)), update.eval()(x)[0, 0], "mean of what is kept", 0.02)
+
+
+def test_adapters_of_models_without_values_begin_as_with_peft(tmp_path: Path) -> None:
+    twin_of("llama").save_pretrained(tmp_path)
+    root = nn.Module()
+    torch.manual_seed(1)
+    with building_on_meta():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        model.gradient_checkpointing_enable()
+        root.model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    assert model.device.type == "meta"
+    drawn = {name: p.detach().clone() for name, p in root.model.named_parameters() if "lora_" in name}
+    parallelize(root, ParallelMesh.single())
+    layers = root.model.get_base_model().gpt.layers
+    for layer in range(3):
+        for module, update in (
+            ("self_attn.q_proj", layers[str(layer)].attention.qkv.low_rank["q_proj"]),
+            ("mlp.down_proj", layers[str(layer)].mlp.down.low_rank["down_proj"]),
+        ):
+            name, bound = f"base_model.model.model.layers.{layer}.{module}", update.a.weight.shape[1] ** -0.5
+            assert torch.equal(update.a.weight, drawn[f"{name}.lora_A.default.weight"])
+            assert 0.9 * bound < update.a.weight.abs().max() <= bound
+            assert not update.b.weight.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True}, "its use_dora is True"),
+        ({"bias": "all"}, "its bias is 'all'"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "'model.embed_tokens' is a Embedding"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "'lm_head' cannot be adapted"),
+        ({"trainable_token_indices": [1]}, "its trainable_token_indices is"),
+    ],
+)
+def test_what_is_more_than_lora_is_refused_by_its_name(settings: dict[str, Any], message: str) -> None:
+    root = nn.ModuleDict({"model": adapted(twin_of("llama"), **settings)})
+    with pytest.raises(UnsupportedError, match=message):
+        parallelize(root, ParallelMesh.single())
+
+
+def test_other_states_of_adapters_are_refused(tmp_path: Path) -> None:
+    wrapped = adapted(twin_of("llama"))
+    wrapped.merge_adapter()
+    with pytest.raises(UnsupportedError, match="is merged"):
+        parallelize(nn.ModuleDict({"model": wrapped}), ParallelMesh.single())
+    wrapped.unmerge_adapter()
+    wrapped.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedError, match="it has the adapters 'default', 'second'"):
+        parallelize(nn.ModuleDict({"model": wrapped}), ParallelMesh.single())
+    other = peft.get_peft_model(twin_of("llama"), peft.LoHaConfig(target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedError, match="is a Linear"):
+        parallelize(nn.ModuleDict({"model": other}), ParallelMesh.single())
+    wrapped = swapped(adapted(twin_of("llama")), ParallelMesh.single())
+    for method in ("save_pretrained", "merge_and_unload"):
+        with pytest.raises(UnsupportedError, match=f"{method} needs the layers of peft.*convert"):
+            getattr(wrapped, method)(tmp_path)
