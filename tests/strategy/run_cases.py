@@ -61,7 +61,7 @@ class Bench:
         quiet |= {"use_distributed_sampler": self.num_data > 1, "callbacks": [Runs()]}
         return Trainer(**{**quiet, **options}, strategy=strategy or "auto", devices=self.devices)
 
-    def loaders(self, batch_size: int = 4, num_samples: int = 32) -> tuple[DataLoader, DataLoader]:
+    def loaders(self, batch_size: int = 4, num_samples: int = 16) -> tuple[DataLoader, DataLoader]:
         """Return training and validation data whose batches over all data-parallel ranks are the same."""
         return loader(num_samples, batch_size // self.num_data), loader(8, 4 // self.num_data, seed=2)
 
@@ -82,7 +82,7 @@ def outcome(trainer: Trainer, model: TinyLM) -> dict[str, Any]:
     }
 
 
-def fit(bench: Bench, model: TinyLM | None = None, batch_size: int = 4, num_samples: int = 32, **options: Any) -> Any:
+def fit(bench: Bench, model: TinyLM | None = None, batch_size: int = 4, num_samples: int = 16, **options: Any) -> Any:
     """Fit and collect."""
     model = model or TinyLM()
     trainer = bench.trainer(**options)
@@ -104,7 +104,7 @@ def checkpoints(bench: Bench) -> Any:
 
 def resume(bench: Bench) -> Any:
     path = bench.folder / "middle.ckpt"
-    trainer, model = bench.trainer(max_steps=5, gradient_clip_val=0.5), TinyLM()
+    trainer, model = bench.trainer(max_steps=3, gradient_clip_val=0.5), TinyLM()
     trainer.fit(model, *bench.loaders())
     trainer.save_checkpoint(path)
     after, trainer = TinyLM(), bench.trainer(max_epochs=2, gradient_clip_val=0.5)
@@ -161,11 +161,11 @@ CASES: dict[str, Callable[[Bench], Any]] = {
     "plain": fit,
     "limits": lambda bench: fit(bench, limit_train_batches=3, limit_val_batches=1),
     "val_check_interval": lambda bench: fit(bench, val_check_interval=0.5, num_sanity_val_steps=0),
-    "val_check_by_step": lambda bench: fit(bench, val_check_interval=5, check_val_every_n_epoch=None, max_steps=12),
+    "val_check_by_step": lambda bench: fit(bench, val_check_interval=3, check_val_every_n_epoch=None, max_steps=7),
     "accumulate": lambda bench: fit(bench, accumulate_grad_batches=3),
     "clip_norm": lambda bench: fit(bench, gradient_clip_val=0.05),
     "clip_value": lambda bench: fit(bench, gradient_clip_val=0.001, gradient_clip_algorithm="value"),
-    "last_batch_smaller": lambda bench: fit(bench, num_samples=30),
+    "last_batch_smaller": lambda bench: fit(bench, num_samples=14),
     "epoch_schedule": lambda bench: fit(bench, TinyLM("epoch"), max_epochs=4),
     "plateau": lambda bench: fit(bench, TinyLM("plateau"), max_epochs=3),
     "overfit_batches": lambda bench: fit(bench, overfit_batches=2),
