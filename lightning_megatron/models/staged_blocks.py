@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.sequence_shard import whole_of
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
 
 
@@ -145,7 +146,7 @@ class StagedBlocks(PipelinedModule):
             return self.block(index)(*args, **kwargs)
 
     def _leave(self, cursor: StageCursor, output: Any, index: int) -> None:
-        hidden = _first_tensor(self.name, output)
+        hidden = whole_of(_first_tensor(self.name, output))
         if (hidden.shape, hidden.dtype) != (cursor.boundary, cursor.dtype):
             raise UnsupportedError(
                 f"the blocks of {self.name!r} must keep the shape of the hidden, because the next stage has to know it "

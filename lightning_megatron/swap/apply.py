@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of, whole_spec
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.staged_blocks import StagedBlocks
@@ -26,6 +26,7 @@ from lightning_megatron.swap.pretrained import give_values
 from lightning_megatron.swap.record import SwapRecord
 from lightning_megatron.swap.registry import BlockRule, rule_for, source_names, swapped
 from lightning_megatron.swap.rejoin import rejoin
+from lightning_megatron.swap.sequence import take_whole_inputs
 from lightning_megatron.swap.stages import Stages
 from lightning_megatron.swap.ties import NewHome, tie
 from lightning_megatron.swap.whole_model import NOTE, is_foreign, sharded_model
@@ -35,6 +36,9 @@ _FIRST_LAYER = 1_000_000
 
 #: Attribute of a swapped block: its kind, by which the same plan fits the module a second time.
 _SWAPPED_AS = "swapped_as"
+
+#: Kinds of blocks that take and give parts of sequences.
+_KNOW_PARTS = ("column", "column_gather", "row", "row_split", "sequence")
 
 _Choice = tuple[Place, str, BlockRule]
 
@@ -64,20 +68,7 @@ def parallelize(
     on all tensor-parallel ranks without further communication. First of all, every rank takes the values of the first
     one, swapped or not. If anything raises, nothing has been swapped.
 
-    Kinds of the plan:
-
-    * ``auto``: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, alone or anywhere
-      inside the named module. Without a plan all of them are swapped.
-    * ``column``: nn.Linear whose outputs stay cut; only elementwise functions and a ``row`` may follow, which is the
-      user's responsibility.
-    * ``column_gather``: nn.Linear whose outputs are gathered.
-    * ``row``: nn.Linear that takes cut inputs and sums.
-    * ``row_split``: nn.Linear that takes complete inputs, of which each rank multiplies its part, and sums.
-    * ``vocab``: nn.Embedding over its vocabulary; nn.Linear with any number of outputs, gathered, which may share the
-      weight of such an embedding.
-    * ``dropout``: nn.Dropout between ``column`` and ``row``, where masks must differ by rank.
-    * ``replicate``: leave a module, and everything in it, as it is.
-
+    :mod:`lightning_megatron.swap.plan` explains the kinds of the plan.
     A pattern (``fnmatch`` over dotted names; ``*`` matches dots too) that comes later in the plan wins over an earlier
     one. A GPT or Encoder built whole becomes one on ``mesh`` whatever the plan says. With tp=1 nothing else is swapped,
     but the plan is checked. A module that was swapped before, on a mesh of the same layout, moves to the groups of
@@ -125,6 +116,7 @@ def parallelize(
     if stages is not None:
         prepare_call(places, stages)
     _install(places, built)
+    _mark_partial(module, kinds, mesh, stages)
     if stages is not None:
         records.append(stages.install(module))
     keep_wrappers(module)
@@ -146,7 +138,12 @@ def _built(
     models = [swap.place.name for swap in built]
     here = [stages is None or stages.is_here(place.name) for place, _, _ in swaps]
     # Every block keeps its number, whichever stage holds it.
-    built += [_block(number, *choice, mesh) for number, choice in enumerate(swaps) if here[number]]
+    cuts_sequence = any(kind == "sequence" for _, kind, _ in swaps)
+    built += [
+        _block(number, *choice, mesh, cuts_sequence=cuts_sequence)
+        for number, choice in enumerate(swaps)
+        if here[number]
+    ]
     tie(module, {key: home for swap in built for key, home in _homes(swap).items()}, models, stages)
     for swap in built:
         _check_hooks(swap)
@@ -155,7 +152,7 @@ def _built(
 
 
 def _fits(kind: str, module: nn.Module) -> bool:
-    if kind == "replicate" or getattr(module, _SWAPPED_AS, None) == kind:
+    if kind in ("replicate", "partial") or getattr(module, _SWAPPED_AS, None) == kind:
         return True
     return rule_for(kind, module) is not None or (kind == "auto" and isinstance(module, (GPT, Encoder)))
 
@@ -186,6 +183,8 @@ def _chosen(
     for place in _first_names(places):
         kind = kinds.get(place.name, "replicate")
         rule = rule_for(kind, place.module)
+        if kind == "sequence" and not mesh.sequence_parallel:
+            continue
         if whole and place.name.startswith(whole):
             continue
         if isinstance(place.module, nn.TransformerDecoderLayer) and rule is not None:
@@ -278,9 +277,10 @@ def _planned_record(place: Place, own: Mapping[str, str], before: int) -> SwapRe
     return SwapRecord(place.name, kind, model, model, before, local, whole_parts(place.module))
 
 
-def _block(number: int, place: Place, kind: str, rule: BlockRule, mesh: ParallelMesh) -> _Swap:
+def _block(number: int, place: Place, kind: str, rule: BlockRule, mesh: ParallelMesh, *, cuts_sequence: bool) -> _Swap:
     # Inputs and outputs of a plain module are whole sequences, batch first as often as not.
-    site = Site(place.name, place.module, replace(mesh, sequence_parallel=False), _FIRST_LAYER + number)
+    mesh = replace(mesh, sequence_parallel=False)
+    site = Site(place.name, place.module, mesh, _FIRST_LAYER + number, cuts_sequence and kind in _KNOW_PARTS)
     return _Swap(place, kind, swapped(rule, site), rule, site)
 
 
@@ -288,6 +288,13 @@ def _homes(swap: _Swap) -> dict[str, NewHome]:
     if swap.rule is None or swap.site is None:
         return {}
     return {key: NewHome(swap.target, name, swap.kind) for key, name in source_names(swap.rule, swap.site).items()}
+
+
+def _mark_partial(module: nn.Module, kinds: Mapping[str, str], mesh: ParallelMesh, stages: Stages | None) -> None:
+    for name in (name for name, kind in kinds.items() if kind == "partial" and mesh.tp.size > 1):
+        if stages is None or stages.is_here(name):
+            for parameter in module.get_submodule(name).parameters():
+                set_shard_spec(parameter, whole_spec(parameter, mesh.tp.rank, partial=True))
 
 
 def _check_hooks(swap: _Swap) -> None:
@@ -317,8 +324,11 @@ def _num_elements(module: nn.Module) -> int:
 
 def _install(places: Sequence[Place], built: Sequence[_Swap]) -> None:
     targets = {id(swap.place.module): swap.target for swap in built}
+    cuts_sequence = any(swap.kind == "sequence" for swap in built)
     for swap in built:
         setattr(swap.target, _SWAPPED_AS, swap.kind)
+        if cuts_sequence and swap.kind not in (*_KNOW_PARTS, "model"):
+            take_whole_inputs(swap.target)
     for place in places:
         if place.closed_by is None and id(place.module) in targets:
             setattr(place.parent, place.key, targets[id(place.module)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +16,13 @@ from lightning_megatron.swap.attention import HeadParallelAttention
 from lightning_megatron.swap.decoder import ParallelDecoderLayer
 from lightning_megatron.swap.dropout import TensorDropout
 from lightning_megatron.swap.encoder import ParallelEncoder, ParallelEncoderLayer
+from lightning_megatron.swap.sequence import (
+    SequenceColumnLinear,
+    SequenceDropout,
+    SequenceLayerNorm,
+    SequenceRMSNorm,
+    SequenceRowLinear,
+)
 from lightning_megatron.swap.vocabulary import EmbeddingOverVocabulary, LinearOverVocabulary
 
 
@@ -27,12 +35,14 @@ class Site:
         module: The block that is replaced.
         mesh: The groups of this rank, without sequence parallelism: these blocks see whole sequences.
         layer: Number of the block for random streams.
+        cuts_sequence: Whether ranks share the sequence between blocks of the plan.
     """
 
     name: str
     module: nn.Module
     mesh: ParallelMesh
     layer: int
+    cuts_sequence: bool = False
 
 
 def column(site: Site) -> nn.Module:
@@ -60,16 +70,16 @@ def _column(site: Site, source: nn.Module, *, gather_output: bool, what: str = "
     pads = ", or the kind 'vocab', which pads and gathers" if what == "out_features" else ""
     _check_divides(site, what, source.out_features, pads)
     has_bias = source.bias is not None
-    return ColumnParallelLinear(
-        source.in_features, source.out_features, site.mesh, bias=has_bias, gather_output=gather_output
-    )
+    kind = SequenceColumnLinear if site.cuts_sequence else ColumnParallelLinear
+    return kind(source.in_features, source.out_features, site.mesh, bias=has_bias, gather_output=gather_output)
 
 
 def _row(site: Site, source: nn.Module, what: str = "in_features", split_input: bool = False) -> RowParallelLinear:
     assert isinstance(source, nn.Linear), "the registry gives linear layers only"
     _check_divides(site, what, source.in_features)
-    has_bias = source.bias is not None
-    return RowParallelLinear(source.in_features, source.out_features, site.mesh, bias=has_bias, split_input=split_input)
+    kind, has_bias = SequenceRowLinear if site.cuts_sequence else RowParallelLinear, source.bias is not None
+    mesh = replace(site.mesh, sequence_parallel=True) if site.cuts_sequence else site.mesh
+    return kind(source.in_features, source.out_features, mesh, bias=has_bias, split_input=split_input)
 
 
 def _check_divides(site: Site, what: str, size: int, otherwise: str = "") -> None:
@@ -114,6 +124,35 @@ def dropout(site: Site) -> nn.Module:
     source = site.module
     assert isinstance(source, nn.Dropout), "the registry gives dropouts only"
     return TensorDropout(source.p, site.mesh, site.layer)
+
+
+def sequence_layer_norm(site: Site) -> nn.Module:
+    """Let a torch.nn.LayerNorm see this rank's positions."""
+    source = site.module
+    assert isinstance(source, nn.LayerNorm), "the registry gives such norms only"
+    return SequenceLayerNorm(site.name, _of_features(site, source), site.mesh)
+
+
+def sequence_rms_norm(site: Site) -> nn.Module:
+    """Let a torch.nn.RMSNorm see this rank's positions."""
+    source = site.module
+    assert isinstance(source, nn.RMSNorm), "the registry gives such norms only"
+    return SequenceRMSNorm(site.name, _of_features(site, source), site.mesh)
+
+
+_Norm = TypeVar("_Norm", nn.LayerNorm, nn.RMSNorm)
+
+
+def _of_features(site: Site, source: _Norm) -> _Norm:
+    _refuse(site, "norm", {"normalized_shape of more than the features": len(source.normalized_shape) > 1})
+    return source
+
+
+def sequence_dropout(site: Site) -> nn.Module:
+    """Let a torch.nn.Dropout draw masks for this rank's positions."""
+    source = site.module
+    assert isinstance(source, nn.Dropout), "the registry gives dropouts only"
+    return SequenceDropout(site.name, source.p, site.mesh, site.layer)
 
 
 def attention(site: Site) -> nn.Module:

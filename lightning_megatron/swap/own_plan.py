@@ -14,14 +14,19 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.legal_values import divisors, one_of
 from lightning_megatron.swap.peft_layers import is_of_peft
 from lightning_megatron.swap.plan import Place
+from lightning_megatron.swap.registry import rule_for
 
 #: What the styles of Hugging Face's plans are here.
 _KINDS: Mapping[str, str] = {
     "colwise": "column",
     "rowwise": "row",
     "colwise_gather_output": "column_gather",
+    "colwise_rep": "column_gather",
     "rowwise_split_input": "row_split",
+    "rowwise_rep": "row_split",
     "embedding_rowwise": "vocab",
+    "sequence_parallel": "sequence",
+    "replicated_with_grad_allreduce": "partial",
     "replicate": "replicate",
 }
 #: Names that a line of the log has.
@@ -37,8 +42,8 @@ def own_plan(model: Any) -> dict[str, str]:
     """Return the plan of a Hugging Face model in kinds of ours, by patterns over its names.
 
     Returns:
-        Nothing for models that bring no plan, for plans with a style that has no kind here, and where peft has wrapped
-        layers: a part of a plan would give wrong results.
+        Nothing for models that bring no plan, for plans with a style that has no kind here or is meant for another kind
+        of layer or for a parameter, and where peft has wrapped layers: a part of a plan would give wrong results.
     """
     styles: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if any(is_of_peft(module) for module in model.modules()) or not styles or not set(styles.values()) <= _KINDS.keys():
@@ -47,7 +52,20 @@ def own_plan(model: Any) -> dict[str, str]:
     heads = [name for name, module in model.named_modules() if module is head and head is not None]
     plan = {pattern: _KINDS[style] for pattern, style in styles.items()}
     # An output head may have any number of rows, and share them with the embedding.
-    return plan | {name: "vocab" for name in heads if any(fnmatchcase(name, pattern) for pattern in plan)}
+    plan |= {name: "vocab" for name in heads if any(fnmatchcase(name, pattern) for pattern in plan)}
+    return plan if _fits(model, plan) else {}
+
+
+def _fits(model: nn.Module, plan: Mapping[str, str]) -> bool:
+    kinds = {name: kind for pattern, kind in plan.items() for name in _matching(model.named_modules(), pattern)}
+    modules = dict(model.named_modules())
+    return not any(any(_matching(model.named_parameters(), pattern)) for pattern in plan) and all(
+        kind in ("replicate", "partial") or rule_for(kind, modules[name]) is not None for name, kind in kinds.items()
+    )
+
+
+def _matching(named: Iterator[tuple[str, object]], pattern: str) -> Iterator[str]:
+    return (name for name, _ in named if fnmatchcase(name, pattern))
 
 
 def planned_kinds(place: Place, plan: Mapping[str, str], places: Sequence[Place], tp: int) -> dict[str, str]:

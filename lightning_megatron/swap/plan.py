@@ -1,4 +1,24 @@
-"""Which blocks of a module are cut, and how: patterns over their names."""
+"""Which blocks of a module are cut, and how: patterns over their names.
+
+Kinds of the plan:
+
+* ``auto``: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, alone or anywhere
+  inside the named module. Without a plan all of them are swapped.
+* ``column``: nn.Linear whose outputs stay cut; only elementwise functions and a ``row`` may follow, which is the
+  user's responsibility.
+* ``column_gather``: nn.Linear whose outputs are gathered.
+* ``row``: nn.Linear that takes cut inputs and sums.
+* ``row_split``: nn.Linear that takes complete inputs, of which each rank multiplies its part, and sums.
+* ``vocab``: nn.Embedding over its vocabulary; nn.Linear with any number of outputs, gathered, which may share the
+  weight of such an embedding.
+* ``dropout``: nn.Dropout between ``column`` and ``row``, where masks must differ by rank.
+* ``sequence``: nn.LayerNorm, nn.RMSNorm or nn.Dropout outside of ``column`` and ``row``, on activations ``(..., S,
+  D)``. Under sequence parallelism each rank has its part of the positions there: ``row`` layers of the plan give
+  such parts, ``column`` layers gather them, and so does everything else that does not treat every position alike.
+* ``partial``: a module between ``column`` and ``row`` that uses all of its weights on every part of the features,
+  such as a norm of heads; each rank's gradient is a part of the sum, which is the user's responsibility.
+* ``replicate``: leave a module, and everything in it, as it is.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +43,9 @@ KINDS: Mapping[str, str] = {
     "row_split": "nn.Linear that takes its part of complete inputs",
     "vocab": "nn.Embedding, or nn.Linear with a vocabulary of any size as outputs",
     "dropout": "nn.Dropout between a column and a row layer",
+    "sequence": "nn.LayerNorm, nn.RMSNorm and nn.Dropout outside of column and row layers",
+    "partial": "any module between a column and a row layer that is used with all of its weights on a part of the "
+    "heads",
     "replicate": "any module, which then stays as it is",
 }
 

@@ -23,7 +23,8 @@ transformers = pytest.importorskip("transformers")
 V = 61
 SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, "attn_implementation": "sdpa"}
-MODELS = ("Starcoder2ForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM", "CohereForCausalLM")
+# The norms of heads of the last one are whole on every rank, and their gradients are parts of a sum.
+MODELS = ("Starcoder2ForCausalLM", "Olmo2ForCausalLM", "GraniteForCausalLM", "CohereForCausalLM", "Exaone4ForCausalLM")
 
 
 def model_of(name: str, **changes: Any) -> nn.Module:
@@ -73,7 +74,11 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 def test_a_plan_that_is_not_understood_is_not_followed_in_part() -> None:
     model: Any = model_of("GraniteForCausalLM")
     assert own_plan(model)["model.layers.*.mlp.gate_proj"] == "column"
-    model.tp_plan = {**model.tp_plan, "model.layers.*.mlp": "packed_colwise"}
+    known = model.tp_plan
+    for more in ({"model.layers.*.input_layernorm": "colwise"}, {"model.norm.weight": "replicate"}):
+        model.tp_plan = {**known, **more}
+        assert own_plan(model) == {}
+    model.tp_plan = {**known, "model.layers.*.mlp": "packed_colwise"}
     assert own_plan(model) == {}
     root = nn.ModuleDict({"model": model})
     (record,) = parallelize(root, mesh_of(tp=2))
