@@ -28,17 +28,29 @@ def gather_full(local: Tensor, spec: ShardSpec, mesh: ParallelMesh, *, sum_copie
 
 def full_weights(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
     """Return every full parameter of this rank's layers by name."""
-    return {name: gather_full(p, shard_spec_of(p, mesh.tp.rank), mesh) for name, p in module.named_parameters()}
+    placed = {name: (p.detach(), shard_spec_of(p, mesh.tp.rank)) for name, p in module.named_parameters()}
+    return _gather_all(placed, mesh, sum_copies=False)
 
 
 def full_gradients(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
     """Return every full gradient of this rank's layers by name, copies added where they are parts of a sum."""
-    found = {}
+    placed = {}
     for name, parameter in module.named_parameters():
-        spec = shard_spec_of(parameter, mesh.tp.rank)
         assert parameter.grad is not None, f"{name} has no gradient"
-        found[name] = gather_full(parameter.grad, spec, mesh, sum_copies=spec.partial)
-    return found
+        placed[name] = parameter.grad, shard_spec_of(parameter, mesh.tp.rank)
+    return _gather_all(placed, mesh, sum_copies=True)
+
+
+def _gather_all(
+    placed: Mapping[str, tuple[Tensor, ShardSpec]], mesh: ParallelMesh, *, sum_copies: bool
+) -> dict[str, Tensor]:
+    # One sum for all of them: on few cores its price is that of waking up every rank.
+    fulls = {name: local.new_zeros(spec.full_shape) for name, (local, spec) in placed.items()}
+    for name, (local, spec) in placed.items():
+        spec.copy_to_full(local, fulls[name], counted_only=not (sum_copies and spec.partial))
+    flat = all_reduce_(torch.cat([full.flatten() for full in fulls.values()]), mesh.tp)
+    parts = flat.split([full.numel() for full in fulls.values()])
+    return {name: part.view(full.shape) for (name, full), part in zip(fulls.items(), parts, strict=True)}
 
 
 def load_full_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
