@@ -206,7 +206,7 @@ def _save_and_load(rank: int, size: int, folder: str) -> dict[str, Report]:
     found = {}
     for saver in names:
         path = f"{folder}/{saver}"
-        train(Job("gpt2-tied", "64-true", DIVISIONS[saver]), size, "cpu", path, steps=3)
+        train(Job("gpt2-tied", "64-true", DIVISIONS[saver]), size, "cpu", path, steps=2)
         for name in names:
             job = Job("gpt2-tied", "64-true", DIVISIONS[name])
             found[f"{saver} -> {name}"] = train(job, size, "cpu", resume_from=path)
@@ -216,5 +216,5 @@ def _save_and_load(rank: int, size: int, folder: str) -> dict[str, Report]:
 def test_a_checkpoint_of_any_division_continues_under_any_other(tmp_path: Path, twins: dict[str, Report]) -> None:
     for found in run_world(_save_and_load, 4, str(tmp_path)):
         for name, report in found.items():
-            expected = twins["gpt2-tied"].losses[3:]
+            expected = twins["gpt2-tied"].losses[2:]
             torch.testing.assert_close(report.losses, expected, rtol=0, atol=1e-10, msg=name)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.proof.training import KINDS, Job, Report, train
+from tests.proof.training import KINDS, STEPS, Job, Report, train
 from tests.world import run_world
 
 LAYOUTS = {
@@ -86,7 +86,7 @@ def test_tensor_pipeline_and_data_parallel_together_train_as_one_process(twins, 
 def check(job: Job, ranks: list[Report], twin: Report) -> None:
     """Compare what every rank reports with the twin."""
     close = {"rtol": 0.0, "atol": TOLERANCE[job.precision]}
-    assert len(twin.losses) == 5
+    assert len(twin.losses) == STEPS
     assert twin.losses[-1] < twin.losses[0]
     for report in ranks:
         torch.testing.assert_close(torch.tensor(report.losses), torch.tensor(twin.losses), **close)

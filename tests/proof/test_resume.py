@@ -11,7 +11,7 @@ from tests.proof.test_layouts_equal import LAYOUTS, TOLERANCE
 from tests.proof.training import STEPS, Job, Report, train
 from tests.world import run_world
 
-SAVED_AFTER = 3
+SAVED_AFTER = 2
 KIND = "gpt2-tied"
 
 

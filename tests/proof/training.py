@@ -19,7 +19,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.training.clip import grad_norm
 
-STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 5, 8, 16, 300
+STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 4, 8, 16, 300
 _SIZES = {"vocab_size": VOCABULARY, "max_seq_length": SEQUENCE, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
 KINDS = {
     "gpt2-tied": GPTConfig.gpt2(**_SIZES),
