@@ -208,10 +208,13 @@ def merged(
         yield name, full
 
 
+def plain_name(name: str) -> str:
+    """Return the name that a tensor of a model had before peft wrapped its modules."""
+    return _SAVED.sub(".", name.replace(_BASE, ".").replace(_BEFORE, "."))
+
+
 def without_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a model by the names that they had before peft wrapped its modules."""
+    """Return the tensors that a model computes with, but updates, by the names that they had before."""
     return {
-        _SAVED.sub(".", name.replace(_BASE, ".")): tensor
-        for name, tensor in tensors.items()
-        if not _ADDED.search(name) and _BEFORE not in name
+        plain_name(name): tensor for name, tensor in tensors.items() if not _ADDED.search(name) and _BEFORE not in name
     }

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families import find_family
+from lightning_megatron.swap.low_rank import plain_name
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
 #: Attribute of a model that was built on the meta device: the folder of its weights.
@@ -123,7 +124,7 @@ def give_values(model: Any) -> None:
             for key, old in tensors.items():
                 if old is None or not old.is_meta:
                     continue
-                name = f"{path}.{key}" if path else key
+                name = plain_name(f"{path}.{key}" if path else key)
                 if name not in values:
                     raise UnsupportedError(
                         f"a model that is built without its weights must be as its class builds it: {name!r} of a "

@@ -217,6 +217,16 @@ def test_adapters_of_models_without_values_begin_as_with_peft(tmp_path: Path) ->
             assert not update.b.weight.any()
 
 
+def test_models_that_a_plan_leaves_alone_keep_the_layers_of_peft(tmp_path: Path) -> None:
+    twin = twin_of("llama").eval()
+    twin.save_pretrained(tmp_path)
+    root, call = nn.Module(), inputs()["whole"]
+    with building_on_meta():
+        root.model = adapted(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+    parallelize(root, ParallelMesh.single(), {"*": "replicate"})
+    assert torch.equal(root.model(**call).logits, adapted(twin)(**call).logits)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
