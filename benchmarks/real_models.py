@@ -116,7 +116,7 @@ def perplexity(args: argparse.Namespace) -> None:
     text = Path(args.text).read_text(encoding="utf-8")[: args.characters]
     tokens = torch.tensor(Tokenizer.from_file(f"{args.folder}/tokenizer.json").encode(text).ids)
     windows = [window for window in tokens.split(args.window)[: args.windows] if len(window) > 1]
-    began, trainer = time.monotonic(), trainer_of(args.layout, 1)
+    began, trainer = time.monotonic(), trainer_of(args.layout, 1, accelerator=args.accelerator)
     (found,) = trainer.validate(Judge(args.folder), DataLoader(windows, batch_size=1), verbose=False)
     if trainer.is_global_zero:
         num, seconds = sum(map(len, windows)), time.monotonic() - began
@@ -163,7 +163,12 @@ def sentiment(args: argparse.Namespace) -> None:
     L.seed_everything(args.seed, verbose=False)
     began = time.monotonic()
     trainer = trainer_of(
-        args.layout, args.batch, max_epochs=args.epochs, gradient_clip_val=1.0, callbacks=[Accuracies()]
+        args.layout,
+        args.batch,
+        accelerator=args.accelerator,
+        max_epochs=args.epochs,
+        gradient_clip_val=1.0,
+        callbacks=[Accuracies()],
     )
     critic = Critic(folder, args.learning_rate, args.epochs * len(train))
     trainer.fit(critic, DataLoader(train, batch_size=None, shuffle=True), DataLoader(held_out, batch_size=None))
@@ -200,6 +205,7 @@ def main() -> None:
     training.add_argument("--seed", type=int, default=1)
     for command in (judging, training):
         command.add_argument("--layout", default="single")
+        command.add_argument("--accelerator", default="auto")
     warnings.filterwarnings("ignore", "The .* does not have many workers")
     logging.getLogger("lightning").setLevel(logging.ERROR)
     args = parser.parse_args()
