@@ -280,7 +280,7 @@ class _Form:
 
 
 def _without_values(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _follow(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:

@@ -53,8 +53,8 @@ class MegatronStrategy(ModelStrategy):
         ep: Ranks that share the experts of a layer (expert parallel); only 1 is available yet.
         etp: Ranks that share each expert's matrix products; only the default is available yet.
         sequence_parallel: Whether activations between tensor-parallel regions are cut along the sequence, which must
-            divide by tp then. None means True if tp is above 1. It concerns this package's models; swapped plain
-            modules take whole sequences in any case.
+            divide by tp then. None means True if tp is above 1. It concerns this package's models, and plain modules
+            where their tensor_parallel_plan says "sequence"; others take whole sequences.
         schedule: Order of forward and backward passes: 1f1b, interleaved or gpipe. None means interleaved if vpp is
             above 1, else 1f1b.
         microbatch_size: Samples of one data-parallel rank in a microbatch.

@@ -39,9 +39,14 @@ def load_state_dict(
     given = {f"{PREFIX}{name}": tensor for name, tensor in full.items() if isinstance(tensor, Tensor)}
     # A shared parameter has an entry in the file for every name, and one main.
     given = {name: tensor for name, tensor in given.items() if name in expected or name not in own}
-    here = {name: placement.full_shape for name, placement in expected.items()}
-    # A tied copy is filled from its original, which another stage has.
-    shapes = {name: shape for stage in all_gather_objects(here, mesh.pp_cpu) for name, shape in stage.items()}
+    here = {name: (placement.full_shape, placement.tied_to) for name, placement in expected.items()}
+    # A tied copy is filled from its original, which another stage has; the file may have both names.
+    known = {name: place for stage in all_gather_objects(here, mesh.pp_cpu) for name, place in stage.items()}
+    shapes = {name: shape for name, (shape, _) in known.items()}
+    for copy, tied_to in ((name, tied_to) for name, (_, tied_to) in known.items() if tied_to and name in given):
+        original = original_name(copy, tied_to, given.keys())
+        if original is not None and torch.equal(given[copy], given[original]):
+            del given[copy]
     given = {name: without_padding(tensor, shapes.get(name, ())) for name, tensor in given.items()}
     copy_full_tensors(given, wanted, mesh, strict, PREFIX, expected)
     main.publish()

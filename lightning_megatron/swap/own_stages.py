@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.swap.own_plan import is_hugging_face
@@ -55,6 +55,13 @@ def find_stages(
             return None
         plan = {f"{known[0]}.{name}": kind for name, kind in found[known[0]].items()}
     stages = plan_stages(root, places, plan, kinds, mesh)
+    for name in replaced:
+        if stages.blocks.name.startswith(f"{name}."):
+            raise ParallelPlanError(
+                f"pipeline_plan is for models that stay as they are: {stages.blocks.name!r} is in {name!r}, which "
+                "becomes one of this package and has stages of its own. Leave pipeline_plan out, or give the model "
+                f"a tensor_parallel_plan such as {{'*': 'replicate'}}."
+            )
     for one in models:
         if stages.blocks.name.startswith(f"{one.name}."):
             _check_configuration(one.module)

@@ -97,7 +97,10 @@ def train(kind: str, layout: dict[str, Any] | None, devices: int) -> Train:
     module = Train(kind)
     plans: dict[str, Any] = {}
     if kind == "Plain" and layout is not None:
-        plans = {"pipeline_plan": PLAN, "tensor_parallel_plan": {"*.up": "column", "*.down": "row"}}
+        plans = {
+            "pipeline_plan": PLAN,
+            "tensor_parallel_plan": {"*.up": "column", "*.down": "row", "*.norm": "sequence"},
+        }
         plans["tensor_parallel_plan"] |= {"*.words": "vocab", "*.head": "vocab"}
     trainer = Trainer(
         accelerator="cpu",

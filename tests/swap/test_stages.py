@@ -135,5 +135,7 @@ def test_hugging_face_models_say_what_their_stages_are() -> None:
     for asked in ({"output_hidden_states": True}, {"use_cache": True}):
         with pytest.raises(UnsupportedError, match="cannot be given with pp above 1: the call asks for it"):
             model(tokens, **asked)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    assert "has stages of its own" in refusal(llama, {"model.model.layers": "blocks"}, ParallelPlanError)
     config.output_hidden_states = True
     assert "the configuration of Olmo2" in refusal(transformers.Olmo2ForCausalLM(config), None, UnsupportedError)
