@@ -106,7 +106,7 @@ def trainer_of(layout: str, batch: int, **options: Any) -> L.Trainer:
     sizes = {name: int(size) for name, size in re.findall(r"(tp|pp)(\d+)", layout)}
     strategy: Any = "auto" if layout == "single" else MegatronStrategy(**sizes, microbatch_size=batch)
     return L.Trainer(
-        accelerator="auto", devices=math.prod(sizes.values()), strategy=strategy, logger=False,
+        devices=math.prod(sizes.values()), strategy=strategy, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
 
