@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -82,29 +83,51 @@ def swapped(model: nn.Module, mesh: ParallelMesh) -> HuggingFaceEncoder:
     return root["model"]
 
 
-def compare(case: str, mesh: ParallelMesh) -> None:
-    twin, model = exact(case), swapped(exact(case), mesh)
+@dataclass(frozen=True)
+class Truth:
+    """Hold what Hugging Face's model answers to a call, and the gradients of its parameters."""
+
+    kind: str
+    call: Call
+    output: Any
+    gradients: dict[str, Tensor]
+
+
+def truths(case: str) -> list[Truth]:
+    twin, found = exact(case), []
     for kind, call in inputs(twin).items():
-        what = f"{case}, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
         call = labelled(case, call)
         twin.zero_grad()
-        expected = twin(**call)
-        expected.loss = expected.get("loss")
-        loss_of(expected).backward()
+        output = twin(**call)
+        output.loss = output.get("loss")
+        loss_of(output).backward()
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.named_parameters()}
-        for recompute in ("none", "selective", "full") if kind == "padded left" else ("none",):
-            model.encoder.recompute = recompute
-            model.zero_grad()
-            output = model(**call)
-            for name in ("logits", "last_hidden_state", "pooler_output"):
-                if expected.get(name) is not None:
-                    assert_equal(getattr(output, name), expected[name], f"{what}: {name}", 1e-9)
-            loss = loss_of(output)
-            assert_equal(loss, loss_of(expected), f"{what}: loss", 1e-9)
-            loss.backward()
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            assert_same_gradients(model.encoder, mesh, full_gradients(model, gradients), what)
+        found.append(Truth(kind, call, output, gradients))
+    return found
+
+
+def compare(case: str, *meshes: ParallelMesh) -> None:
+    expected = truths(case)
+    for mesh in meshes:
+        model = swapped(exact(case), mesh)
+        for truth in expected:
+            compare_call(model, truth, f"{case}, {truth.kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}", mesh)
+
+
+def compare_call(model: HuggingFaceEncoder, truth: Truth, what: str, mesh: ParallelMesh) -> None:
+    for recompute in ("none", "selective", "full") if truth.kind == "padded left" else ("none",):
+        model.encoder.recompute = recompute
+        model.zero_grad()
+        output = model(**truth.call)
+        for name in ("logits", "last_hidden_state", "pooler_output"):
+            if truth.output.get(name) is not None:
+                assert_equal(getattr(output, name), truth.output[name], f"{what}: {name}", 1e-9)
+        loss = loss_of(output)
+        assert_equal(loss, loss_of(truth.output), f"{what}: loss", 1e-9)
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert_same_gradients(model.encoder, mesh, full_gradients(model, truth.gradients), what)
 
 
 def check_problems(mesh: ParallelMesh) -> None:
@@ -149,10 +172,10 @@ def check_dropout(mesh: ParallelMesh) -> None:
 
 def check_twins(rank: int, size: int) -> None:
     layout = ParallelLayout(world_size=size, tp=size)
-    for sequence_parallel in (False, True):
-        mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
-        for case in CASES:
-            compare(case, mesh)
+    meshes = [ParallelMesh.create(layout, sequence_parallel=parallel) for parallel in (False, True)]
+    for case in CASES:
+        compare(case, *meshes)
+    for mesh in meshes:
         if size == 2:
             check_problems(mesh)
             check_dropout(mesh)

@@ -26,6 +26,8 @@ from tests.world import run_world
 transformers = pytest.importorskip("transformers")
 
 B, S = 3, 10
+#: Logits, loss and gradients by name.
+Truth = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 class Exact(nn.Module):
@@ -78,7 +80,7 @@ def inputs() -> dict[str, dict[str, Tensor]]:
     }
 
 
-def expected_of(twin: nn.Module, call: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def expected_of(twin: nn.Module, call: Mapping[str, Tensor]) -> Truth:
     """Return Hugging Face's logits, the loss in float64 and the gradients by name."""
     twin.zero_grad()
     # With a cache theirs does not see that sequences are packed.
@@ -89,18 +91,26 @@ def expected_of(twin: nn.Module, call: Mapping[str, Tensor]) -> tuple[Tensor, Te
     return logits.detach(), loss.detach(), {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
 
 
-def compare(case: str, mesh: ParallelMesh) -> None:
+def compare(case: str, *meshes: ParallelMesh) -> None:
     # A token that is read and whose vector some families do not train.
     changes = {"pad_token_id": int(inputs()["whole"]["input_ids"][0, 1])}
     twin = exact_twin(case, **changes)
-    root = nn.ModuleDict({"model": exact_twin(case, **changes)})
-    parallelize(root, mesh)
-    model = root["model"]
+    truths = {kind: expected_of(twin, call) for kind, call in inputs().items()}
+    vectors = twin.get_input_embeddings()(inputs()["whole"]["input_ids"]).detach()
+    from_vectors = twin(inputs_embeds=vectors).logits
+    for mesh in meshes:
+        root = nn.ModuleDict({"model": exact_twin(case, **changes)})
+        parallelize(root, mesh)
+        compare_with(truths, case, root["model"], mesh)
+        assert_equal(root["model"](inputs_embeds=vectors).logits, from_vectors, f"{case}: vectors", 1e-9)
+
+
+def compare_with(truths: Mapping[str, Truth], case: str, model: HuggingFaceLM, mesh: ParallelMesh) -> None:
     assert isinstance(model, HuggingFaceLM)
     family = family_of(CASES[case][0])
     for kind, call in inputs().items():
         what = f"{case}, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
-        logits, loss, gradients = expected_of(twin, call)
+        logits, loss, gradients = truths[kind]
         model.zero_grad()
         output = model(**call)
         seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
@@ -108,8 +118,6 @@ def compare(case: str, mesh: ParallelMesh) -> None:
         assert_equal(output.loss, loss, f"{what}: loss", 1e-9)
         output.loss.backward()
         assert_same_gradients(model.gpt, mesh, full_gradients(family, model, gradients), what)
-    vectors = twin.get_input_embeddings()(inputs()["whole"]["input_ids"]).detach()
-    assert_equal(model(inputs_embeds=vectors).logits, twin(inputs_embeds=vectors).logits, f"{case}: vectors", 1e-9)
 
 
 def check_generation(mesh: ParallelMesh) -> None:
@@ -139,11 +147,11 @@ def full_gradients(family: Any, model: HuggingFaceLM, gradients: Mapping[str, Te
 
 def check_twins(rank: int, size: int) -> None:
     layout = ParallelLayout(world_size=size, tp=size)
-    for sequence_parallel in (False, True):
-        mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
-        for case in CASES:
-            if size == 2 or "tied" in case or case in ("gpt2", "gpt_neox", "llama with one key head"):
-                compare(case, mesh)
+    meshes = [ParallelMesh.create(layout, sequence_parallel=parallel) for parallel in (False, True)]
+    for case in CASES:
+        if size == 2 or "tied" in case or case in ("gpt2", "gpt_neox", "llama with one key head"):
+            compare(case, *meshes)
+    for mesh in meshes:
         check_generation(mesh)
         mesh.destroy()
 
