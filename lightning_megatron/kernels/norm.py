@@ -94,13 +94,14 @@ def _shape(width: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
+# Compilers add a parameter `stream` to a kernel that they launch: none of ours may have that name.
 @triton.jit
 def _forward(
     hidden: tl.tensor,
     update: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
-    stream: tl.tensor,
+    total: tl.tensor,
     normalised: tl.tensor,
     mean: tl.tensor,
     inverse: tl.tensor,
@@ -119,9 +120,9 @@ def _forward(
     x = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_UPDATE:
         x += tl.load(update + row * update_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        rounded = x.to(stream.dtype.element_ty)
-        tl.store(stream + row * width + columns, rounded, mask=inside)
-        # The stream that the next layers see is the rounded one.
+        rounded = x.to(total.dtype.element_ty)
+        tl.store(total + row * width + columns, rounded, mask=inside)
+        # The next layers see the rounded sum.
         x = rounded.to(tl.float32)
     if not IS_RMS:
         centre = tl.sum(x, axis=0) / width
@@ -137,7 +138,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    stream: tl.tensor,
+    total: tl.tensor,
     weight: tl.tensor,
     mean: tl.tensor,
     inverse: tl.tensor,
@@ -145,7 +146,7 @@ def _backward(
     residual: tl.tensor,
     result: tl.tensor,
     partial: tl.tensor,
-    stream_stride: tl.tensor,
+    total_stride: tl.tensor,
     outer_stride: tl.tensor,
     residual_stride: tl.tensor,
     num_rows: tl.tensor,
@@ -162,7 +163,7 @@ def _backward(
     bias_sum = tl.zeros((BLOCK,), tl.float32)
     for number in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row = tl.cast(number, tl.int64)
-        x = tl.load(stream + row * stream_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(total + row * total_stride + columns, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(outer + row * outer_stride + columns, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(inverse + row)
         if not IS_RMS:

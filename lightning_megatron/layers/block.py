@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -78,7 +79,7 @@ class TransformerBlock(nn.Module):
     def _run(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, recompute_core: bool, mask: Tensor | None
     ) -> Tensor:
-        self.mesh.random.seek(self.layer)
+        self._begin()
         if self.norm_position == "pre":
             stream, hidden = self.attention_norm(hidden, None, True)
             if self.is_parallel:
@@ -90,6 +91,11 @@ class TransformerBlock(nn.Module):
             return stream + self._dropped(self.mlp(hidden))
         hidden = self.attention_norm(hidden, self._dropped(self.attention(hidden, rotary, recompute_core, mask)))
         return self.mlp_norm(hidden, self._dropped(self.mlp(hidden)))
+
+    @torch.compiler.disable
+    def _begin(self) -> None:
+        # A compiler that saw these numbers would compile every block anew, in every step.
+        self.mesh.random.seek(self.layer)
 
     def _dropped(self, update: Tensor) -> Tensor:
         return hidden_dropout(update, self.dropout, self.training, self.mesh)

@@ -37,9 +37,12 @@ def fused_kernels(tensor: Tensor) -> ModuleType | None:
 def is_served(tensor: Tensor) -> bool:
     """Tell whether the kernels are made for a tensor: of a half type, on a GPU.
 
-    Under autocast the operators of torch choose the dtype of each step, so nothing is fused.
+    Under autocast the operators of torch choose the dtype of each step, so nothing is fused. Inside of
+    ``torch.compile`` the compiler fuses those operators itself.
     """
-    return tensor.is_cuda and tensor.dtype in _HALF_TYPES and not torch.is_autocast_enabled("cuda")
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
+        return False
+    return tensor.is_cuda and tensor.dtype in _HALF_TYPES
 
 
 @cache

@@ -16,6 +16,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.swap.agree import agree_on_values
 from lightning_megatron.swap.build import Site
+from lightning_megatron.swap.checks import check_nothing_is_lost
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face import family_of_module, is_part, swapped_model
 from lightning_megatron.swap.own_plan import is_hugging_face, own_plan, planned_kinds, whole_parts
@@ -146,7 +147,7 @@ def _built(
     ]
     tie(module, {key: home for swap in built for key, home in _homes(swap).items()}, models, stages)
     for swap in built:
-        _check_hooks(swap)
+        check_nothing_is_lost(swap.place, swap.target)
     order = {place.name: number for number, place in enumerate(places)}
     return sorted(built, key=lambda swap: order[swap.place.name])
 
@@ -295,20 +296,6 @@ def _mark_partial(module: nn.Module, kinds: Mapping[str, str], mesh: ParallelMes
         if stages is None or stages.is_here(name):
             for parameter in module.get_submodule(name).parameters():
                 set_shard_spec(parameter, whole_spec(parameter, mesh.tp.rank, partial=True))
-
-
-def _check_hooks(swap: _Swap) -> None:
-    kept = set(swap.target.modules())
-    for path, gone in swap.place.module.named_modules():
-        hooks = (gone._forward_hooks, gone._forward_pre_hooks, gone._backward_hooks, gone._backward_pre_hooks)
-        inside_encoder = isinstance(swap.place.module, nn.TransformerEncoder) and gone is not swap.place.module
-        if gone not in kept and not inside_encoder and any(hooks):
-            name = f"{swap.place.name}.{path}".rstrip(".")
-            raise UnsupportedError(
-                f"{name!r} has hooks, which a swap would lose, because another module takes its place. Register them "
-                "after the "
-                f"strategy has set the module up, or give {swap.place.name!r} the kind 'replicate'."
-            )
 
 
 def _record(swap: _Swap) -> SwapRecord:

@@ -107,6 +107,26 @@ def compare(case: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
                 check_distance(gradient.cpu(), wanted[name], 2 * TOLERANCE[dtype], f"{what}: gradient of {name}")
 
 
+def compare_adapters(mesh: ParallelMesh) -> None:
+    pytest.importorskip("peft")
+    from tests.swap.test_low_rank import adapted, gradients_of_factors, swapped
+
+    for case in ("llama", "phi3"):
+        twin = adapted(larger_twin(case, mesh.device), r=16, lora_alpha=4)
+        wrapped = swapped(adapted(larger_twin(case, mesh.device), r=16, lora_alpha=4), mesh)
+        for kind, call in calls(mesh.device).items():
+            what = f"{case} with adapters, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+            logits, loss, _ = expected_of(twin, call)
+            wrapped.zero_grad()
+            output = wrapped(**call)
+            seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+            check_distance(output.logits[seen], logits[seen], TOLERANCE[torch.float32], f"{what}: logits")
+            check_distance(output.loss, loss, TOLERANCE[torch.float32], f"{what}: loss")
+            output.loss.backward()
+            for name, (found, expected) in gradients_of_factors(wrapped, twin, mesh).items():
+                check_distance(found.cpu(), expected, 2 * TOLERANCE[torch.float32], f"{what}: gradient of {name}")
+
+
 def _on_host(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: gradient.double().cpu() for name, gradient in gradients.items()}
 
@@ -118,6 +138,11 @@ def test_one_gpu_computes_what_hugging_face_does(case: str, dtype: torch.dtype):
     compare(case, ParallelMesh.single("cuda", seed=0), dtype)
 
 
+@pytest.mark.gpu
+def test_one_gpu_trains_adapters_as_peft_does():
+    compare_adapters(ParallelMesh.single("cuda", seed=0))
+
+
 def _check_two(rank: int, size: int) -> None:
     for sequence_parallel in (False, True):
         mesh = ParallelMesh.create(
@@ -126,6 +151,7 @@ def _check_two(rank: int, size: int) -> None:
         for case in LARGER:
             for dtype in TOLERANCE:
                 compare(case, mesh, dtype)
+        compare_adapters(mesh)
         mesh.destroy()
 
 

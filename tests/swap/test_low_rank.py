@@ -56,10 +56,11 @@ def swapped(wrapped: nn.Module, mesh: ParallelMesh) -> Any:
     return wrapped
 
 
-def check_gradients(wrapped: Any, twin: Any, mesh: ParallelMesh, what: str) -> None:
-    """Compare the gradient of every factor with that of peft; what is frozen has none."""
+def gradients_of_factors(wrapped: Any, twin: Any, mesh: ParallelMesh) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the full gradient of every factor and, on the host, what peft has; what is frozen has none."""
     model: ReplacedModel = wrapped.get_base_model()
     theirs = {name.removeprefix("base_model.model."): one.grad for name, one in twin.named_parameters()}
+    theirs = {name: one.double().cpu() for name, one in theirs.items() if one is not None}
     theirs = {name.replace(".default.", ".").replace(".modules_to_save.", "."): one for name, one in theirs.items()}
     wanted = model.adapter.tensors(model.family.tensors(model.body.config)) if model.adapter else {}
     expected = {}
@@ -70,11 +71,17 @@ def check_gradients(wrapped: Any, twin: Any, mesh: ParallelMesh, what: str) -> N
     assert len(expected) == sum(parameter.requires_grad for parameter in twin.parameters())
     trained = {name: one for name, one in model.body.named_parameters() if one.requires_grad}
     assert trained.keys() == expected.keys()
+    found = {}
     for name, parameter in trained.items():
         spec = shard_spec_of(parameter, mesh.tp.rank)
         assert parameter.grad is not None, name
-        found = gather_full(parameter.grad, spec, mesh, sum_copies=spec.partial)
-        assert_equal(found, expected[name], f"{what}: gradient of {name}", 1e-9)
+        found[name] = gather_full(parameter.grad, spec, mesh, sum_copies=spec.partial), expected[name]
+    return found
+
+
+def check_gradients(wrapped: Any, twin: Any, mesh: ParallelMesh, what: str) -> None:
+    for name, (found, expected) in gradients_of_factors(wrapped, twin, mesh).items():
+        assert_equal(found, expected, f"{what}: gradient of {name}", 1e-9)
 
 
 def compare_decoders(case: str, mesh: ParallelMesh, **settings: Any) -> None:

@@ -1,0 +1,49 @@
+"""What a module carries that would be lost with it when another one takes its place."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.swap.plan import Place
+
+#: The name under which torch.compile holds the module that it wraps.
+_COMPILED = "_orig_mod"
+
+
+def check_nothing_is_lost(place: Place, target: nn.Module) -> None:
+    """Refuse to replace a module that has hooks, or was compiled.
+
+    Args:
+        place: The module that would go.
+        target: What would take its place; modules that are in it stay.
+
+    Raises:
+        UnsupportedError: If a module that goes has hooks or was compiled, or a compiled one is around it.
+    """
+    if _COMPILED in place.name.split("."):
+        around = place.name.split(f".{_COMPILED}")[0]
+        raise UnsupportedError(
+            f"{around!r} was compiled, but {place.name!r} in it must be replaced: what was compiled would go on with "
+            "the module that is gone. " + _remedy(target)
+        )
+    kept = set(target.modules())
+    for path, gone in place.module.named_modules():
+        name = f"{place.name}.{path}".rstrip(".")
+        hooks = (gone._forward_hooks, gone._forward_pre_hooks, gone._backward_hooks, gone._backward_pre_hooks)
+        inside_encoder = isinstance(place.module, nn.TransformerEncoder) and gone is not place.module
+        if gone not in kept and not inside_encoder and any(hooks):
+            raise UnsupportedError(
+                f"{name!r} has hooks, which a swap would lose, because another module takes its place. Register them "
+                f"after the strategy has set the module up, or give {place.name!r} the kind 'replicate'."
+            )
+        if gone not in kept and gone._compiled_call_impl is not None:
+            raise UnsupportedError(
+                f"{name!r} was compiled, which a swap would lose, because another module takes its place. "
+                + _remedy(target)
+            )
+
+
+def _remedy(target: nn.Module) -> str:
+    blocks = ".gpt.layers.values()" if hasattr(target, "gpt") else ""
+    return f"Compile in on_fit_start: there the new modules are{', such as those of model' + blocks if blocks else ''}."

@@ -1,0 +1,62 @@
+"""Blocks of replaced models may be compiled one by one: the same losses and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap import parallelize
+from tests.oracles import assert_equal
+from tests.swap.families import V, twin_of
+from tests.world import run_world
+
+pytest.importorskip("transformers")
+
+
+def compare(case: str, mesh: ParallelMesh, kinds: int = 2, num_layers: int = 2) -> None:
+    roots = [nn.ModuleDict({"model": twin_of(case, torch.float64, num_hidden_layers=num_layers)}) for _ in range(2)]
+    for root in roots:
+        parallelize(root, mesh)
+    torch.compiler.reset()
+    for block in roots[1]["model"].gpt.layers.values():
+        block.compile(backend="aot_eager")
+    tokens = torch.randint(V, (2, 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    for call in ({}, {"attention_mask": mask})[:kinds]:
+        what = f"{case}, {sorted(call)}, tp={mesh.tp.size}"
+        losses = [root["model"](input_ids=tokens, labels=tokens, **call).loss for root in roots]
+        assert_equal(losses[1], losses[0], what)
+        for root, loss in zip(roots, losses, strict=True):
+            root.zero_grad()
+            loss.backward()
+        for (name, one), two in zip(roots[0].named_parameters(), roots[1].parameters(), strict=True):
+            assert_equal(two.grad, one.grad, f"{what}: {name}")
+
+
+@pytest.mark.parametrize("how", ["whole", "block", "wrapped"])
+def test_what_was_compiled_before_is_not_forgotten_silently(how: str):
+    model = twin_of("llama")
+    if how == "wrapped":
+        model = torch.compile(model, backend="eager")
+    else:
+        (model if how == "whole" else model.model.layers[1]).compile(backend="eager")
+    with pytest.raises(UnsupportedError, match=r"was compiled.*Compile in on_fit_start"):
+        parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
+
+
+def check_ranks(rank: int, size: int) -> None:
+    mesh = ParallelMesh.create(ParallelLayout(size, tp=size), sequence_parallel=True)
+    compare("gpt_neox", mesh, kinds=1, num_layers=1)
+
+
+def test_compiled_blocks_compute_the_same():
+    compare("mistral", ParallelMesh.single())
+
+
+def test_compiled_blocks_compute_the_same_over_two_ranks():
+    run_world(check_ranks, 2)
