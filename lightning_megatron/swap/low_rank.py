@@ -120,16 +120,24 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
     Args:
         table: Where the full tensors of the model come from.
         ranks: Rank of the update of each adapted layer, by its name.
+
+    Raises:
+        ValueError: If two layers that become one have names that end alike.
     """
     for tensor in table:
         layer, _, kind = tensor.target.rpartition(".")
         if kind != "weight" or len(tensor.shape) != 2:
             continue
-        start = 0
+        start, keys = 0, set[str]()
         for name, group in groupby(tensor.sources, key=lambda source: source.name):
             sources = tuple(group)
             num_rows, module = sum(source.num_rows for source in sources), name.removesuffix(".weight")
             if module in ranks:
+                if key_of(module) in keys:
+                    raise ValueError(
+                        f"the names of layers that become {layer} must end differently: {module} has another's."
+                    )
+                keys.add(key_of(module))
                 rank, names = ranks[module], {key: f"{module}.{factor}.weight" for key, factor in FACTORS.items()}
                 whole = replace(sources[0], name=names["a"], num_rows=rank, is_transposed=False, first=0, strip=None)
                 target = f"{layer}.{UPDATES}.{key_of(module)}"
