@@ -48,7 +48,8 @@ class StageCursor:
 class PipelinedModule(nn.Module):
     """Run as a whole, or one virtual stage at a time when a cursor is set.
 
-    A subclass holds the layers of this rank's virtual stages and ends its forward with ``run_stage``.
+    A subclass holds the layers of this rank's virtual stages and ends its forward with ``run_stage``, or follows the
+    cursor by itself.
 
     Args:
         mesh: The groups of this rank.

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.sequence_shard import whole_of
+from lightning_megatron.models.result_form import ResultForm, shapes_of
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
 
 
@@ -156,12 +157,12 @@ class StagedBlocks(PipelinedModule):
         cursor.output = hidden
         raise StageDone
 
-    def _form(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
+    def _form(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ResultForm:
         block = self.block(index)
-        key = (type(block), _shapes((args, kwargs)))
+        key = (type(block), shapes_of((args, kwargs)))
         if key not in self._forms:
-            self._forms[key] = _Form(f"{self.name}.{index}", self._without_values(index), args, kwargs)
-        found: _Form = self._forms[key]
+            self._forms[key] = ResultForm(f"{self.name}.{index}", self._without_values(index), args, kwargs)
+        found: ResultForm = self._forms[key]
         return found
 
     def _without_values(self, index: int) -> nn.Module:
@@ -231,56 +232,12 @@ class Elsewhere(nn.Module):
         """
         source, blocks = self._others
         if blocks.current().turn == 0 and self.is_before:
-            return _Form(self.name, source, args, kwargs)(None, blocks.mesh.device)
+            return ResultForm(self.name, source, args, kwargs)(None, blocks.mesh.device)
         side, here = ("before", "first") if not self.is_before else ("after", "last")
         raise UnsupportedError(
             f"{self.name!r} is called {side} the blocks {blocks.name!r}, but another stage holds it, because of where "
             f"it was defined. Use the pipeline_plan {{{blocks.name!r}: 'blocks', {self.name!r}: {here!r}}}."
         )
-
-
-class _Form:
-    """Know what a module returns for inputs of some shapes, without its values.
-
-    Raises:
-        UnsupportedError: If that depends on values, or the result has numbers that are not floating.
-    """
-
-    def __init__(self, name: str, source: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.name = name
-        args, kwargs = pytree.tree_map(_without_values, (args, kwargs))
-        try:
-            with torch.no_grad(), torch.device("meta"):
-                self._result = source(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            raise UnsupportedError(
-                f"{name!r} must give results whose shapes follow from those of its inputs, because another stage "
-                f"computes them: without values it fails with {error}. Use pp=1."
-            ) from error
-
-    def __call__(self, hidden: Tensor | None, device: torch.device) -> Any:
-        """Return the result: ``hidden`` for its first tensor, if given, and NaN for others."""
-        leaves, structure = pytree.tree_flatten(self._result)
-        first = next((n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
-        filled = [
-            hidden if n == first and hidden is not None else self._unknown(leaf, device)
-            for n, leaf in enumerate(leaves)
-        ]
-        return pytree.tree_unflatten(filled, structure)
-
-    def _unknown(self, leaf: Any, device: torch.device) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            raise UnsupportedError(
-                f"{self.name!r} must give floating-point results, because another stage computes them and others "
-                f"cannot be told from real ones: {leaf.dtype} is among them. Use pp=1."
-            )
-        return torch.full(leaf.shape, torch.nan, dtype=leaf.dtype, device=device)
-
-
-def _without_values(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _follow(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
@@ -302,11 +259,4 @@ def _tensor(name: str, found: Any) -> Tensor:
     raise UnsupportedError(
         f"the first argument of the blocks of {name!r}, and the first tensor that they return, must be the hidden: "
         f"{type(found).__name__} is there. It is what travels between stages. Use pp=1."
-    )
-
-
-def _shapes(node: Any) -> Any:
-    leaves, structure = pytree.tree_flatten(node)
-    return structure, tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
     )

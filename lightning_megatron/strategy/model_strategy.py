@@ -45,6 +45,7 @@ from lightning_megatron.strategy.sizes import check_hosts, check_sizes
 from lightning_megatron.strategy.step import StepRunner
 from lightning_megatron.strategy.training_state import TrainingState
 from lightning_megatron.swap import building_on_meta, parallelize
+from lightning_megatron.swap.own_plan import whole_parts
 from lightning_megatron.training.main_parameters import Division
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,8 @@ class ModelStrategy(MeshStrategy):
         plans = self.options.tensor_parallel_plan, self.options.pipeline_plan
         for record in parallelize(module, self.mesh, *plans, shows_progress=trainer.progress_bar_callback is not None):
             rank_zero_info(str(record))
+        if plans[0] is not None and self.mesh.tp.size > 1:
+            rank_zero_info(f"tensor_parallel_plan: {whole_parts(module) or 'everything is cut.'}")
         check_module(module, self.mesh)
         models = find_models(module, self.options.recompute)
         kind = self.root_device.type

@@ -68,10 +68,7 @@ class Stages:
         if name.startswith(prefix):
             index = int(name.removeprefix(prefix).partition(".")[0])
             return any(index in layers for layers in self.layers)
-        return not any(name == gone or name.startswith(f"{gone}.") for gone in self._gone())
-
-    def _gone(self) -> list[str]:
-        return [end.place.name for end in self.ends if not self._holds(end)]
+        return not any(f"{name}.".startswith(f"{end.place.name}.") for end in self.ends if not self._holds(end))
 
     def _holds(self, end: End) -> bool:
         return self.mesh.pp.is_first if end.is_before else self.mesh.pp.is_last
@@ -136,9 +133,8 @@ def plan_stages(
     ends = tuple(_ends(around, blocks, plan))
     _check_sides(places, blocks, ends, plan)
     loose = tuple((module, key) for _, module in around for key, p in module._parameters.items() if p is not None)
-    whole = Stages(blocks, layers[mesh.pp.rank], ends, loose, {}, mesh)
-    stage_of = _Owners(blocks.name, layers, ends, {id(module): name for name, module in around})
-    return Stages(blocks, whole.layers, ends, loose, _ties(root, stage_of, kinds), mesh)
+    owners = _Owners(blocks.name, layers, ends, frozenset(id(module) for _, module in around))
+    return Stages(blocks, layers[mesh.pp.rank], ends, loose, _ties(root, owners, kinds), mesh)
 
 
 def check_pipeline_plan(places: Sequence[Place], plan: Mapping[str, str]) -> None:
@@ -213,26 +209,33 @@ def _check_sides(places: Sequence[Place], blocks: Place, ends: Sequence[End], pl
 
 @dataclass(frozen=True)
 class _Owners:
-    """Tell on which stage a parameter is, by its name."""
+    """Tell on which stage parameters are.
+
+    Args:
+        blocks: Name of the list of blocks.
+        layers: The blocks of every chunk of every stage.
+        ends: Modules beside the list that have parameters.
+        around: Identities of the modules around the list, whose own parameters are the first stage's.
+    """
 
     blocks: str
     layers: Sequence[Sequence[range]]
     ends: Sequence[End]
-    around: Mapping[int, str]
+    around: frozenset[int]
 
     def stage_of(self, path: str, owner: nn.Module) -> int | None:
-        """Return the stage; None for what is outside of the model, on all stages."""
+        """Return the stage of a module's own parameters; None for what is outside of the model, on all stages."""
         if path.startswith(f"{self.blocks}."):
             index = int(path.removeprefix(f"{self.blocks}.").partition(".")[0])
             return next(s for s, chunks in enumerate(self.layers) if any(index in layers for layers in chunks))
-        for end in self.ends:
-            if path == end.place.name or path.startswith(f"{end.place.name}."):
-                return 0 if end.is_before else len(self.layers) - 1
+        end = self.end_of(path)
+        if end is not None:
+            return 0 if end.is_before else len(self.layers) - 1
         return 0 if id(owner) in self.around else None
 
-    def is_end(self, path: str) -> bool:
-        """Tell whether a module is beside the blocks."""
-        return any(path == end.place.name or path.startswith(f"{end.place.name}.") for end in self.ends)
+    def end_of(self, path: str) -> End | None:
+        """Return the module beside the blocks that a module is in; None if it is elsewhere."""
+        return next((end for end in self.ends if f"{path}.".startswith(f"{end.place.name}.")), None)
 
 
 def _ties(root: nn.Module, owners: _Owners, kinds: Mapping[str, str]) -> dict[str, str]:
@@ -247,7 +250,7 @@ def _ties(root: nn.Module, owners: _Owners, kinds: Mapping[str, str]) -> dict[st
         stages = {stage for _, _, stage in shared}
         if len(stages) == 1:
             continue
-        at_ends = stages == {0, last} and all(owners.is_end(path) for _, path, _ in shared)
+        at_ends = stages == {0, last} and all(owners.end_of(path) for _, path, _ in shared)
         if not at_ends or len({kinds.get(path, "replicate") for _, path, _ in shared}) > 1:
             raise UnsupportedError(
                 f"{' and '.join(repr(name) for name, _, _ in shared)} share one weight across pipeline stages. Only an "
