@@ -7,13 +7,25 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Worlds of several processes share few cores: one thread each, in this process and in those that it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+
+# Programs that tests start: see the file there.
+STARTUP = str(Path(__file__).parent / "startup")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    dict.fromkeys([STARTUP, *os.environ.get("PYTHONPATH", STARTUP).split(os.pathsep)])
+)
+
+# How long an example takes depends on what else runs.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 # What the tests began with: a fixture of a whole module may run a Trainer before any test could remember its variables,
 # and a LOCAL_RANK that stays would make the next Trainer wait for processes that nobody starts.
@@ -43,13 +55,31 @@ def reset_rank_zero_only() -> None:
             rank_zero_only.rank = 0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs more GPUs than there are, saying how many would do."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the files of a folder two at a time, where pytest-xdist is there: many tests wait for processes."""
+    options = config.option
+    if is_worker(config) or options.usepdb or getattr(options, "numprocesses", 0) is not None:
+        return
+    if any(Path(argument).is_dir() for argument in config.args):
+        options.numprocesses, options.dist, options.loadscopereorder = 2, "loadfile", False
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Return whether this process runs the tests that another gives it."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs more GPUs than there are, saying how many would do; two at a time begin with the longest."""
     available = torch.cuda.device_count()
     for item in items:
         for marker, needed in (("gpu", 1), ("gpu2", 2), ("gpu4", 4)):
             if item.get_closest_marker(marker) and available < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {available}"))
+    if is_worker(config):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:

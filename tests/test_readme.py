@@ -16,6 +16,8 @@ import pytest
 from lightning_megatron.swap.families.known import FAMILIES
 from tests.readme_blocks import MAP, README, ROOT, Block, printed_text, read_blocks, room_map
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = read_blocks()
 PRINTED = printed_text()
 

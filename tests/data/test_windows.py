@@ -56,7 +56,6 @@ def test_counts_are_exact_where_float32_is_one_short() -> None:
     assert num_windows(2**60 + 2, 2, drop_last=False) == 2**59 + 1
 
 
-@settings(deadline=None)
 @given(tokens=st.integers(2, 10**15), seq_length=st.integers(1, 10**5), samples=st.integers(1, 10**9))
 def test_epochs_are_the_fewest_that_hold_the_samples(tokens: int, seq_length: int, samples: int) -> None:
     epochs = num_epochs(tokens, seq_length, samples)
@@ -74,7 +73,7 @@ def read(lengths: list[int], documents: np.ndarray, starts: np.ndarray, window: 
     return row[first : last + 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=some_lengths, seq_length=st.integers(1, 9))
 def test_windows_in_order_predict_every_token_once(lengths: list[int], seq_length: int) -> None:
     index = index_once(np.array(lengths), seq_length)
@@ -85,7 +84,7 @@ def test_windows_in_order_predict_every_token_once(lengths: list[int], seq_lengt
     assert all(len(window) == seq_length + 1 for window in windows[:-1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=some_lengths, seq_length=st.integers(1, 9), samples=st.integers(1, 30), more=st.integers(0, 30))
 def test_more_samples_only_continue_the_passes(lengths: list[int], seq_length: int, samples: int, more: int) -> None:
     few = index_passes(np.array(lengths), seq_length, samples, seed=5)
@@ -113,7 +112,7 @@ def test_one_pass_never_reaches_into_the_next() -> None:
     assert sorted(index.documents) == [0, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=some_lengths, seq_length=st.integers(1, 9), samples=st.integers(1, 40))
 def test_the_order_of_megatron_has_the_samples_that_were_asked_for(
     lengths: list[int], seq_length: int, samples: int
@@ -135,7 +134,6 @@ def test_splits_are_exact_and_leave_nothing_out() -> None:
     assert split_range(2**53 + 1, "1,0")[0] == range(2**53 + 1)
 
 
-@settings(deadline=None)
 @given(count=st.integers(0, 10**12), weights=st.lists(st.integers(0, 1000), min_size=1, max_size=4).filter(any))
 def test_splits_cover_all_documents(count: int, weights: list[int]) -> None:
     parts = split_range(count, ",".join(map(str, weights)))

@@ -16,6 +16,8 @@ from lightning_megatron import MegatronStrategy
 from tests.proof.training import Job, Report, train
 from tests.world import run_world
 
+pytestmark = pytest.mark.slow
+
 #: Buckets of a few hundred elements, so that every model has many.
 SMALL = {"bucket_size": 500}
 DIVISIONS: dict[str, dict[str, Any]] = {

@@ -19,6 +19,8 @@ from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 V, STEPS, BATCH, LENGTH, LABELS = 61, 4, 8, 12, 3
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4": {},

@@ -11,6 +11,8 @@ import torch
 from tests.proof.training import KINDS, STEPS, Job, Report, train
 from tests.world import run_world
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "tp4": {"tp": 4, "sequence_parallel": False},
     "tp4+sp": {"tp": 4, "sequence_parallel": True},

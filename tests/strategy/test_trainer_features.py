@@ -14,6 +14,8 @@ import pytest
 from tests.strategy.run_cases import CASES, run_cases
 from tests.world import run_world
 
+pytestmark = pytest.mark.slow
+
 ALL = list(CASES)
 SOME = ["plain", "accumulate", "clip_norm", "last_batch_smaller", "checkpoints", "resume", "evaluation"]
 
