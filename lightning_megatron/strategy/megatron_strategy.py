@@ -66,7 +66,7 @@ class MegatronStrategy(ModelStrategy):
         tensor_parallel_plan: How plain torch.nn modules are cut over tp: name patterns and kinds, such as
             {"*.up": "column", "*.down": "row"}. None swaps the blocks that are known.
         pipeline_plan: What the stages share of a model that is not of this package: {"model.layers": "blocks"} names
-            its nn.ModuleList or nn.Sequential. Modules defined before it in the model are those of the first stage,
+            its nn.ModuleList or nn.Sequential. Modules defined before it are those of the first stage alone,
             after it those of the last, unless they are given "first" or "last". None asks a Hugging Face model.
         timeout: Seconds that a collective may wait for a rank before the job fails. None leaves torch's default.
         process_group_backend: Communication library: nccl or gloo. None means nccl on GPUs, else gloo.

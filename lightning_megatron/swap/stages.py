@@ -75,13 +75,13 @@ class Stages:
 
     def install(self, root: nn.Module) -> SwapRecord:
         """Leave this rank its own stage, in place; parameters keep their names."""
-        source: Any = self.blocks.module
-        before = sum(p.numel() for p in source.parameters())
+        before = sum(p.numel() for p in self.blocks.module.parameters())
         # What has been swapped is in the module, and no more at its place.
+        source: Any = root.get_submodule(self.blocks.name)
         own = [(root.get_submodule(end.place.name), True) for end in self.ends if self._holds(end)]
         own += [(owner, False) for owner, _ in self.loose if self.mesh.pp.is_first]
         staged = StagedBlocks(self.blocks.name, source, self.layers, self.mesh, own)
-        setattr(self.blocks.parent, self.blocks.key, staged)
+        setattr(root.get_submodule(self.blocks.name.rpartition(".")[0]), self.blocks.key, staged)
         for end in self.ends:
             if not self._holds(end):
                 setattr(
@@ -112,8 +112,8 @@ def plan_stages(
 ) -> Stages:
     """Say what each stage holds of a model whose blocks are in a list.
 
-    What has parameters beside the list, in the same model, is on the first stage if it was defined before the list, and
-    on the last stage if after, unless the plan says otherwise. What has none is on all of them.
+    What has parameters beside the list is on the first stage if it was defined before the list, and on the last stage
+    if after, unless the plan says otherwise. What has none is on all of them.
 
     Args:
         root: The module.
@@ -174,10 +174,9 @@ def _the_blocks(places: Sequence[Place], plan: Mapping[str, str]) -> Place:
 
 
 def _around(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """List the modules around the blocks, from the model inwards: the child of the root, or the root if it has them."""
+    """List the modules around the blocks, from the root inwards."""
     parts = name.split(".")
-    names = [".".join(parts[:count]) for count in range(1, len(parts))]
-    return [(name, root.get_submodule(name)) for name in names] or [("", root)]
+    return [(name, root.get_submodule(name)) for name in (".".join(parts[:count]) for count in range(len(parts)))]
 
 
 def _ends(around: Sequence[tuple[str, nn.Module]], blocks: Place, plan: Mapping[str, str]) -> Iterator[End]:
