@@ -1,0 +1,55 @@
+"""Every family in two pipeline stages: the loss and all gradients of Hugging Face's own model."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.families import family_of
+from tests.oracles import assert_equal
+from tests.swap.families import CASES
+from tests.swap.test_language_models import exact_twin, expected_of, full_gradients, inputs
+from tests.world import run_world
+
+pytest.importorskip("transformers")
+
+
+def compare_stages(case: str, mesh: ParallelMesh) -> None:
+    # A token that is read and whose vector some families do not train.
+    changes = {"pad_token_id": int(inputs()["whole"]["input_ids"][0, 1])}
+    changes |= {"n_layer": 4} if case == "gpt2" else {"num_hidden_layers": 4}
+    twin, root = exact_twin(case, **changes), nn.ModuleDict({"model": exact_twin(case, **changes)})
+    parallelize(root, mesh)
+    model, call = root["model"], inputs()["padded left"]
+    _, loss, gradients = expected_of(twin, call)
+    executor = PipelineExecutor(mesh, model.gpt)
+    microbatch = Microbatch(call, len(call["input_ids"]))
+    results = executor.run(lambda data: model(**data).loss, [microbatch], backward=True, loss_of=lambda loss, _: loss)
+    assert len(results) == (1 if mesh.pp.is_last else 0)
+    for result in results:
+        assert_equal(result.detach(), loss, f"{case}: loss", 1e-9)
+    expected = full_gradients(family_of(CASES[case][0]), model, gradients)
+    for name, parameter in model.gpt.named_parameters():
+        spec = shard_spec_of(parameter)
+        if spec.tied_to or (name == "embedding.word.weight" and model.gpt.config.tie_embeddings):
+            # The copies of a tied weight have parts of its gradient.
+            all_reduce_(parameter.grad, mesh.embedding)
+        assert_equal(parameter.grad[: spec.full_shape[0]], expected[spec.tied_to or name], f"{case}: {name}", 1e-9)
+
+
+def check_families(rank: int, size: int) -> None:
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=size))
+    for case in CASES:
+        compare_stages(case, mesh)
+    mesh.destroy()
+
+
+def test_two_stages_have_the_gradients_of_hugging_face() -> None:
+    run_world(check_families, 2)
