@@ -61,7 +61,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     options = config.option
     if is_worker(config) or options.usepdb or getattr(options, "numprocesses", 0) is not None:
         return
-    if any(Path(argument).is_dir() for argument in config.args):
+    # Tests on GPUs take all of them.
+    if not torch.cuda.is_available() and any(Path(argument).is_dir() for argument in config.args):
         options.numprocesses, options.dist, options.loadscopereorder = 2, "loadfile", False
 
 
