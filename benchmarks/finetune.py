@@ -146,7 +146,7 @@ def export(args: argparse.Namespace, name: str) -> None:
     (checkpoint,) = Path(args.out, name).glob("**/checkpoints/*.ckpt")
     begin = time.perf_counter()
     line = [sys.executable, "-m", "lightning_megatron", "convert", str(checkpoint), args.export]
-    subprocess.run([*line, "--dtype", "bfloat16"], check=True, timeout=args.timeout)
+    subprocess.run([*line, "--dtype", "bfloat16", "--tokenizer", args.folder], check=True, timeout=args.timeout)
     size = sum(file.stat().st_size for file in Path(args.export).iterdir())
     print(f"{args.export}: {size / 1e9:.1f} GB in {time.perf_counter() - begin:.0f} s", flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -22,8 +23,14 @@ from lightning_megatron.swap import parallelize
 EXAMPLE = """examples:
   lightning-megatron convert runs/last.ckpt exported            a folder for from_pretrained
   lightning-megatron convert path/to/folder model.ckpt          a checkpoint for validate, test and predict
-  lightning-megatron convert runs/last.ckpt exported --verify   compare both on some tokens afterwards"""
+  lightning-megatron convert runs/last.ckpt exported --verify   compare both on some tokens afterwards
+  lightning-megatron convert runs/last.ckpt exported --tokenizer path/to/folder"""
 
+#: What may lie beside weights and configuration in a Hugging Face folder, of which no checkpoint knows.
+_BESIDE = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
+    *("generation_config.json", "spiece.model"),
+)
 #: Tokens that both models see, and how far their results may be apart, relative to the largest, in float32.
 _NUM_TOKENS, _TOLERANCE = 32, 1e-3
 
@@ -42,22 +49,12 @@ def main(args: Sequence[str]) -> None:
             f"the result must not exist yet: {options.out}. It would be replaced or mixed with. Use another name."
         )
     is_export = is_sharded_checkpoint(options.source)
+    _check_options(options, is_export)
     if is_export:
-        if (
-            options.verify
-            and not options.merge
-            and SavedModel.find(options.source, options.name, options.unsafe).adapter
-        ):
-            raise UnsupportedError(
-                "results are compared of whole models: --verify was given, and an adapter alone would be written. It "
-                "has none without its base. Add --merge, or leave --verify out."
-            )
         limit = options.max_file_bytes
         export_model(options.source, options.out, options.name, dtype, limit, options.unsafe, options.merge)
-    elif options.merge:
-        raise UnsupportedError(
-            f"only the adapter of a checkpoint can be merged: {options.source} is a folder. Leave --merge out."
-        )
+        for file in _files_beside(options.tokenizer):
+            shutil.copy(file, options.out)
     else:
         import_model(options.source, options.out, options.name or "model", dtype)
     print(f"{options.out}: {'a Hugging Face folder' if is_export else 'a checkpoint'} of {options.source}")
@@ -70,6 +67,33 @@ def main(args: Sequence[str]) -> None:
                 f"both forms of a model must have the same results: they differ by {gap:.1e} of the largest, more than "
                 f"{_TOLERANCE:.0e}. One is of another model, or was rounded by --dtype. Do not use {options.out}."
             )
+
+
+def _check_options(options: argparse.Namespace, is_export: bool) -> None:
+    """Refuse options that do not go together, before anything is written."""
+    for name in ("merge", "tokenizer"):
+        if getattr(options, name) and not is_export:
+            raise UnsupportedError(
+                f"--{name} is for what becomes a Hugging Face folder: {options.source} is one already. A checkpoint of "
+                f"it has no adapter and no tokenizer. Leave --{name} out."
+            )
+    if options.tokenizer and not _files_beside(options.tokenizer):
+        raise CheckpointMismatchError(
+            f"--tokenizer must be a folder with files of a tokenizer: {options.tokenizer} has none. They would be "
+            f"missing beside the weights. Use the folder that the model came from."
+        )
+    if not (is_export and options.verify) or options.merge:
+        return
+    if SavedModel.find(options.source, options.name, options.unsafe).adapter:
+        raise UnsupportedError(
+            "results are compared of whole models: --verify was given, and an adapter alone would be written. It has "
+            "none without its base. Add --merge, or leave --verify out."
+        )
+
+
+def _files_beside(folder: str | None) -> list[Path]:
+    """List the files that a folder has beside weights and configuration."""
+    return [] if folder is None else sorted({file for pattern in _BESIDE for file in Path(folder).glob(pattern)})
 
 
 def convert_parser() -> argparse.ArgumentParser:
@@ -86,6 +110,7 @@ def convert_parser() -> argparse.ArgumentParser:
     add("--name", help="attribute of the LightningModule that holds the model (default: the only one, or model)")
     add("--dtype", choices=DTYPES, help="type of the weights (default: as they are)")
     add("--max-file-bytes", type=int, default=5 * 10**9, metavar="N", help="size of a file (default: 5e9)")
+    add("--tokenizer", metavar="FOLDER", help="copy the files of the tokenizer, and of generation, from this folder")
     add("--merge", action="store_true", help="write the model with its adapter merged, not the adapter alone")
     add("--verify", action="store_true", help="compare the results of both afterwards (needs transformers)")
     add("--unsafe", action="store_true", help="unpickle whatever the checkpoint holds beside tensors")

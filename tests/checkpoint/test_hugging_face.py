@@ -178,6 +178,18 @@ def test_files_of_plain_lightning_are_read_and_written(tmp_path: Path) -> None:
     assert loss_of(None, 1, folder, case, tmp_path / "file.ckpt") == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "given")
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "notes.txt"):
+        (folder / name).write_text(name)
+    import_model(folder, tmp_path / "checkpoint")
+    main(["convert", str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--tokenizer", str(folder)])
+    beside = {file.name: file.read_text() for file in (tmp_path / "out").glob("*") if file.suffix != ".safetensors"}
+    assert {name for name, text in beside.items() if name == text} == {
+        "tokenizer.json", "tokenizer_config.json", "merges.txt",
+    }  # fmt: skip
+
+
 def test_the_command_refuses_what_it_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved("llama", tmp_path / "given")
     for arguments, reason in (
@@ -189,6 +201,14 @@ def test_the_command_refuses_what_it_cannot_write(tmp_path: Path, capsys: pytest
         assert ended.value.code == 2
         assert reason in capsys.readouterr().err
     import_model(folder, tmp_path / "checkpoint")
+    for arguments, reason in (
+        ([str(folder), str(tmp_path / "out"), "--merge"], "--merge is for what becomes a Hugging Face folder"),
+        ([str(folder), str(tmp_path / "out"), "--tokenizer", str(folder)], "--tokenizer is for what becomes"),
+        ([str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--tokenizer", str(tmp_path)], "files of a tokenizer"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["convert", *arguments])
+        assert reason in capsys.readouterr().err
     with pytest.raises(CheckpointMismatchError, match="'other' is none of them: 'model'"):
         export_model(tmp_path / "checkpoint", tmp_path / "out", name="other")
     assert not (tmp_path / "out").exists()
