@@ -30,7 +30,7 @@ BLOCK = re.compile(
 )
 PRINTS = re.compile(r"<!-- prints: (?P<name>[^>]*?) -->\s*^```text\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 MAP = re.compile(r"(?<=<!-- rooms -->\n```text\n).*?(?=```)", re.DOTALL)
-ROOMS = "plan groups layers models swap training pipeline checkpoint data strategy"
+ROOMS = "plan groups layers experts models swap training pipeline checkpoint data strategy"
 ROOM_WIDTH = 14
 
 

@@ -1,0 +1,169 @@
+"""What keeps the experts of a layer evenly loaded: losses of the router, and what a whole step's load changes.
+
+The tokens of a microbatch lie on several ranks: under sequence parallelism on those of tp, and on those of cp. A loss
+here is this rank's part, with a rule like that of a gradient: the parts are added over tp under sequence parallelism
+(without it all tp ranks have the same tokens and the same loss), and averaged over the data group (dp x cp). Gradients
+of a part are then right where the caller treats those of the weights so, and a number for a log is right, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+
+
+def balance_loss(probabilities: Tensor, shares: Tensor, num_tokens: int) -> Tensor:
+    """Return this rank's part of the loss that grows as tokens are spread unevenly.
+
+    Equal, over all tokens, to E times the sum over experts of (share of the choices) x (mean probability): 1 where all
+    experts are alike, E where all tokens go to one. Shares are constants; gradients reach probabilities alone.
+
+    Shapes: probabilities ``(S, B, E)``; shares ``(1, E)`` for all sequences or ``(B, E)``; output a number.
+
+    Args:
+        probabilities: Of each expert for this rank's tokens; those of a token add up to 1.
+        shares: How much of the choices each expert has; a row adds up to 1.
+        num_tokens: Tokens of the microbatch on all tp ranks together (tokens).
+
+    Source: Fedus et al. 2022, equation 4; DeepSeek-AI 2024, equations 17 to 20 (of each sequence).
+    """
+    return probabilities.shape[-1] / num_tokens * (probabilities.sum(0) * shares).sum()
+
+
+def z_loss(logits: Tensor, num_tokens: int) -> Tensor:
+    """Return this rank's part of the mean squared logarithm of the sum of the exponentials of logits.
+
+    Shapes: logits ``(..., E)``; output a number.
+
+    Args:
+        logits: Of this rank's tokens.
+        num_tokens: Tokens of the microbatch on all tp ranks together (tokens).
+
+    Source: Zoph et al. 2022, equation 5.
+    """
+    return torch.logsumexp(logits, -1).square().sum() / num_tokens
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    """Return the mean entropy of tokens, without a gradient: the logarithm of E where experts are alike (nats).
+
+    Shapes: probabilities ``(..., E)``; output a number.
+    """
+    return torch.special.entr(probabilities.detach()).sum(-1).mean()
+
+
+def num_choices(experts: Tensor, num_experts: int) -> Tensor:
+    """Count how often each expert is chosen, without a host read; -1 stands for none.
+
+    Shapes: experts ``(..., k)``; output ``(E,)`` int32.
+    """
+    ones = torch.ones((), dtype=torch.int32, device=experts.device).expand(experts.numel())
+    return ones.new_zeros(num_experts + 1).scatter_add_(0, experts.flatten() + 1, ones)[1:]
+
+
+def num_choices_of_sequences(experts: Tensor, num_experts: int) -> Tensor:
+    """Count how often each expert is chosen by each sequence, without a host read.
+
+    Shapes: experts ``(S, B, k)``; output ``(B, E)`` int32.
+    """
+    num_sequences = experts.shape[1]
+    first = torch.arange(num_sequences, device=experts.device)[:, None] * num_experts
+    return num_choices(experts + first, num_sequences * num_experts).view(num_sequences, num_experts)
+
+
+def microbatch_shares(load: Tensor, mesh: ParallelMesh, dtype: torch.dtype) -> Tensor:
+    """Turn this rank's counts of choices into shares of the whole microbatch, on all of its ranks.
+
+    Shapes: load ``(..., E)`` integers; output the same.
+    Communication: an all-reduce over tp under sequence parallelism, and one over cp.
+    """
+    total = load.clone()
+    if mesh.sequence_parallel:
+        all_reduce_(total, mesh.tp)
+    all_reduce_(total, mesh.cp)
+    return total.to(dtype) / total.sum(-1, keepdim=True)
+
+
+@torch.no_grad()
+def step_load(load: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Add the load of a step up over all ranks that have other tokens.
+
+    All layers of a stage may be given at once, so that one sum does for them.
+
+    Shapes: load ``(..., E)`` integers; output the same, int64.
+
+    Args:
+        load: ``Routing.load``, added up over the microbatches of this rank; a forward pass that runs again for its
+            activations is not counted again.
+        mesh: The groups of this rank.
+
+    Communication: an all-reduce over tp under sequence parallelism, and one over the data group.
+    """
+    total = load.to(torch.int64, copy=True)
+    if mesh.sequence_parallel:
+        all_reduce_(total, mesh.tp)
+    return all_reduce_(total, mesh.data)
+
+
+@torch.no_grad()
+def update_bias_(bias: Tensor, load: Tensor, rate: float) -> None:
+    """Raise the biases of experts with fewer tokens than the mean, and lower those of experts with more, in place.
+
+    Shapes: bias ``(E,)``; load ``(E,)`` integers.
+
+    Args:
+        bias: Of each expert.
+        load: Choices of a whole step on all ranks, as :func:`step_load` gives them.
+        rate: What is added or taken.
+
+    Source: Wang et al. 2024, algorithm 1.
+    """
+    # Integers: an expert that has exactly the mean stays where it is.
+    missing = load.sum() - load.to(torch.int64) * load.numel()
+    bias.add_(missing.sign(), alpha=rate)
+
+
+def attach_loss(x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+    """Return ``x``, whose backward pass also starts one at ``loss``.
+
+    Equal to ``x``; gradients are those of ``main loss x its factor + loss x scale``.
+
+    What the caller owes, in each forward pass of a microbatch:
+
+    * ``x`` leads to the main loss of this microbatch, also through later stages: a backward pass that does not come
+      by brings the loss no gradient. The probabilities of a router do.
+    * ``scale`` is what the main loss of this microbatch is multiplied by before its backward pass: one over the number
+      of microbatches of the step, times the loss scale, if there is one. Nothing else knows it on a stage that does
+      not compute the main loss. A tensor is read in the backward pass, so that a captured graph follows it.
+    * ``loss`` is this rank's part by the rule at the head of this file: weights that see only this rank's tokens are
+      ``partial``, and gradients are averaged over the data group. It is attached once: on each tp rank without sequence
+      parallelism, too, as every one of them makes the whole gradient of what it holds a copy of.
+
+    Shapes: x any; loss a number.
+
+    Args:
+        x: What the main loss is computed from.
+        loss: What else to minimise, coefficient included.
+        scale: Factor of the loss in the backward pass.
+    """
+    return _Attached.apply(x, loss, scale)
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+        ctx.scale, ctx.loss_dtype, ctx.loss_device = scale, loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if isinstance(ctx.scale, Tensor):
+            start = ctx.scale.detach().to(ctx.loss_device, ctx.loss_dtype)
+        else:
+            start = torch.full((), ctx.scale, dtype=ctx.loss_dtype, device=ctx.loss_device)
+        return grads[0], start, None
