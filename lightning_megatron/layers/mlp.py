@@ -54,7 +54,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        if activation in _GATED:
+        if is_gated(activation):
             self.gate_up = ColumnParallelLinear(
                 hidden_size,
                 2 * ffn_hidden_size,
@@ -69,11 +69,26 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the network's output for every position."""
-        if self.activation in _GATED:
-            return self.down(gated_activation(self.gate_up(hidden), self.activation))
-        if self.activation == "relu":
-            return self.down(F.relu(self.up(hidden)))
-        return self.down(gelu_activation(self.up(hidden), by_tanh=self.activation == "gelu_tanh"))
+        if is_gated(self.activation):
+            return self.down(activate(self.gate_up(hidden), self.activation))
+        return self.down(activate(self.up(hidden), self.activation))
+
+
+def is_gated(activation: Activation) -> bool:
+    """Tell whether an activation multiplies one half of the features by the other."""
+    return activation in _GATED
+
+
+def activate(hidden: Tensor, activation: Activation) -> Tensor:
+    """Apply an activation.
+
+    Shapes: hidden ``(..., F)``, of gated activations ``(..., 2 F)``; output ``(..., F)``.
+    """
+    if is_gated(activation):
+        return gated_activation(hidden, activation)
+    if activation == "relu":
+        return F.relu(hidden)
+    return gelu_activation(hidden, by_tanh=activation == "gelu_tanh")
 
 
 def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -48,25 +48,26 @@ def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 128) -> int:
     return -(-vocab_size // step) * step
 
 
-def even_range(size: int, parts: int, index: int, what: str = "size") -> ShardRange:
+def even_range(size: int, parts: int, index: int, what: str = "size", axis: str = "tp") -> ShardRange:
     """Return part `index` of a dimension cut into equal parts.
 
     Args:
         size: rows of the full tensor.
-        parts: number of ranks that share them (tp).
+        parts: number of ranks that share them.
         index: position on the axis.
         what: the dimension's name in an error.
+        axis: the axis's name in an error.
 
     Raises:
         ParallelPlanError: if the parts would not be equal.
     """
     require_positive(what, size)
-    require_positive("tp", parts)
-    require_index("index", index, "tp", parts)
+    require_positive(axis, parts)
+    require_index("index", index, axis, parts)
     if size % parts:
         raise ParallelPlanError(
-            f"{what} ({size}) must be a multiple of tp ({parts}), because each rank holds an equal part. "
-            f"Use tp of {one_of(divisors(size))}."
+            f"{what} ({size}) must be a multiple of {axis} ({parts}), because each rank holds an equal part. "
+            f"Use {axis} of {one_of(divisors(size))}."
         )
     part = size // parts
     return ShardRange(index * part, (index + 1) * part)

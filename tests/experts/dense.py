@@ -1,0 +1,74 @@
+"""The mixture that everything else is compared with: one product for one token and one expert after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.groups.random import derive_seed
+
+
+def _swiglu(inner: Tensor) -> Tensor:
+    half = inner.shape[0] // 2
+    return inner[:half] * torch.sigmoid(inner[:half]) * inner[half:]
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": _swiglu, "gelu": F.gelu, "relu": F.relu}
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Tokens, what they chose, and what the loss multiplies outputs by."""
+
+    hidden: Tensor
+    probabilities: Tensor
+    experts: Tensor
+    outer: Tensor
+
+
+def draw(*what: object, shape: tuple[int, ...]) -> Tensor:
+    """Draw the same values in every process."""
+    generator = torch.Generator().manual_seed(derive_seed(*map(str, what)))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def route(case: str, num_tokens: int, size: int, num_experts: int, *what: object) -> Routed:
+    """Draw tokens, and choices that are random or the worst of their kind."""
+    top_k = {"all to one": 1, "every expert": num_experts}.get(case, min(3, num_experts))
+    scores = draw("scores", case, *what, shape=(num_tokens, num_experts))
+    if case == "all to one":
+        scores[:, 1] += 100.0
+    if case == "some without tokens":
+        scores[:, [0, -1]] -= 100.0
+    experts = scores.topk(top_k).indices
+    if case == "dropped":
+        experts[::2, 0] = -1
+    probabilities = draw("probabilities", case, *what, shape=(num_tokens, top_k)).abs()
+    hidden, outer = (draw(name, case, *what, shape=(num_tokens, size)) for name in ("hidden", "outer"))
+    return Routed(hidden.requires_grad_(), probabilities.requires_grad_(), experts, outer)
+
+
+CASES = ("random", "all to one", "every expert", "some without tokens", "dropped")
+
+
+def dense(routed: Routed, weights: list[tuple[Tensor, Tensor]], activation: str) -> Tensor:
+    """Return the mixture's output.
+
+    Args:
+        routed: Tokens and choices.
+        weights: First and second matrix of every expert.
+        activation: What is between them.
+    """
+    outputs = []
+    for token, chosen, scales in zip(routed.hidden, routed.experts.tolist(), routed.probabilities, strict=True):
+        total = torch.zeros_like(token)
+        for expert, scale in zip(chosen, scales, strict=True):
+            if expert >= 0:
+                first, second = weights[expert]
+                total = total + scale * (second @ ACTIVATIONS[activation](first @ token))
+        outputs.append(total)
+    return torch.stack(outputs) if outputs else routed.hidden * 1.0

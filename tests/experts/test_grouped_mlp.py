@@ -1,0 +1,120 @@
+"""Experts behind permute and unpermute equal one product for one token after the other, gradients included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.experts.dispatch import choose_dispatcher
+from lightning_megatron.experts.grouped_linear import stacked
+from lightning_megatron.experts.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.permute import map_rows, permute, unpermute
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.shards import even_range
+from lightning_megatron.training import MainParameters
+from tests.experts.dense import ACTIVATIONS, CASES, Routed, dense, draw, route
+
+NUM_EXPERTS, SIZE, INNER = 4, 6, 8
+CONFIG = ExpertsConfig(num_experts=NUM_EXPERTS, top_k=2, ffn_hidden_size=INNER)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """Fill memory that nobody has written with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def experts_of(activation: str = "swiglu", mesh: ParallelMesh | None = None) -> GroupedMLP:
+    mesh = mesh or ParallelMesh.single()
+    module = GroupedMLP(SIZE, CONFIG, mesh, activation=activation).double()  # type: ignore[arg-type]
+    for name, parameter in module.named_parameters():
+        parameter.data = draw(name, shape=tuple(parameter.shape))
+    return module
+
+
+def weights_of(module: GroupedMLP) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(module.weights(module.first_name), module.weights("down"), strict=True))
+
+
+def mixture(routed: Routed, module: GroupedMLP) -> Tensor:
+    dispatcher = choose_dispatcher(NUM_EXPERTS, ParallelMesh.single()).dispatcher
+    sent = dispatcher.dispatch(routed.hidden, routed.probabilities, routed.experts)
+    return dispatcher.combine(module(sent.rows, sent.probabilities, sent.ends), sent)
+
+
+@pytest.mark.parametrize("num_tokens", [9, 1, 0])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_outputs_and_all_gradients_equal_those_of_a_loop_over_tokens(
+    activation: str, case: str, num_tokens: int
+) -> None:
+    module, routed = experts_of(activation), route(case, num_tokens, SIZE, NUM_EXPERTS)
+    inputs = (routed.hidden, routed.probabilities, *module.parameters())
+    expected = dense(routed, weights_of(module), activation)
+    wanted = torch.autograd.grad((expected * routed.outer).sum(), inputs, allow_unused=True, materialize_grads=True)
+    output = mixture(routed, module)
+    assert torch.allclose(output, expected, atol=1e-10, rtol=0)
+    found = torch.autograd.grad((output * routed.outer).sum(), inputs)
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.allclose(one, other, atol=1e-10, rtol=0), number
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unpermute_multiplies_by_probabilities_as_experts_do(case: str) -> None:
+    routed = route(case, 9, SIZE, NUM_EXPERTS)
+    inputs = (routed.hidden, routed.probabilities)
+    row_map = map_rows(routed.experts, 0, NUM_EXPERTS)
+    doubled = unpermute(2 * permute(routed.hidden, row_map), row_map, routed.probabilities)
+    scales = torch.where(routed.experts >= 0, routed.probabilities, 0.0)
+    expected = 2 * routed.hidden * scales.sum(1, keepdim=True)
+    assert torch.allclose(doubled, expected, atol=1e-10, rtol=0)
+    found = torch.autograd.grad((doubled * routed.outer).sum(), inputs)
+    wanted = torch.autograd.grad((expected * routed.outer).sum(), inputs)
+    assert all(torch.allclose(one, other, atol=1e-10, rtol=0) for one, other in zip(found, wanted, strict=True))
+
+
+def test_rows_of_an_expert_keep_the_order_of_tokens_and_sizes_follow_from_shapes() -> None:
+    experts = torch.tensor([[3, 1], [1, -1], [5, 2], [2, 1]])
+    row_map = map_rows(experts, 1, 2)
+    assert row_map.pairs.shape == (4 * 2,)
+    assert row_map.pairs[:5].tolist() == [1, 2, 7, 5, 6]
+    assert row_map.ends.tolist() == [3, 5]
+    assert row_map.ends.dtype == torch.int32
+    assert map_rows(experts, 1, 1).pairs.shape == (4,)
+
+
+def test_training_lays_the_weights_of_all_experts_out_as_one_tensor() -> None:
+    module = experts_of()
+    copies = stacked(module.weights("gate_up"))
+    assert copies.data_ptr() != module.weights("gate_up")[0].data_ptr()
+    MainParameters(dict(module.named_parameters()), ParallelMesh.single()).attach(
+        torch.optim.AdamW(module.parameters())
+    )
+    for name in ("gate_up", "down"):
+        assert stacked(module.weights(name)).data_ptr() == module.weights(name)[0].data_ptr()
+    assert torch.equal(stacked(module.weights("gate_up")), copies)
+
+
+def test_first_values_depend_on_seed_and_number_alone() -> None:
+    wrapped = nn.ModuleDict({"experts": GroupedMLP(SIZE, CONFIG, ParallelMesh.single())})
+    initialize_(wrapped, "cpu", 3)
+    names = {name for name, _ in wrapped.named_parameters()}
+    kinds = ("gate_up", "down")
+    assert names == {f"experts.{number}.{kind}.weight" for number in range(NUM_EXPERTS) for kind in kinds}
+    first = wrapped.get_parameter("experts.0.gate_up.weight")
+    assert not torch.equal(first, wrapped.get_parameter("experts.1.gate_up.weight"))
+    assert shard_spec_of(first).is_expert
+
+
+def test_more_ranks_than_experts_are_refused() -> None:
+    with pytest.raises(ParallelPlanError, match=r"num_experts \(4\) must be a multiple of ep \(8\).*Use ep of 1, 2 or"):
+        even_range(NUM_EXPERTS, 8, 0, what="num_experts", axis="ep")
