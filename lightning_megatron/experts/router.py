@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -111,12 +112,12 @@ class Router(nn.Module):
             # Under sequence parallelism each rank routes its own tokens only.
             partial=mesh.sequence_parallel,
         )
-        bias = torch.zeros(num_experts, dtype=torch.float32) if config.expert_bias else None
-        self.register_buffer("expert_bias", bias)
+        # On a device by name: a model that is built on meta draws its parameters later, and has these already.
+        even = torch.full((num_experts,), 1.0 / num_experts, dtype=torch.float32, device=mesh.device)
+        self.register_buffer("expert_bias", torch.zeros_like(even) if config.expert_bias else None)
         counts_steps = config.aux_loss > 0.0 and config.aux_loss_scope == "global"
-        shares = torch.full((num_experts,), 1.0 / num_experts, dtype=torch.float32) if counts_steps else None
         #: How much of the choices of the last step each expert had.
-        self.register_buffer("step_shares", shares)
+        self.register_buffer("step_shares", even if counts_steps else None)
 
     def forward(self, hidden: Tensor) -> Routing:
         """Return where the tokens go."""
@@ -158,7 +159,17 @@ class Router(nn.Module):
         if self.expert_bias is not None and self.config.expert_bias_rate:
             update_bias_(self.expert_bias, load, self.config.expert_bias_rate)
         if self.step_shares is not None:
-            self.step_shares.copy_(load / load.sum())
+            self.step_shares.copy_(load / load.sum().clamp(min=1))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            after = getattr(self, name)
+            if after.dtype.itemsize < buffer.dtype.itemsize:
+                # The steps of biases would be rounded away in a half type.
+                setattr(self, name, buffer.to(after.device))
+        return self
 
     @property
     def _num_parts(self) -> int:

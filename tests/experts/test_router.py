@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,143 +13,32 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from lightning_megatron.experts.balance import attach_loss, step_load, update_bias_
-from lightning_megatron.experts.choice import expert_capacity
-from lightning_megatron.experts.router import Router, Routing
+from lightning_megatron.experts.balance import attach_loss, step_load
+from lightning_megatron.experts.router import Router
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.experts.routed_by_hand import (
+    SETTINGS,
+    B,
+    D,
+    E,
+    K,
+    S,
+    config_of,
+    draw,
+    gradients,
+    losses_of,
+    main_loss,
+    route_by_hand,
+    router_of,
+)
 from tests.oracles import assert_equal, gather_full, sequence_part
 from tests.world import run_world
-
-S, B, D, E, K = 6, 3, 5, 8, 3
-LOSSES = {"aux_loss": 0.3, "z_loss": 0.01}
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "softmax over the chosen": {},
-    "softmax over all": {"normalize_top_k": False, "score_scale": 2.5},
-    "sigmoid": {"scoring": "sigmoid", "normalize_top_k": False},
-    "sigmoid over the chosen": {"scoring": "sigmoid", "score_scale": 1.5, "aux_loss_scope": "sequence"},
-    "groups": {"num_groups": 4, "top_k_groups": 2, "aux_loss_scope": "sequence"},
-    "DeepSeek-V3": {"scoring": "sigmoid", "num_groups": 4, "top_k_groups": 2, "expert_bias": True},
-    "biases": {"expert_bias": True, "normalize_top_k": False},
-    "one choice": {"top_k": 1},
-    "all experts": {"top_k": E},
-    "the last step's load": {"aux_loss_scope": "global"},
-    "capacity": {"capacity_factor": 0.7},
-    "more capacity than tokens": {"capacity_factor": 8.0, "top_k": 1},
-    "hardly any capacity": {"capacity_factor": 0.1, "normalize_top_k": False},
-}
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def config_of(**settings: Any) -> ExpertsConfig:
-    return ExpertsConfig(**{"num_experts": E, "top_k": K, "ffn_hidden_size": 4, **LOSSES, **settings})
-
-
-def router_of(config: ExpertsConfig, mesh: ParallelMesh | None = None, **options: Any) -> Router:
-    """Build a router whose weight, biases and shares are the same numbers everywhere, far from even ones."""
-    router = Router(config, D, mesh or ParallelMesh.single(), **options).double()
-    with torch.no_grad():
-        router.weight.copy_(draw(E, D, seed=1))
-    if router.expert_bias is not None:
-        router.expert_bias.copy_(draw(E, seed=2) * 0.2)
-    if router.step_shares is not None:
-        router.step_shares.copy_(draw(E, seed=3).softmax(0))
-    return router
-
-
-@dataclass
-class ByHand:
-    probabilities: Tensor
-    experts: list[list[int]]
-    load: list[int]
-    dropped: int
-    entropy: Tensor
-    balance_loss: Tensor
-    z_loss: Tensor
-
-
-def choose_by_hand(scores: list[float], config: ExpertsConfig) -> list[int]:
-    size = config.num_experts // config.num_groups
-    groups = [range(first, first + size) for first in range(0, config.num_experts, size)]
-    if config.num_groups > 1:
-        groups.sort(key=lambda group: -sum(sorted(scores[e] for e in group)[-2:]))
-    eligible = [e for group in groups[: config.top_k_groups] for e in group]
-    return sorted(eligible, key=lambda e: -scores[e])[: config.top_k]
-
-
-def balance_by_hand(shares: list[Tensor], choices: list[list[int]], config: ExpertsConfig) -> Tensor:
-    loss = torch.zeros((), dtype=torch.float64)
-    for expert in range(config.num_experts):
-        times = sum(expert in chosen for chosen in choices)
-        mean = sum((share[expert] for share in shares), start=torch.zeros(())) / len(shares)
-        loss = loss + config.num_experts * times / (config.top_k * len(shares)) * mean
-    return loss
-
-
-def route_by_hand(hidden: Tensor, router: Router) -> ByHand:
-    """Route one token after the other."""
-    config, bias = router.config, router.expert_bias
-    capacity = math.inf if config.capacity_factor is None else expert_capacity(S * B, config)
-    load, taken, dropped = [0] * config.num_experts, [0] * config.num_experts, 0
-    probabilities, experts, unbiased, shares, squares = [], [], [], [], []
-    for token in hidden.flatten(0, 1):
-        powers = (router.weight @ token).exp()
-        scores = powers / powers.sum() if config.scoring == "softmax" else powers / (1 + powers)
-        shares.append(scores / scores.sum())
-        squares.append(powers.sum().log() ** 2)
-        unbiased.append(choose_by_hand(scores.tolist(), config))
-        chosen = unbiased[-1] if bias is None else choose_by_hand((scores + bias).tolist(), config)
-        total = sum((scores[e] for e in chosen), start=torch.zeros(())) if config.normalize_top_k else 1.0
-        for choice, expert in enumerate(chosen):
-            load[expert] += 1
-            taken[expert] += 1
-            weight = scores[expert] / total * config.score_scale
-            if taken[expert] > capacity:
-                dropped += 1
-                chosen[choice], weight = -1, weight * 0.0
-            probabilities.append(weight)
-        experts.append(chosen)
-    if config.aux_loss_scope == "sequence":
-        parts = [balance_by_hand(shares[b::B], unbiased[b::B], config) for b in range(B)]
-        balance = torch.stack(parts).mean()
-    elif config.aux_loss_scope == "global":
-        assert router.step_shares is not None
-        balance = config.num_experts * (torch.stack(shares).mean(0) * router.step_shares).sum()
-    else:
-        # Whether a choice is dropped or not, it counts.
-        balance = balance_by_hand(shares, [choose_by_hand(s.tolist(), config) for s in shares], config)
-    return ByHand(
-        torch.stack(probabilities).view(-1, config.top_k),
-        experts,
-        load,
-        dropped,
-        -torch.stack([(share * share.log()).sum() for share in shares]).mean(),
-        config.aux_loss * balance,
-        config.z_loss * torch.stack(squares).mean(),
-    )
-
-
-def main_loss(probabilities: Tensor) -> Tensor:
-    """Weigh each choice of each token differently."""
-    return (probabilities * torch.arange(probabilities.numel(), dtype=probabilities.dtype).view_as(probabilities)).sum()
-
-
-def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, leaves))
-
-
-def losses_of(routing: Routing) -> Tensor:
-    assert routing.balance_loss is not None
-    assert routing.z_loss is not None
-    return routing.balance_loss + routing.z_loss
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -231,33 +118,6 @@ def test_router_equals_that_of_hugging_face(name: str) -> None:
         assert_equal(router(hidden).balance_loss, auxiliary, "auxiliary loss", 1e-6)
 
 
-def test_an_attached_loss_has_its_gradient_at_any_scale() -> None:
-    router = router_of(config_of())
-    hidden = [draw(S, B, D, seed=seed).requires_grad_() for seed in (4, 5)]
-    # Two microbatches and a loss scale of 1024.
-    scale = 1024.0 / 2
-    total = sum((main_loss(r.probabilities) + losses_of(r) for r in map(router, hidden)), start=torch.zeros(()))
-    expected = gradients(total * scale, *hidden, router.weight)
-    for form in (scale, torch.tensor(scale)):
-        router.weight.grad = None
-        for microbatch in hidden:
-            microbatch.grad = None
-            routing = router(microbatch)
-            attached = attach_loss(routing.probabilities, losses_of(routing), form)
-            assert torch.equal(attached, routing.probabilities)
-            (main_loss(attached) * scale).backward()
-        for leaf, wanted in zip((*hidden, router.weight), expected, strict=True):
-            assert_equal(leaf.grad, wanted, f"gradient with a scale of type {type(form).__name__}")
-
-
-def test_a_scale_on_the_device_is_read_in_the_backward_pass() -> None:
-    x, loss, scale = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True), torch.tensor(1.0)
-    attached = attach_loss(x, loss, scale)
-    scale.fill_(3.0)
-    attached.sum().backward()
-    assert float(loss.grad) == 3.0
-
-
 def test_scores_are_those_of_float32_under_autocast_and_in_half_precision() -> None:
     wide = router_of(config_of()).float()
     half = router_of(config_of()).bfloat16()
@@ -315,49 +175,23 @@ def test_forced_balance_gives_every_expert_as_many_tokens() -> None:
     assert_equal(routing.balance_loss, torch.tensor(0.3, dtype=torch.float64), "auxiliary loss of balanced experts")
 
 
-def test_biases_move_towards_the_mean_load_and_shares_follow_it() -> None:
-    router = router_of(config_of(expert_bias=True, expert_bias_rate=0.125, aux_loss_scope="global"))
-    bias = router.expert_bias.clone()
-    router.update_(torch.tensor([4, 0, 4, 9, 3, 5, 4, 3]))
-    moved = torch.tensor([0.0, 1, 0, -1, 1, -1, 0, 1], dtype=torch.float64) * 0.125
-    assert_equal(router.expert_bias - bias, moved, "change of biases")
-    assert_equal(router.step_shares, torch.tensor([4, 0, 4, 9, 3, 5, 4, 3]).double() / 32, "shares")
-    large = torch.tensor([2**31 - 1, 2**31 - 2], dtype=torch.int32)
-    update_bias_(zeros := torch.zeros(2), large, 1.0)
-    assert zeros.tolist() == [-1.0, 1.0]
-
-
-def test_biases_bring_balance_without_a_loss() -> None:
-    router = router_of(config_of(scoring="sigmoid", expert_bias=True, expert_bias_rate=0.02, aux_loss=0.0))
-    hidden = draw(40, B, D, seed=9)
-    before = router(hidden).load
-    for _ in range(60):
-        router.update_(router(hidden).load)
-    after = router(hidden).load
-    assert int(before.max()) > 1.3 * 40 * B * K / E
-    assert int(after.max()) <= 1.1 * 40 * B * K / E
-
-
-def test_even_shares_pull_nowhere_in_the_first_step() -> None:
-    config = config_of(aux_loss_scope="global", z_loss=0.0)
-    router, hidden = Router(config, D, ParallelMesh.single()).double(), draw(S, B, D)
-    with torch.no_grad():
-        router.weight.copy_(draw(E, D, seed=1))
-    routing = router(hidden)
-    assert_equal(routing.balance_loss, torch.tensor(0.3, dtype=torch.float64), "loss", 1e-7)
-    assert float(gradients(routing.balance_loss, router.weight)[0].abs().max()) < 1e-8
-
-
-def test_capacity_is_rounded_up_from_the_factor_as_it_is_written() -> None:
-    config = config_of(num_experts=1, top_k=1, capacity_factor=1.1)
-    assert expert_capacity(10, config) == 11
-    assert expert_capacity(11, config) == 13
-
-
 def test_state_holds_biases_and_shares_where_settings_need_them() -> None:
     assert set(router_of(config_of()).state_dict()) == {"weight"}
     biased = router_of(config_of(expert_bias=True, aux_loss_scope="global"))
     assert set(biased.state_dict()) == {"weight", "expert_bias", "step_shares"}
+
+
+def test_biases_stay_in_float32_and_are_there_when_the_model_is_built_on_meta() -> None:
+    with torch.device("meta"):
+        router = Router(config_of(expert_bias=True, aux_loss_scope="global"), D, ParallelMesh.single())
+    assert router.weight.is_meta
+    initialize_(router, "cpu", seed=0)
+    router.update_(torch.arange(E))
+    shares = router.step_shares.clone()
+    router.to(dtype=torch.bfloat16)
+    assert router.weight.dtype == torch.bfloat16
+    assert (router.expert_bias.dtype, router.step_shares.dtype) == (torch.float32, torch.float32)
+    assert torch.equal(router.step_shares, shares)
 
 
 # One process against two ranks.
