@@ -1,0 +1,157 @@
+"""Choose the variant of the grouped GEMM for a shape, from numbers that the host knows.
+
+The rule is measured: one H200, bursts of single calls, seven shapes of mixtures with balanced and skewed groups. Sizes
+of groups are on the device, so only their mean, ``num_rows / num_groups``, can enter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.plan.legal_values import one_of
+
+
+class Pass(StrEnum):
+    """Name a product of a linear layer whose weight is chosen by group; N rows and K columns have each weight."""
+
+    FORWARD = "forward"  # y = x w^T
+    DATA_GRAD = "data_grad"  # dx = dy w
+    WEIGHT_GRAD_BF16 = "weight_grad_bf16"  # dw = dy^T x
+    WEIGHT_GRAD_FP32 = "weight_grad_fp32"  # dw = dy^T x
+    WEIGHT_GRAD_ADD = "weight_grad_add"  # dw += dy^T x, in float32
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hold what to launch and why.
+
+    Args:
+        variant: Name of a variant, one of VARIANTS.
+        along_n: Whether neighbouring tiles are neighbours along N of the product, not M.
+        band: Clusters of tiles walked in that direction before the other advances; 0 for all.
+        reason: What the rule saw, for the log.
+    """
+
+    variant: str
+    along_n: bool
+    band: int
+    reason: str
+
+
+_COOPERATIVE, _WIDE, _SQUARE = "cooperative_128x256_1x1", "pingpong_128x192_1x2", "pingpong_128x128_1x2"
+
+#: Every variant that the rule can name; the bundled library has these and no others.
+VARIANTS: tuple[str, ...] = (
+    *(
+        f"{kind}_{tile}"
+        for kind in ("forward", "data_grad", "weight_grad_bf16")
+        for tile in (_COOPERATIVE, _WIDE, _SQUARE)
+    ),
+    *(f"weight_grad_fp32_{tile}" for tile in (_WIDE, _SQUARE)),
+    *(f"weight_grad_add_reduce_{tile}" for tile in (_WIDE, _SQUARE)),
+    f"weight_grad_add_read_{_SQUARE}",
+)
+
+MAX_GROUPS = 1024
+
+# Below this mean the weights stream from memory, and small tiles waste less of a group's last rows.
+_FEW_ROWS = 256
+# A reduction this long hides the epilogue of the largest tile.
+_LONG_REDUCTION = 4096
+_LONG_REDUCTION_BAND = 16
+# TMA adds reach 1.2 TB/s, loads and stores 3.2 TB/s: the adds pay when the product takes longer than them anyway.
+_ROWS_FOR_REDUCE_ADD = 1024
+# Two tiles of 192 columns make a cluster; it may waste this part of the columns.
+_WIDE_COLUMNS, _WIDE_WASTE = 384, 0.035
+
+
+def choose_variant(which: Pass, num_rows: int, num_groups: int, n: int, k: int, variant: str | None = None) -> Choice:
+    """Choose what to launch for a grouped product.
+
+    Args:
+        which: The product.
+        num_rows: Rows of the token buffers, of all groups together.
+        num_groups: Number of groups.
+        n: Rows of each weight: the features of y.
+        k: Columns of each weight: the features of x.
+        variant: A variant to take instead of the rule's, one of VARIANTS for this product.
+
+    Raises:
+        UnsupportedError: If the kernels cannot do these sizes, or the variant is for another product.
+    """
+    _check_sizes(num_rows, num_groups, n, k)
+    rows = num_rows // num_groups
+    is_weight_grad = which not in {Pass.FORWARD, Pass.DATA_GRAD}
+    chosen = _choose_weight_grad(which, rows, n, k) if is_weight_grad else _choose_activation(which, rows, n, k)
+    if variant is None:
+        return chosen
+    own = [name for name in VARIANTS if name.startswith(which)]
+    if variant not in own:
+        raise UnsupportedError(
+            f"the variant must be one for {which}: {variant!r}. Each variant computes one product. "
+            f"Use {one_of(own)}, or None for the rule's choice."
+        )
+    return replace(chosen, variant=variant, reason="it was asked for")
+
+
+def workspace_bytes(num_groups: int, num_sms: int) -> int:
+    """Return a size of the workspace that suffices for every variant, in bytes.
+
+    Args:
+        num_groups: Number of groups: their arguments take up to 96 bytes each.
+        num_sms: CTAs of the launch: the tensor maps of one take up to 1,024 bytes.
+    """
+    arrays, alignment = 9, 128
+    return 96 * num_groups + arrays * alignment + 1024 * num_sms
+
+
+def _choose_activation(which: Pass, rows: int, n: int, k: int) -> Choice:
+    reduction, columns = (k, n) if which is Pass.FORWARD else (n, k)
+    if rows < _FEW_ROWS:
+        return Choice(f"{which}_{_SQUARE}", False, 0, f"{rows} rows a group are fewer than {_FEW_ROWS}")
+    if reduction >= _LONG_REDUCTION:
+        reason = f"the reduction over {reduction} is at least {_LONG_REDUCTION}"
+        return Choice(f"{which}_{_COOPERATIVE}", False, _LONG_REDUCTION_BAND, reason)
+    tile, reason = _tile_of_columns(columns)
+    return Choice(f"{which}_{tile}", False, 0, reason)
+
+
+def _choose_weight_grad(which: Pass, rows: int, n: int, k: int) -> Choice:
+    along_n = k < n  # the operand that a wave of tiles shares is then the larger one
+    tile, reason = _tile_of_columns(k)
+    if which is Pass.WEIGHT_GRAD_ADD:
+        if rows < _ROWS_FOR_REDUCE_ADD:
+            reason = f"{rows} rows a group are fewer than {_ROWS_FOR_REDUCE_ADD}: sums are read, added to and stored"
+            return Choice(f"{which}_read_{_SQUARE}", True, 0, reason)
+        return Choice(f"{which}_reduce_{tile}", along_n, 0, f"{rows} rows a group suffice for TMA adds; {reason}")
+    if which is Pass.WEIGHT_GRAD_BF16 and rows < _FEW_ROWS:
+        reason = f"{rows} rows a group are fewer than {_FEW_ROWS}: the largest tile stores most"
+        return Choice(f"{which}_{_COOPERATIVE}", along_n, 0, reason)
+    return Choice(f"{which}_{tile}", along_n, 0, reason)
+
+
+def _tile_of_columns(columns: int) -> tuple[str, str]:
+    padded = -(-columns // _WIDE_COLUMNS) * _WIDE_COLUMNS
+    fits = padded <= columns * (1 + _WIDE_WASTE)
+    verb = "fill" if fits else "do not fill"
+    return _WIDE if fits else _SQUARE, f"{columns} columns {verb} multiples of {_WIDE_COLUMNS}"
+
+
+def _check_sizes(num_rows: int, num_groups: int, n: int, k: int) -> None:
+    if not 1 <= num_groups <= MAX_GROUPS:
+        raise UnsupportedError(
+            f"the number of groups must be between 1 and {MAX_GROUPS}: it is {num_groups}. The arguments of a launch "
+            f"are built by one thread block. Use more expert parallel ranks, so that each holds fewer experts."
+        )
+    if num_rows < 0 or n < 1 or k < 1 or n % 8 or k % 8:
+        raise UnsupportedError(
+            f"n ({n}) and k ({k}) must be positive multiples of 8 and rows ({num_rows}) not negative, because TMA "
+            "loads rows of whole 16 bytes. Use sizes that are, or the products of torch."
+        )
+    if max(num_rows, num_groups * n, k) > 2**31 - 1:
+        raise UnsupportedError(
+            f"sizes must fit 32 bits: rows {num_rows}, groups x n {num_groups * n}, k {k}. Coordinates of TMA do. "
+            "Use more ranks."
+        )

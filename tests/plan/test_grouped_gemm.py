@@ -1,0 +1,86 @@
+"""The rule that chooses a variant of the grouped GEMM."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.plan.grouped_gemm import VARIANTS, Choice, Pass, choose_variant, workspace_bytes
+
+C, W, S = "cooperative_128x256_1x1", "pingpong_128x192_1x2", "pingpong_128x128_1x2"
+# Rows, groups, n, k of the shapes that the rule was measured on, and the tiles of forward, data gradient, bf16 weight
+# gradient and accumulating weight gradient.
+MEASURED = {
+    "qwen3": ((32768, 32, 1536, 2048), (W, S, S, f"reduce_{S}")),
+    "qwen3 second": ((32768, 32, 2048, 768), (S, W, W, f"reduce_{W}")),
+    "qwen3 with few rows": ((4096, 32, 1536, 2048), (S, S, C, f"read_{S}")),
+    "deepseek": ((16384, 32, 4096, 7168), (C, C, W, f"read_{S}")),
+    "deepseek second": ((16384, 32, 7168, 2048), (W, C, S, f"read_{S}")),
+    "mixtral": ((16384, 8, 28672, 4096), (C, C, W, f"reduce_{W}")),
+    "mixtral second": ((16384, 8, 4096, 14336), (C, C, W, f"reduce_{W}")),
+}
+PASSES = (Pass.FORWARD, Pass.DATA_GRAD, Pass.WEIGHT_GRAD_BF16, Pass.WEIGHT_GRAD_ADD)
+
+
+@pytest.mark.parametrize("shape", MEASURED)
+def test_the_measured_shapes_get_the_variants_that_were_best(shape: str) -> None:
+    sizes, tiles = MEASURED[shape]
+    chosen = [choose_variant(which, *sizes).variant for which in PASSES]
+    assert chosen == [f"{which}_{tile}" for which, tile in zip(PASSES, tiles, strict=True)]
+
+
+def test_weight_gradients_walk_along_their_longer_side() -> None:
+    tall, wide = (16384, 8, 28672, 4096), (16384, 8, 4096, 14336)
+    assert choose_variant(Pass.WEIGHT_GRAD_BF16, *tall).along_n
+    assert not choose_variant(Pass.WEIGHT_GRAD_BF16, *wide).along_n
+    assert not choose_variant(Pass.WEIGHT_GRAD_ADD, *wide).along_n
+    assert choose_variant(Pass.WEIGHT_GRAD_ADD, 4096, 32, 1536, 2048).along_n  # sums that are read
+
+
+def test_only_the_largest_tile_of_activations_walks_in_bands() -> None:
+    assert choose_variant(Pass.FORWARD, 16384, 8, 28672, 4096).band == 16
+    assert choose_variant(Pass.FORWARD, 32768, 32, 1536, 2048).band == 0
+
+
+def test_the_rule_names_every_variant_and_no_other() -> None:
+    sizes = (384, 1024, 2048, 4096, 7168)
+    named = {
+        choose_variant(which, rows, 8, n, k).variant
+        for which in Pass
+        for rows in (0, 1024, 4096, 16384)
+        for n in sizes
+        for k in sizes
+    }
+    assert named == set(VARIANTS)
+
+
+def test_the_reason_has_the_numbers() -> None:
+    assert choose_variant(Pass.FORWARD, 1000, 8, 384, 384).reason == "125 rows a group are fewer than 256"
+    assert "7168 is at least 4096" in choose_variant(Pass.FORWARD, 16384, 32, 4096, 7168).reason
+
+
+def test_a_variant_can_be_asked_for() -> None:
+    asked = choose_variant(Pass.FORWARD, 1000, 8, 384, 384, variant=f"forward_{C}")
+    assert asked == Choice(f"forward_{C}", along_n=False, band=0, reason="it was asked for")
+    with pytest.raises(UnsupportedError, match="must be one for data_grad: 'forward_.* Use data_grad_cooperative"):
+        choose_variant(Pass.DATA_GRAD, 1000, 8, 384, 384, variant=f"forward_{C}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1000, 0, 384, 384), "between 1 and 1024: it is 0"),
+        ((1000, 1025, 384, 384), "between 1 and 1024: it is 1025"),
+        ((1000, 8, 380, 384), r"n \(380\) and k \(384\) must be positive multiples of 8"),
+        ((1000, 8, 384, 0), r"n \(384\) and k \(0\) must be positive"),
+        ((-1, 8, 384, 384), r"rows \(-1\) not negative"),
+        ((1000, 1024, 2**22, 8), "sizes must fit 32 bits"),
+    ],
+)
+def test_sizes_that_the_kernels_cannot_do_are_refused(sizes: tuple[int, int, int, int], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        choose_variant(Pass.FORWARD, *sizes)
+
+
+def test_the_workspace_is_small() -> None:
+    assert workspace_bytes(256, 132) < 200_000
