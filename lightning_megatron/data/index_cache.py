@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.data.once import one_at_a_time
+from lightning_megatron.once import one_at_a_time
 
 VERSION = 1
 log = logging.getLogger(__name__)

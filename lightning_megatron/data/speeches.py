@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_megatron.data.installed import check_sha256, locate_installed
-from lightning_megatron.data.once import one_at_a_time
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
 from lightning_megatron.data.token_index import idx_path
 from lightning_megatron.data.tokenizer import Tokenizer
 from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.once import one_at_a_time
 
 FIRST_HELD_OUT_YEAR = 2000
 Part = Literal["train", "heldout"]
