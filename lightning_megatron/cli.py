@@ -47,6 +47,7 @@ COMMANDS = {
     "checkpoint": Command("lightning_megatron.cli_checkpoint", "show, verify, consolidate or reshard a checkpoint"),
     "convert": Command("lightning_megatron.cli_convert", "turn checkpoints into Hugging Face folders, and back"),
     "preprocess": Command("lightning_megatron.cli_preprocess", "turn text or JSON lines into token files"),
+    "kernels": Command("lightning_megatron.cli_kernels", "build, show and check the bundled CUDA kernels"),
 }
 
 

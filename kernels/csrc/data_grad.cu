@@ -1,0 +1,4 @@
+#include "launch.cuh"
+#include "variants.h"
+
+LM_DATA_GRAD_VARIANTS(LM_DEFINE_VARIANT)

@@ -1,0 +1,149 @@
+// The operator lm_kernels::grouped_gemm: checks what it is given and launches one variant.
+//
+// Only torch's stable ABI is used, so one library serves every torch from 2.10 on, and any Python. Outputs and workspace
+// are the caller's. What the ends of groups are is not checked: they are on the device.
+#include <climits>
+#include <cstdint>
+#include <string>
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+#include "variants.h"
+
+// Weak: torch for CPUs has no such symbol, and the library is to load there as well.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
+
+namespace {
+
+using lm_kernels::Kind;
+using lm_kernels::Status;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+struct Variant {
+  const char* name;
+  Kind kind;
+  lm_kernels::Launch launch;
+};
+
+#define LM_ROW(kind, name) {#name, kind, lm_kernels::name},
+#define LM_FORWARD_ROW(name, ...) LM_ROW(Kind::kForward, name)
+#define LM_DATA_GRAD_ROW(name, ...) LM_ROW(Kind::kDataGrad, name)
+#define LM_WEIGHT_GRAD_BF16_ROW(name, ...) LM_ROW(Kind::kWeightGradBf16, name)
+#define LM_WEIGHT_GRAD_FP32_ROW(name, ...) LM_ROW(Kind::kWeightGradFp32, name)
+#define LM_WEIGHT_GRAD_ADD_ROW(name, ...) LM_ROW(Kind::kWeightGradAdd, name)
+constexpr Variant kVariants[] = {
+    LM_FORWARD_VARIANTS(LM_FORWARD_ROW)
+    LM_DATA_GRAD_VARIANTS(LM_DATA_GRAD_ROW)
+    LM_WEIGHT_GRAD_BF16_VARIANTS(LM_WEIGHT_GRAD_BF16_ROW)
+    LM_WEIGHT_GRAD_FP32_VARIANTS(LM_WEIGHT_GRAD_FP32_ROW)
+    LM_WEIGHT_GRAD_ADD_VARIANTS(LM_WEIGHT_GRAD_ADD_ROW)
+};
+
+#define LM_CHECK(condition, ...) STD_TORCH_CHECK(condition, "lm_kernels::grouped_gemm: ", __VA_ARGS__)
+
+const Variant& find_variant(const std::string& name) {
+  for (const Variant& variant : kVariants)
+    if (name == variant.name) return variant;
+  LM_CHECK(false, "this library has no variant ", name, ". Build it again: lightning-megatron kernels build");
+  return kVariants[0];
+}
+
+void check_tensor(const char* name, const Tensor& tensor, ScalarType dtype, int dim, int device) {
+  LM_CHECK(tensor.is_cuda() && tensor.get_device() == device, name, " must be on the GPU of a");
+  LM_CHECK(tensor.scalar_type() == dtype, name, " has the wrong dtype for this variant");
+  LM_CHECK(tensor.dim() == dim, name, " must have ", dim, " dimensions: it has ", tensor.dim());
+  LM_CHECK(tensor.is_contiguous(), name, " must be contiguous");
+}
+
+void check_aligned(const char* name, const Tensor& tensor) {
+  LM_CHECK(reinterpret_cast<uintptr_t>(tensor.data_ptr()) % lm_kernels::kAlignment == 0, name,
+           " must start at a multiple of ", lm_kernels::kAlignment, " bytes, which is what TMA loads");
+}
+
+void check_shape(const char* name, const Tensor& tensor, int64_t size0, int64_t size1) {
+  LM_CHECK(tensor.size(0) == size0 && tensor.size(1) == size1, name, " must have shape (", size0, ", ", size1,
+           "): it has (", tensor.size(0), ", ", tensor.size(1), ")");
+}
+
+void check_shape(const char* name, const Tensor& tensor, int64_t size0, int64_t size1, int64_t size2) {
+  LM_CHECK(tensor.size(0) == size0 && tensor.size(1) == size1 && tensor.size(2) == size2, name, " must have shape (",
+           size0, ", ", size1, ", ", size2, "): it has (", tensor.size(0), ", ", tensor.size(1), ", ", tensor.size(2),
+           ")");
+}
+
+// Return the sizes of the problem after the checks of dtypes and shapes.
+lm_kernels::Problem checked_problem(Kind kind, const Tensor& d, const Tensor& a, const Tensor& b,
+                                    const Tensor& group_ends) {
+  const int device = a.get_device();
+  const bool weight_grad = lm_kernels::is_weight_grad(kind);
+  check_tensor("a", a, ScalarType::BFloat16, 2, device);
+  check_tensor("b", b, ScalarType::BFloat16, weight_grad ? 2 : 3, device);
+  check_tensor("d", d, lm_kernels::is_fp32(kind) ? ScalarType::Float : ScalarType::BFloat16, weight_grad ? 3 : 2, device);
+  check_tensor("group_ends", group_ends, ScalarType::Int, 1, device);
+  const int64_t groups = group_ends.size(0), rows = a.size(0);
+  const int64_t n = weight_grad ? a.size(1) : b.size(1), k = weight_grad ? b.size(1) : b.size(2);
+  if (weight_grad) {
+    check_shape("b", b, rows, k);
+    check_shape("d", d, groups, n, k);
+  } else {
+    check_shape("b", b, groups, n, k);
+    check_shape("a", a, rows, kind == Kind::kForward ? k : n);
+    check_shape("d", d, rows, kind == Kind::kForward ? n : k);
+  }
+  LM_CHECK(groups <= lm_kernels::kMaxGroups, "there may be ", lm_kernels::kMaxGroups, " groups: there are ", groups);
+  LM_CHECK(rows <= INT_MAX && groups * n <= INT_MAX && k <= INT_MAX, "sizes must fit 32 bits: rows ", rows,
+           ", groups x n ", groups * n, ", k ", k);
+  LM_CHECK(n > 0 && k > 0 && n % 8 == 0 && k % 8 == 0, "n (", n, ") and k (", k,
+           ") must be multiples of 8, because TMA loads rows of whole 16 bytes");
+  check_aligned("a", a);
+  check_aligned("b", b);
+  check_aligned("d", d);
+  return {int(groups), static_cast<const int*>(group_ends.data_ptr()), int(rows), int(n), int(k),
+          a.data_ptr(), b.data_ptr(), d.data_ptr()};
+}
+
+const char* reason(Status status) {
+  switch (status) {
+    case Status::kOk: return "none";
+    case Status::kWorkspaceTooSmall: return "the workspace is too small; plan.grouped_gemm.workspace_bytes says its size";
+    case Status::kNotImplementable: return "CUTLASS cannot do these sizes";
+    case Status::kInitializeFailed: return "the kernel was not set up; is this an sm_90 GPU?";
+    case Status::kLaunchFailed: return "the launch failed";
+  }
+  return "unknown";
+}
+
+void grouped_gemm(Tensor d, const Tensor& a, const Tensor& b, const Tensor& group_ends, Tensor workspace,
+                  std::string variant, bool raster_along_n, int64_t raster_band, int64_t num_sms) {
+  const Variant& chosen = find_variant(variant);
+  const lm_kernels::Problem problem = checked_problem(chosen.kind, d, a, b, group_ends);
+  const int device = a.get_device();
+  check_tensor("workspace", workspace, ScalarType::Byte, 1, device);
+  check_aligned("workspace", workspace);
+  LM_CHECK(raster_band >= 0 && raster_band <= INT_MAX, "raster_band must not be negative: ", raster_band);
+  LM_CHECK(num_sms > 0 && num_sms <= INT_MAX, "num_sms must be positive: ", num_sms);
+  if (problem.num_groups == 0 || (problem.num_rows == 0 && !lm_kernels::is_weight_grad(chosen.kind))) return;
+  LM_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch is built without CUDA");
+  torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  const Status status =
+      chosen.launch(problem, {raster_along_n, int(raster_band), int(num_sms), workspace.data_ptr(),
+                              size_t(workspace.numel()), static_cast<cudaStream_t>(stream)});
+  LM_CHECK(status == Status::kOk, variant, ": ", reason(status));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(lm_kernels, m) {
+  m.def(
+      "grouped_gemm(Tensor(a!) d, Tensor a, Tensor b, Tensor group_ends, Tensor(b!) workspace, str variant, "
+      "bool raster_along_n, int raster_band, int num_sms) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(lm_kernels, CUDA, m) { m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm)); }

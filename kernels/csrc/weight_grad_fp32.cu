@@ -1,0 +1,4 @@
+#include "launch.cuh"
+#include "variants.h"
+
+LM_WEIGHT_GRAD_FP32_VARIANTS(LM_DEFINE_VARIANT)

@@ -1,0 +1,143 @@
+"""The subcommand `kernels`: build the bundled CUDA extension, show what is there, check that it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_megatron.errors import MissingExtraError, UnsupportedError
+from lightning_megatron.extension import build_library, find_library, find_toolchain, read_sources
+from lightning_megatron.extension.build import default_cache
+from lightning_megatron.extension.load import load_library, why_not_runnable
+from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, choose_variant
+
+EXAMPLE = """examples:
+  lightning-megatron kernels build --jobs 4
+  lightning-megatron kernels show
+  lightning-megatron kernels show --rows 32768 --groups 32 --n 1536 --k 2048     what would run for a shape, and why
+  lightning-megatron kernels check"""
+
+
+def main(args: Sequence[str]) -> None:
+    """Run the command with the arguments after its name.
+
+    Raises:
+        MissingExtraError: If a compiler or CUTLASS is not there.
+        UnsupportedError: If the kernels cannot be built, found or run.
+    """
+    options = kernels_parser().parse_args(args)
+    options.run(options)
+
+
+def kernels_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command's own subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron kernels",
+        description="Build the bundled CUDA extension, show what is there, check that it runs.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="build|show|check")
+    build = commands.add_parser("build", help="compile the kernels, which takes minutes, and keep the library")
+    build.add_argument("--jobs", type=_at_least_one, default=1, metavar="N", help="files compiled at once (default: 1)")
+    build.set_defaults(run=run_build)
+    show = commands.add_parser("show", help="print compilers, library and variants, or the choice for a shape")
+    for name, what in {"rows": "rows of all groups", "groups": "groups", "n": "output", "k": "input features"}.items():
+        show.add_argument(f"--{name}", type=_at_least_one, metavar="N", help=f"of a shape: {what}")
+    show.set_defaults(run=run_show)
+    check = commands.add_parser("check", help="load the library and say whether this GPU can run it")
+    check.set_defaults(run=run_check)
+    for command in (build, show):
+        home = os.environ.get("CUDA_HOME")
+        default = Path(home) if home else None
+        command.add_argument("--cuda-home", type=Path, default=default, help="a CUDA toolkit (default: CUDA_HOME)")
+        command.add_argument("--cutlass", type=Path, help="a folder of CUTLASS (default: the package nvidia-cutlass)")
+    for command in (build, show, check):
+        command.add_argument("--cache", type=Path, default=default_cache(), help="where libraries are kept")
+    return parser
+
+
+def run_build(options: argparse.Namespace) -> None:
+    """Build the library unless it is there."""
+    toolchain = find_toolchain(options.cuda_home, options.cutlass)
+    built = build_library(options.cache, read_sources(), toolchain, options.jobs)
+    size = built.path.stat().st_size / 1e6
+    print(
+        f"{built.path}: {size:.1f} MB, built in {built.seconds:.0f} s with nvcc {built.nvcc}, CUTLASS {built.cutlass}"
+    )
+
+
+def run_show(options: argparse.Namespace) -> None:
+    """Print what there is, or what the rule takes for a shape."""
+    shape = (options.rows, options.groups, options.n, options.k)
+    if None not in shape:
+        print("\n".join(_describe_choices(*shape)))
+        return
+    if any(size is not None for size in shape):
+        raise UnsupportedError(
+            "a shape has four sizes: some of --rows, --groups, --n and --k are missing. The rule reads all. "
+            "Give all four, or none."
+        )
+    print("\n".join(_describe_installation(options)))
+
+
+def run_check(options: argparse.Namespace) -> None:
+    """Load the library.
+
+    Raises:
+        UnsupportedError: If there is none, or it cannot be loaded, or no GPU here runs it.
+    """
+    library = find_library(options.cache, read_sources())
+    if library is None:
+        raise UnsupportedError(
+            f"the kernels must be built first: {options.cache} has no library of these sources. They are not in the "
+            "package. Run: lightning-megatron kernels build."
+        )
+    load_library(library.path)
+    print(f"{library.path}: loaded, {torch.ops.lm_kernels.grouped_gemm.default._schema}")
+    why = why_not_runnable()
+    if why is not None:
+        raise UnsupportedError(
+            f"the kernels need an H100, H200 or H20: {why}. They use instructions of sm_90a. "
+            "Elsewhere the products of torch are used."
+        )
+    print(f"{torch.cuda.get_device_name(0)}: can run it")
+
+
+def _describe_choices(rows: int, groups: int, n: int, k: int) -> list[str]:
+    lines = [f"{rows} rows in {groups} groups ({rows // groups} each), n {n}, k {k}"]
+    width = max(map(len, VARIANTS))
+    for which in Pass:
+        choice = choose_variant(which, rows, groups, n, k)
+        lines.append(f"  {choice.variant:<{width}}  along {'N' if choice.along_n else 'M'}: {choice.reason}")
+    return lines
+
+
+def _describe_installation(options: argparse.Namespace) -> list[str]:
+    sources = read_sources()
+    lines = [f"sources    {sources.folder} ({sources.key})"]
+    try:
+        found: Any = find_toolchain(options.cuda_home, options.cutlass)
+        lines += [
+            f"nvcc       {found.nvcc} ({found.nvcc_version})",
+            f"CUTLASS    {found.cutlass} ({found.cutlass_version})",
+        ]
+    except (MissingExtraError, UnsupportedError) as error:
+        lines.append(f"compilers  {error}")
+    library = find_library(options.cache, sources)
+    if library is None:
+        lines.append(f"library    none in {options.cache}; build one: lightning-megatron kernels build")
+    else:
+        lines.append(f"library    {library.path} (nvcc {library.nvcc}, CUTLASS {library.cutlass})")
+    return [*lines, "variants", *(f"  {name}" for name in sources.variants)]
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1: it is {text!r}")
+    return int(text)

@@ -1,0 +1,174 @@
+"""Build the extension into a cache: once for each state of the sources and compilers, by one process at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.extension.sources import Sources
+from lightning_megatron.extension.toolchain import ARCHITECTURE, Toolchain
+from lightning_megatron.once import one_at_a_time
+
+LIBRARY, DESCRIPTION = "liblm_kernels.so", "build.json"
+#: The oldest torch whose stable ABI the operator uses: 2.10, in the form that torch's headers want.
+_TORCH_TARGET = "0x020a000000000000"
+#: What one file of kernels takes, measured with nvcc 13.0 and CUTLASS 4.2 on one core.
+SECONDS_PER_FILE, GIGABYTES_PER_JOB = 50, 6
+#: Objects, and what nvcc writes on the way.
+_BYTES_ON_DISK = 10**9
+
+
+@dataclass(frozen=True)
+class BuiltLibrary:
+    """Hold a library in the cache.
+
+    Args:
+        path: The library.
+        nvcc: Version of the compiler that made it.
+        cutlass: Version of CUTLASS that it is made of.
+        seconds: What the build took.
+    """
+
+    path: Path
+    nvcc: str
+    cutlass: str
+    seconds: float
+
+
+def default_cache() -> Path:
+    """Return the folder of libraries that is used when none is named."""
+    return Path.home() / ".cache" / "lightning_megatron" / "kernels"
+
+
+def find_library(cache: Path, sources: Sources) -> BuiltLibrary | None:
+    """Return the newest library of these sources, whatever it was compiled with; None if there is none.
+
+    No compiler is needed, so that machines without one find what another built in a shared folder.
+
+    Args:
+        cache: Folder of libraries.
+        sources: What the library must be made of.
+    """
+    found = sorted(cache.glob(f"{sources.key}-*/{LIBRARY}"), key=lambda path: path.stat().st_mtime)
+    return _describe(found[-1]) if found else None
+
+
+def build_library(
+    cache: Path, sources: Sources, toolchain: Toolchain, num_jobs: int = 1, say: Callable[[str], object] = print
+) -> BuiltLibrary:
+    """Return the library of these sources and compilers, built first if it is not in the cache.
+
+    Processes that ask at once wait for one of them. A library is complete when it has its name.
+
+    Args:
+        cache: Folder of libraries, created if it is not there.
+        sources: What to compile.
+        toolchain: What to compile it with.
+        num_jobs: Files that are compiled at once.
+        say: Is told how long it will take before it begins.
+
+    Raises:
+        UnsupportedError: If the folder cannot be written, has no room, or a file does not compile.
+    """
+    folder = cache / f"{sources.key}-{toolchain.key}"
+    if (folder / LIBRARY).is_file():  # it may lie in a read-only folder, where no lock can be taken
+        return _describe(folder / LIBRARY)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with one_at_a_time(cache / f"{folder.name}.lock"):
+            if not (folder / LIBRARY).is_file():
+                _check_room(cache)
+                _build(folder, sources, toolchain, num_jobs, say)
+    except OSError as error:
+        raise UnsupportedError(
+            f"the folder of built kernels must be writable: {cache} is not ({error}). A build is kept there. "
+            "Use another with --cache, or free space."
+        ) from error
+    return _describe(folder / LIBRARY)
+
+
+def compile_commands(sources: Sources, toolchain: Toolchain, objects: Path) -> list[list[str]]:
+    """Return the command lines that compile each file, without the last one, which links."""
+    nvcc, common = str(toolchain.nvcc), ["-O3", "-DNDEBUG", "-Xcompiler", "-fPIC"]
+    kernels = ["-std=c++17", "--expt-relaxed-constexpr", f"-gencode=arch=compute_{ARCHITECTURE},code=sm_{ARCHITECTURE}"]
+    operator = ["-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={_TORCH_TARGET}"]
+    by_suffix = {
+        ".cu": [*kernels, f"-I{toolchain.cutlass}"],
+        ".cpp": [*operator, f"-I{toolchain.torch / 'include'}"],
+    }
+    return [
+        [nvcc, *common, *by_suffix[unit.suffix], "-c", str(unit), "-o", str(objects / f"{unit.name}.o")]
+        for unit in sources.units
+    ]
+
+
+def link_command(sources: Sources, toolchain: Toolchain, objects: Path, library: Path) -> list[str]:
+    """Return the command line that links; CUDA's runtime is inside, so that any build of torch can load the library."""
+    torch = ["-L", str(toolchain.torch / "lib"), "-ltorch", "-ltorch_cpu", "-lc10"]
+    inputs = [str(objects / f"{unit.name}.o") for unit in sources.units]
+    return [str(toolchain.nvcc), "-shared", "-cudart", "static", "-o", str(library), *inputs, *torch]
+
+
+def _build(folder: Path, sources: Sources, toolchain: Toolchain, num_jobs: int, say: Callable[[str], object]) -> None:
+    num_files = len(sources.units)
+    minutes = max(1, round(num_files * SECONDS_PER_FILE / num_jobs / 60))
+    say(
+        f"compiling {num_files} files, {num_jobs} at once: about {minutes} min on as many free cores, and up to "
+        f"{GIGABYTES_PER_JOB} GB of memory each"
+    )
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as name:
+        objects, made = Path(name) / "objects", Path(name) / "made"
+        objects.mkdir()
+        made.mkdir()
+        with ThreadPoolExecutor(num_jobs) as pool:
+            try:
+                list(pool.map(_run, compile_commands(sources, toolchain, objects)))
+            except UnsupportedError:
+                pool.shutdown(cancel_futures=True)
+                raise
+        _run(link_command(sources, toolchain, objects, made / LIBRARY))
+        versions = {"nvcc": toolchain.nvcc_version, "cutlass": toolchain.cutlass_version}
+        description = {**versions, "seconds": round(time.monotonic() - start, 1)}
+        (made / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)  # what is there has no library
+        os.rename(made, folder)
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode:
+        last = "\n".join(done.stdout.strip().splitlines()[-15:])
+        raise UnsupportedError(
+            f"the kernels must compile: {' '.join(command)} ended with {done.returncode}. It said:\n{last}\n"
+            "A compile that was killed had too little memory: use fewer --jobs. For all else use another CUDA toolkit."
+        )
+
+
+def _check_room(cache: Path) -> None:
+    free = shutil.disk_usage(cache).free
+    if free < _BYTES_ON_DISK:
+        raise UnsupportedError(
+            f"a build needs {_BYTES_ON_DISK / 1e9:.0f} GB of disk: {cache} has {free / 1e9:.2f} GB. Objects are large. "
+            "Free space, or use another folder with --cache."
+        )
+
+
+def _describe(path: Path) -> BuiltLibrary:
+    try:
+        fields = json.loads((path.parent / DESCRIPTION).read_text(encoding="utf-8"))
+        return BuiltLibrary(path, str(fields["nvcc"]), str(fields["cutlass"]), float(fields["seconds"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnsupportedError(
+            f"a built library must have its description: {path.parent / DESCRIPTION} is damaged ({error}). The folder "
+            f"was changed by hand. Delete {path.parent} and build again."
+        ) from error

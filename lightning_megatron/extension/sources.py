@@ -1,0 +1,58 @@
+"""The sources of the extension: where they are, and a hash of what they say."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_megatron.errors import UnsupportedError
+
+#: In a checkout a link to the folder `kernels/csrc` of the project, in an installed package a copy of it.
+BUNDLED = Path(__file__).parent / "csrc"
+_VARIANT = re.compile(r"^ +V\((\w+),", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Hold the folder of the sources and a hash of the contents of its files.
+
+    Args:
+        folder: The folder.
+        key: Hash of names and contents, 16 digits.
+    """
+
+    folder: Path
+    key: str
+
+    @property
+    def units(self) -> tuple[Path, ...]:
+        """The files to compile: kernels, then the operator."""
+        return (*sorted(self.folder.glob("*.cu")), *sorted(self.folder.glob("*.cpp")))
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """The names of the variants that a library of these sources has."""
+        return tuple(_VARIANT.findall((self.folder / "variants.h").read_text(encoding="utf-8")))
+
+
+def read_sources(folder: Path = BUNDLED) -> Sources:
+    """Read the sources.
+
+    Args:
+        folder: The folder; those of the package if none is named.
+
+    Raises:
+        UnsupportedError: If there are none.
+    """
+    if not (folder / "variants.h").is_file():
+        raise UnsupportedError(
+            f"the kernels' sources must be installed: {folder} has none. They come with the package. Install it again."
+        )
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            content = path.read_bytes()
+            digest.update(f"{path.name} {len(content)}\n".encode() + content)
+    return Sources(folder, digest.hexdigest()[:16])

@@ -1,0 +1,141 @@
+"""Find what the extension is compiled with: nvcc, the headers of CUTLASS and those of torch."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from lightning_megatron.errors import MissingExtraError, UnsupportedError
+
+#: wgmma and setmaxnreg are in the architecture-specific set of instructions only, hence the `a`.
+ARCHITECTURE = "90a"
+_OLDEST_NVCC = (12, 4)
+_CUTLASS_VERSIONS = ((4, 0), (5, 0))
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Hold what was found.
+
+    Args:
+        nvcc: The compiler.
+        nvcc_version: Its version, such as ``13.0.88``.
+        cutlass: The include folder of CUTLASS.
+        cutlass_version: Its version, such as ``4.2.0``.
+        torch: The folder of the package torch.
+    """
+
+    nvcc: Path
+    nvcc_version: str
+    cutlass: Path
+    cutlass_version: str
+    torch: Path
+
+    @property
+    def key(self) -> str:
+        """Hash of what a library depends on beside its sources, 8 digits; torch's stable ABI is not among it."""
+        content = f"nvcc {self.nvcc_version} cutlass {self.cutlass_version} sm_{ARCHITECTURE}"
+        return hashlib.sha256(content.encode()).hexdigest()[:8]
+
+
+def find_toolchain(cuda_home: Path | None = None, cutlass: Path | None = None) -> Toolchain:
+    """Find everything that a build needs.
+
+    Args:
+        cuda_home: Folder of a CUDA toolkit; None looks on the PATH, then for NVIDIA's wheels.
+        cutlass: Folder of CUTLASS, or its include folder; None takes the package nvidia-cutlass.
+
+    Raises:
+        MissingExtraError: If nvcc or CUTLASS is nowhere.
+        UnsupportedError: If one is too old, or does not run.
+    """
+    nvcc = find_nvcc(cuda_home)
+    include = find_cutlass(cutlass)
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise MissingExtraError("torch is not installed. The operator is compiled with its headers: pip install torch.")
+    return Toolchain(nvcc, _nvcc_version(nvcc), include, _cutlass_version(include), Path(torch.origin).parent)
+
+
+def find_nvcc(cuda_home: Path | None = None) -> Path:
+    """Return nvcc: of a toolkit, on the PATH, or of the wheel nvidia-cuda-nvcc.
+
+    Args:
+        cuda_home: Folder of a CUDA toolkit; None looks elsewhere.
+
+    Raises:
+        MissingExtraError: If there is none.
+    """
+    if cuda_home is not None:
+        nvcc = cuda_home / "bin" / "nvcc"
+        if not nvcc.is_file():
+            raise MissingExtraError(f"nvcc is not in {cuda_home}/bin. CUDA_HOME or --cuda-home names that toolkit.")
+        return nvcc
+    on_path = shutil.which("nvcc")
+    if on_path is not None:
+        return Path(on_path)
+    spec = find_spec("nvidia")
+    for root in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for nvcc in sorted(Path(root).glob("*/bin/nvcc")):
+            return nvcc
+    raise MissingExtraError(
+        "nvcc is not installed: it is not on the PATH, and no CUDA_HOME was given. The kernels are compiled from "
+        "source. Install a CUDA toolkit, or its wheels: "
+        "pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl."
+    )
+
+
+def find_cutlass(folder: Path | None = None) -> Path:
+    """Return the include folder of CUTLASS.
+
+    Args:
+        folder: Folder of CUTLASS, or its include folder; None takes the package nvidia-cutlass.
+
+    Raises:
+        MissingExtraError: If its headers are not there.
+    """
+    spec = find_spec("cutlass_library") if folder is None else None
+    places = [folder, folder / "include"] if folder is not None else []
+    if spec is not None:
+        places += [Path(root) / "source" / "include" for root in spec.submodule_search_locations or ()]
+    for place in places:
+        if (place / "cutlass" / "version.h").is_file():
+            return place
+    where = "not installed" if folder is None else f"not in {folder}"
+    raise MissingExtraError(
+        f"the headers of CUTLASS are {where}. The kernels are made of its templates. Install them with "
+        "pip install --no-deps nvidia-cutlass, or name a checkout with --cutlass."
+    )
+
+
+def _nvcc_version(nvcc: Path) -> str:
+    try:
+        printed = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UnsupportedError(f"nvcc must run: {nvcc} did not ({error}). Use another with --cuda-home.") from error
+    found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", printed)
+    if found is None or (int(found[1]), int(found[2])) < _OLDEST_NVCC:
+        oldest = ".".join(map(str, _OLDEST_NVCC))
+        raise UnsupportedError(
+            f"nvcc must be {oldest} or newer: {nvcc} says {found[0] if found else printed.strip()!r}. Older ones do "
+            "not compile CUTLASS 4 for sm_90a. Use another with --cuda-home."
+        )
+    return ".".join(found.groups())
+
+
+def _cutlass_version(include: Path) -> str:
+    text = (include / "cutlass" / "version.h").read_text(encoding="utf-8")
+    numbers = [int(n) for n in re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", text)]
+    oldest, first_unknown = _CUTLASS_VERSIONS
+    if len(numbers) != 3 or not oldest <= tuple(numbers[:2]) < first_unknown:
+        raise UnsupportedError(
+            f"CUTLASS must be version {oldest[0]}: {include} is {'.'.join(map(str, numbers)) or 'unknown'}. The "
+            "kernels replace parts of it that other versions may have changed. Install "
+            "nvidia-cutlass==4.2.0.0 with pip install --no-deps."
+        )
+    return ".".join(map(str, numbers))

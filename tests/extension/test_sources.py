@@ -1,0 +1,80 @@
+"""The sources of the extension, as far as a machine without a GPU compiler can judge them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.extension import read_sources
+from lightning_megatron.plan.grouped_gemm import MAX_GROUPS, VARIANTS
+from tests.extension.fake import FakeKit
+
+WALK = """
+#include <vector>
+#include "tile_walk.h"
+int main() {
+  for (int m = 1; m < 14; ++m) for (int n = 1; n < 14; ++n) for (int along = 0; along < 2; ++along)
+    for (int band = 0; band < 16; ++band) {
+      std::vector<int> seen(m * n);
+      for (int i = 0; i < m * n; ++i) {
+        auto at = lm_kernels::walk_tiles(i, m, n, along, band);
+        if (at.m < 0 || at.m >= m || at.n < 0 || at.n >= n || seen[at.m * n + at.n]++) return 1;
+      }
+    }
+}
+"""
+
+
+def test_the_library_has_the_variants_of_the_rule() -> None:
+    assert read_sources().variants == VARIANTS
+
+
+def test_each_variant_is_the_type_that_its_name_says() -> None:
+    text = (read_sources().folder / "variants.h").read_text().replace("\\\n", "")
+    types = re.findall(
+        r"V\((\w+),\s*GroupedGemm<Kind::k(\w+), (\w+), (\d+), (\d+), (\d+), (\d+)(?:, Store::k(\w+))?>", text
+    )
+    for name, kind, schedule, tile_m, tile_n, cluster_m, cluster_n, store in types:
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
+        how = {"ReduceAdd": "_reduce", "ReadC": "_read", "": ""}[store]
+        assert name == f"{words}{how}_{schedule.lower()}_{tile_m}x{tile_n}_{cluster_m}x{cluster_n}"
+    assert len(types) == len(VARIANTS)
+
+
+def test_every_list_of_variants_has_a_file() -> None:
+    sources = read_sources()
+    lists = re.findall(r"#define (LM_\w+_VARIANTS)", (sources.folder / "variants.h").read_text())
+    defined = [re.search(r"(LM_\w+)\(LM_DEFINE", unit.read_text()) for unit in sources.units if unit.suffix == ".cu"]
+    assert sorted(lists) == sorted(found[1] for found in defined if found)
+
+
+def test_both_sides_have_the_same_limit_of_groups() -> None:
+    assert f"kMaxGroups = {MAX_GROUPS};" in (read_sources().folder / "grouped_gemm.h").read_text()
+
+
+def test_the_key_follows_every_file(kit: FakeKit) -> None:
+    first = kit.write_sources()
+    assert kit.write_sources() == first
+    (first.folder / "new.h").write_text("")
+    assert kit.write_sources().key != first.key
+
+
+def test_missing_sources_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="sources must be installed"):
+        read_sources(tmp_path)
+
+
+def test_the_walk_meets_every_tile_once(tmp_path: Path) -> None:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    (tmp_path / "walk.cpp").write_text(WALK)
+    program = tmp_path / "walk"
+    command = [compiler, "-O1", f"-I{read_sources().folder}", str(tmp_path / "walk.cpp"), "-o", str(program)]
+    subprocess.run(command, check=True)
+    assert subprocess.run([program]).returncode == 0

@@ -1,0 +1,82 @@
+"""The command `kernels`: what it builds, what it prints, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_megatron.cli_kernels import main
+from lightning_megatron.errors import MissingExtraError, UnsupportedError
+from lightning_megatron.extension import read_sources
+from lightning_megatron.extension.load import why_not_runnable
+from tests.extension.fake import FakeKit
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> FakeKit:
+    """A compiler and CUTLASS."""
+    kit = FakeKit(tmp_path)
+    kit.write_compiler()
+    kit.write_cutlass()
+    return kit
+
+
+def test_build_says_where_the_library_is_and_show_finds_it(
+    kit: FakeKit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(kit.home))
+    where = ["--cutlass", str(kit.folder / "cutlass"), "--cache", str(kit.folder / "cache")]
+    main(["build", *where, "--jobs", "2"])
+    printed = capsys.readouterr().out
+    (library,) = (kit.folder / "cache").glob("*/*.so")
+    assert "compiling 6 files, 2 at once: about 2 min" in printed
+    assert printed.splitlines()[-1].startswith(f"{library}: 0.0 MB, built in ")
+    assert printed.endswith("with nvcc 13.0.88, CUTLASS 4.2.0\n")
+    main(["show", *where])
+    shown = capsys.readouterr().out
+    assert f"nvcc       {kit.home}/bin/nvcc (13.0.88)" in shown
+    assert f"library    {library} (nvcc 13.0.88, CUTLASS 4.2.0)" in shown
+    assert "  forward_pingpong_128x192_1x2\n" in shown
+    with pytest.raises(UnsupportedError, match="the library must be loadable"):
+        main(["check", "--cache", str(kit.folder / "cache")])
+
+
+def test_show_says_what_is_missing(kit: FakeKit, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", "--cuda-home", "/nowhere", "--cache", str(kit.folder / "cache")])
+    shown = capsys.readouterr().out
+    assert f"sources    {read_sources().folder} ({read_sources().key})" in shown
+    assert "compilers  nvcc is not in /nowhere/bin" in shown
+    assert "library    none in" in shown
+
+
+def test_show_gives_the_choice_for_a_shape_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", "--rows", "32768", "--groups", "32", "--n", "1536", "--k", "2048"])
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert shown[0] == "32768 rows in 32 groups (1024 each), n 1536, k 2048"
+    assert "forward_pingpong_128x192_1x2 along M: 1536 columns fill multiples of 384" in shown
+    assert len(shown) == 6
+    with pytest.raises(UnsupportedError, match="some of --rows, --groups, --n and --k are missing"):
+        main(["show", "--rows", "5"])
+
+
+def test_commands_that_cannot_be_done_say_why(kit: FakeKit, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(MissingExtraError, match="nvcc is not in /nowhere/bin"):
+        main(["build", "--cuda-home", "/nowhere"])
+    with pytest.raises(UnsupportedError, match="must be built first: .* Run: lightning-megatron kernels build"):
+        main(["check", "--cache", str(kit.folder / "cache")])
+    with pytest.raises(SystemExit):
+        main(["build", "--jobs", "0"])
+    assert "must be a whole number of at least 1: it is '0'" in capsys.readouterr().err
+
+
+def test_a_gpu_of_another_kind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert why_not_runnable() == "torch sees no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert why_not_runnable() == "A100 has compute capability 8.0, and the kernels are compiled for 9.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert why_not_runnable() is None
