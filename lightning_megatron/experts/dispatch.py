@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_megatron.experts.permute import RowMap, map_rows, permute, permute_probabilities, unpermute
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import all_gather_sequence, reduce_scatter_sequence
+from lightning_megatron.groups.collectives import all_gather_sequence, exchange_rows, reduce_scatter_sequence
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.shards import ShardRange, even_range
+
+#: ``auto``: all-gather where a token goes to as many experts as there are ranks or more, else all-to-all.
+Transport = Literal["auto", "all_gather", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Say which rows went where in an all-to-all.
+
+    Args:
+        row_map: Where the choices of this rank's tokens lie in the rows that it sent, sorted by expert.
+        sends: Rows that it sent to every rank.
+        receives: Rows that every rank sent to it.
+    """
+
+    row_map: RowMap
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -23,12 +42,14 @@ class Dispatched:
     Args:
         rows: Tokens sorted by expert; those past the last end are of no expert.
         probabilities: What every row's output is multiplied by.
-        row_map: Where the choices of tokens lie in the rows.
+        row_map: Where the choices of the tokens that came here lie in the rows.
+        exchange: How they came, if by an all-to-all.
     """
 
     rows: Tensor
     probabilities: Tensor
     row_map: RowMap
+    exchange: Exchange | None = None
 
     @property
     def ends(self) -> Tensor:
@@ -58,41 +79,109 @@ class Dispatcher(Protocol):
 
 
 @dataclass(frozen=True)
-class GatherDispatcher:
-    """Give every rank of the expert grid the tokens of all, and add up what each made of those that are its own.
+class LocalDispatcher:
+    """Sort tokens by expert; they stay where they are.
 
-    Sizes are static, nothing is read back from the device, and no token is dropped whatever the routing is. Without
-    axes, or with axes of one rank, tokens stay where they are.
-
-    The ranks of the axes hold different tokens, equally many. Over etp, whose ranks hold parts of the inner features of
-    the same experts, the sum of tokens' parts is the sum that tensor parallelism needs.
+    Sizes are static, and nothing is read back from the device.
 
     Args:
-        here: The experts of this rank.
+        here: The experts of this rank; what a token chose beside them adds nothing.
+    """
+
+    here: ShardRange
+
+    def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
+        """Sort the tokens that chose experts of this rank."""
+        row_map = map_rows(experts, self.here.start, self.here.size)
+        return Dispatched(permute(hidden, row_map), permute_probabilities(probabilities, row_map), row_map)
+
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        """Add up the outputs of every token."""
+        return unpermute(outputs, dispatched.row_map)
+
+
+@dataclass(frozen=True)
+class GatherDispatcher:
+    """Give every rank the tokens of all, and add up what each made of them.
+
+    No token is dropped whatever the routing is. The ranks of the axes hold different tokens, equally many. Over etp,
+    whose ranks hold parts of the inner features of the same experts, the sum of what ranks made of a token is the sum
+    that tensor parallelism needs.
+
+    Args:
+        inner: What becomes of the tokens of all. If it is a :class:`LocalDispatcher`, sizes are static and nothing is
+            read back from the device.
         axes: Over which tokens are gathered.
 
     Communication: dispatch all-gathers tokens, probabilities and experts, backward it reduce-scatters the gradients of
         the former two; combine reduce-scatters outputs, backward it all-gathers their gradients.
     """
 
-    here: ShardRange
-    axes: tuple[MeshAxis, ...] = ()
+    inner: Dispatcher
+    axes: tuple[MeshAxis, ...]
 
     def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
-        """Gather all tokens and sort those that chose experts of this rank."""
+        """Gather all tokens and pass them on."""
         for axis in self.axes:
             hidden, probabilities, experts = (
                 all_gather_sequence(tensor, axis) for tensor in (hidden, probabilities, experts)
             )
-        row_map = map_rows(experts, self.here.start, self.here.size)
-        return Dispatched(permute(hidden, row_map), permute_probabilities(probabilities, row_map), row_map)
+        return self.inner.dispatch(hidden, probabilities, experts)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """Add up this rank's outputs of every token, then those of all ranks."""
-        result = unpermute(outputs, dispatched.row_map)
+        result = self.inner.combine(outputs, dispatched)
         for axis in reversed(self.axes):
             result = reduce_scatter_sequence(result, axis)
         return result
+
+
+@dataclass(frozen=True)
+class AllToAllDispatcher:
+    """Send every token to the ranks of the experts that it chose, once for each of them.
+
+    Nothing is sent in vain and no token is dropped, but buffers have the sizes of this very routing, for which the host
+    reads one small tensor back. Ranks may have different numbers of tokens.
+
+    Args:
+        num_experts: Experts of the layer.
+        axis: The ranks that share them in equal parts (ep).
+
+    Communication: dispatch exchanges counts, tokens and probabilities, backward the gradients of the latter two;
+        combine exchanges outputs, backward their gradients.
+    """
+
+    num_experts: int
+    axis: MeshAxis
+
+    def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
+        """Send tokens to their experts and sort those that came by expert."""
+        leaving = map_rows(experts, 0, self.num_experts)
+        counts = torch.diff(leaving.ends, prepend=leaving.ends.new_zeros(1)).view(self.axis.size, -1)
+        one_each = (1,) * self.axis.size
+        arriving = exchange_rows(counts, one_each, one_each, self.axis)
+        sends, receives = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        # Now the host knows how many rows there are.
+        leaving = replace(leaving, pairs=leaving.pairs[: sum(sends)])
+        exchange = Exchange(leaving, tuple(sends), tuple(receives))
+        rows, scales = (
+            exchange_rows(tensor, sends, receives, self.axis)
+            for tensor in (permute(hidden, leaving), permute_probabilities(probabilities, leaving))
+        )
+        # They came sorted by rank, then by expert.
+        num_here = counts.shape[1]
+        numbers = torch.arange(num_here, device=counts.device).repeat(self.axis.size)
+        found = torch.repeat_interleave(numbers, arriving.flatten(), output_size=sum(receives))
+        row_map = map_rows(found.unsqueeze(1), 0, num_here)
+        sorted_scales = permute_probabilities(scales.unsqueeze(1), row_map)
+        return Dispatched(permute(rows, row_map), sorted_scales, row_map, exchange)
+
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        """Send outputs back and add up those of every token."""
+        exchange = dispatched.exchange
+        assert exchange is not None, "these rows came by an all-to-all"
+        rows = unpermute(outputs, dispatched.row_map)
+        return unpermute(exchange_rows(rows, exchange.receives, exchange.sends, self.axis), exchange.row_map)
 
 
 @dataclass(frozen=True)
@@ -108,19 +197,38 @@ class DispatcherChoice:
     reason: str
 
 
-def choose_dispatcher(num_experts: int, mesh: ParallelMesh) -> DispatcherChoice:
+def choose_dispatcher(
+    num_experts: int, top_k: int, mesh: ParallelMesh, transport: Transport = "auto"
+) -> DispatcherChoice:
     """Choose how tokens come to experts.
 
     Args:
         num_experts: Experts of the layer.
+        top_k: Experts that a token goes to.
         mesh: The groups of this rank.
+        transport: How tokens come to the ranks of ep.
 
     Raises:
         ParallelPlanError: If the experts do not divide by ep.
+
+    Source: without anything else to know, an all-gather moves every token ep - 1 times, an all-to-all top_k times the
+        share (ep - 1) / ep.
     """
     here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
-    axes = tuple(axis for axis in (mesh.ep, mesh.etp) if axis.size > 1)
-    if not axes:
-        return DispatcherChoice(GatherDispatcher(here), "ep and etp are 1: this rank holds all experts whole")
-    names = " and ".join(f"{axis.name} {axis.size}" for axis in axes)
-    return DispatcherChoice(GatherDispatcher(here, axes), f"{names}: all-gather, the exact one of static sizes")
+    dispatcher, reason = _over_ep(here, num_experts, top_k, mesh.ep, transport)
+    if mesh.etp.size > 1:
+        dispatcher = GatherDispatcher(dispatcher, (mesh.etp,))
+        reason = f"{reason}; all-gather over etp, whose ranks hold parts of the same experts"
+    return DispatcherChoice(dispatcher, reason)
+
+
+def _over_ep(
+    here: ShardRange, num_experts: int, top_k: int, ep: MeshAxis, transport: Transport
+) -> tuple[Dispatcher, str]:
+    if ep.size == 1:
+        return LocalDispatcher(here), "no dispatch: ep is 1, so that this rank has all experts"
+    compared = f"top_k ({top_k}) is {'at least' if top_k >= ep.size else 'below'} ep ({ep.size})"
+    why = compared if transport == "auto" else "asked for"
+    if transport == "all_gather" or (transport == "auto" and top_k >= ep.size):
+        return GatherDispatcher(LocalDispatcher(here), (ep,)), f"all-gather over ep, of static sizes: {why}"
+    return AllToAllDispatcher(num_experts, ep), f"all-to-all over ep, of sizes that the host reads: {why}"

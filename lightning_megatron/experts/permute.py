@@ -124,7 +124,9 @@ class _FromRows(torch.autograd.Function):
 def _gathered(rows: Tensor, row_map: RowMap) -> Tensor:
     """Read the row of every choice; zeros for choices of experts that are not here."""
     index = row_map.rows.flatten()
+    if not rows.shape[0]:
+        return rows.new_zeros((index.shape[0], *rows.shape[1:]))
     is_here = index < row_map.ends[-1]
     # Selected, not multiplied: rows of no expert may hold anything, NaN included.
-    chosen = rows.index_select(0, index.clamp(max=max(rows.shape[0] - 1, 0)))
+    chosen = rows.index_select(0, index.clamp(max=rows.shape[0] - 1))
     return torch.where(is_here.view(-1, *[1] * (rows.dim() - 1)), chosen, 0)

@@ -5,6 +5,7 @@ Every function is the identity on an axis of one rank, and none writes into a te
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -56,6 +57,41 @@ def reduce_scatter_sequence(x: Tensor, axis: MeshAxis, dim: int = 0) -> Tensor:
     Source: Korthikanti et al. 2022, section 4.2.2 (its conjugate).
     """
     return x if axis.group is None else _Conjugate.apply(x, axis, _scattered_sum, _gathered, dim)
+
+
+def exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis) -> Tensor:
+    """Send to every rank of the axis rows of its own, and join what they sent: backward the same, the other way round.
+
+    Shapes: x ``(sum(sends), ...)``; output ``(sum(receives), ...)``.
+
+    Args:
+        x: Rows in the order of the ranks that they go to.
+        sends: Rows for every rank.
+        receives: Rows from every rank; what it sends to this one.
+        axis: The ranks.
+    """
+    return x if axis.group is None else _RowExchange.apply(x, tuple(sends), tuple(receives), axis)
+
+
+class _RowExchange(torch.autograd.Function):
+    """Run an all-to-all, and one of opposite sizes backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], axis: MeshAxis) -> Tensor:
+        ctx.sizes, ctx.axis = (sends, receives), axis
+        return _exchanged(x, sends, receives, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sends, receives = ctx.sizes
+        return _exchanged(grads[0], receives, sends, ctx.axis), None, None, None
+
+
+def _exchanged(x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], axis: MeshAxis) -> Tensor:
+    result = x.new_empty((sum(receives), *x.shape[1:]))
+    axis.note("all_to_all")
+    dist.all_to_all_single(result, x.contiguous(), list(receives), list(sends), group=axis.group)
+    return result
 
 
 class _Conjugate(torch.autograd.Function):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_megatron.experts.dispatch import choose_dispatcher
+from lightning_megatron.experts.dispatch import AllToAllDispatcher, GatherDispatcher, Transport, choose_dispatcher
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
+from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.init import initialize_
@@ -20,7 +22,20 @@ from tests.world import run_world
 NUM_EXPERTS, SIZE, INNER, NUM_TOKENS = 4, 6, 8, 5
 CONFIG = ExpertsConfig(num_experts=NUM_EXPERTS, top_k=2, ffn_hidden_size=INNER)
 LAYOUTS = {"ep2": {"ep": 2}, "ep4": {"ep": 4}, "ep2 etp2": {"ep": 2, "etp": 2}, "etp2": {"etp": 2}}
-SIZES = (NUM_TOKENS, 0)
+TRANSPORTS: tuple[Transport, ...] = ("all_gather", "all_to_all")
+#: How many tokens a rank has.
+SIZES = {"some": lambda rank: NUM_TOKENS, "none": lambda rank: 0, "different": lambda rank: 2 * rank}
+
+
+def runs() -> list[tuple[str, Transport, str, str]]:
+    """List what is tried: layout, transport, routing and numbers of tokens."""
+    found = []
+    for layout, sizes in LAYOUTS.items():
+        for transport in TRANSPORTS if "ep" in sizes else TRANSPORTS[:1]:
+            is_static = transport == "all_gather" or "etp" in sizes
+            numbers = [name for name in SIZES if name != "different" or not is_static]
+            found += [(layout, transport, case, number) for case in CASES for number in numbers]
+    return found
 
 
 def experts_on(mesh: ParallelMesh) -> GroupedMLP:
@@ -32,13 +47,13 @@ def experts_on(mesh: ParallelMesh) -> GroupedMLP:
     return module
 
 
-def expected(name: str, case: str, num_tokens: int, mesh: ParallelMesh, grid: list[int]) -> dict[str, Any]:
+def expected(case: str, tokens: str, mesh: ParallelMesh, grid: list[int]) -> dict[str, Any]:
     """Compute what this rank must find, from all tokens of its expert grid and all experts."""
     whole = experts_on(ParallelMesh.single())
     weights = list(zip(whole.weights("gate_up"), whole.weights("down"), strict=True))
     found: dict[str, Any] = {}
     for rank in grid:
-        routed = route(case, num_tokens, SIZE, NUM_EXPERTS, name, rank)
+        routed = route(case, SIZES[tokens](rank), SIZE, NUM_EXPERTS, rank)
         output = dense(routed, weights, "swiglu")
         (output * routed.outer).sum().backward()
         if rank == mesh.rank:
@@ -55,11 +70,11 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def errors_of(name: str, case: str, num_tokens: int, mesh: ParallelMesh) -> dict[str, float]:
+def errors_of(transport: Transport, case: str, tokens: str, mesh: ParallelMesh) -> dict[str, float]:
     grid = next(ranks for ranks in mesh.layout.expert_groups("etp-ep") if mesh.rank in ranks)
-    wanted = expected(name, case, num_tokens, mesh, grid)
-    module, routed = experts_on(mesh), route(case, num_tokens, SIZE, NUM_EXPERTS, name, mesh.rank)
-    dispatcher = choose_dispatcher(NUM_EXPERTS, mesh).dispatcher
+    wanted = expected(case, tokens, mesh, grid)
+    module, routed = experts_on(mesh), route(case, SIZES[tokens](mesh.rank), SIZE, NUM_EXPERTS, mesh.rank)
+    dispatcher = choose_dispatcher(NUM_EXPERTS, routed.experts.shape[1], mesh, transport).dispatcher
     sent = dispatcher.dispatch(routed.hidden, routed.probabilities, routed.experts)
     output = dispatcher.combine(module(sent.rows, sent.probabilities, sent.ends), sent)
     (output * routed.outer).sum().backward()
@@ -75,33 +90,36 @@ def _distance(one: Any, other: torch.Tensor) -> float:
     return float(difference.max()) if difference.numel() else 0.0
 
 
-def world(rank: int, size: int) -> dict[str, dict[str, float]]:
+def world(rank: int, size: int) -> dict[tuple[str, ...], dict[str, float]]:
     torch.use_deterministic_algorithms(True)  # fills memory that nobody has written with NaN
-    found = {}
-    for name, sizes in LAYOUTS.items():
-        mesh = ParallelMesh.create(ParallelLayout(size, **sizes))
-        for case in CASES:
-            for num_tokens in SIZES:
-                found[f"{name}, {case}, {num_tokens}"] = errors_of(name, case, num_tokens, mesh)
-        mesh.destroy()
-    return found
+    meshes = {name: ParallelMesh.create(ParallelLayout(size, **sizes)) for name, sizes in LAYOUTS.items()}
+    return {run: errors_of(*run[1:], meshes[run[0]]) for run in runs()}
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, dict[str, float]]]:
+def results() -> list[dict[tuple[str, ...], dict[str, float]]]:
     return run_world(world, 4)
 
 
-@pytest.mark.parametrize("num_tokens", SIZES)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("run", runs(), ids=" ".join)
 def test_outputs_and_all_gradients_equal_those_of_one_process(
-    results: list[dict[str, dict[str, float]]], layout: str, case: str, num_tokens: int
+    results: list[dict[tuple[str, ...], dict[str, float]]], run: tuple[str, ...]
 ) -> None:
     for rank, found in enumerate(results):
-        for what, error in found[f"{layout}, {case}, {num_tokens}"].items():
+        for what, error in found[run].items():
             assert error < 1e-10, f"rank {rank}: {what} differs by {error}"
 
 
 def test_the_choice_of_a_dispatcher_says_why() -> None:
-    assert "this rank holds all experts" in choose_dispatcher(4, ParallelMesh.single()).reason
+    single = ParallelMesh.single()
+    assert "this rank has all experts" in choose_dispatcher(4, 2, single).reason
+    mesh = replace(single, ep=MeshAxis("ep", (0, 1)))
+    for top_k, transport, kind, reason in (
+        (2, "auto", GatherDispatcher, "top_k (2) is at least ep (2)"),
+        (1, "auto", AllToAllDispatcher, "top_k (1) is below ep (2)"),
+        (1, "all_gather", GatherDispatcher, "asked for"),
+        (2, "all_to_all", AllToAllDispatcher, "asked for"),
+    ):
+        choice = choose_dispatcher(4, top_k, mesh, transport)  # type: ignore[arg-type]
+        assert isinstance(choice.dispatcher, kind)
+        assert reason in choice.reason
