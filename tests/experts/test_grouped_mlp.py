@@ -7,12 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.experts.dispatch import choose_dispatcher
 from lightning_megatron.experts.grouped_linear import stacked
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
-from lightning_megatron.experts.permute import map_rows, permute, unpermute
+from lightning_megatron.experts.permute import map_rows, permute, permute_probabilities, unpermute
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.init import initialize_
@@ -90,6 +93,53 @@ def test_rows_of_an_expert_keep_the_order_of_tokens_and_sizes_follow_from_shapes
     assert row_map.ends.tolist() == [3, 5]
     assert row_map.ends.dtype == torch.int32
     assert map_rows(experts, 1, 1).pairs.shape == (4,)
+
+
+@pytest.mark.parametrize("case", ["random", "some without tokens", "every expert"])
+def test_experts_equal_those_of_hugging_face(case: str) -> None:
+    module, routed = experts_of(), route(case, 9, SIZE, NUM_EXPERTS)
+    sizes = MixtralConfig(hidden_size=SIZE, intermediate_size=INNER, num_local_experts=NUM_EXPERTS)
+    sizes._experts_implementation = "eager"
+    theirs = MixtralExperts(sizes).double()
+    weights = {"gate_up_proj": module.weights("gate_up"), "down_proj": module.weights("down")}
+    for name, ours in weights.items():
+        getattr(theirs, name).data.copy_(torch.stack(ours))
+    expected = theirs(routed.hidden, routed.experts, routed.probabilities)
+    inputs = (routed.hidden, routed.probabilities)
+    wanted = torch.autograd.grad((expected * routed.outer).sum(), (*inputs, *theirs.parameters()))
+    output = mixture(routed, module)
+    assert torch.allclose(output, expected, atol=1e-10, rtol=0)
+    names = [name for name, _ in theirs.named_parameters()]
+    leaves = (*inputs, *[weight for name in names for weight in weights[name]])
+    found = torch.autograd.grad((output * routed.outer).sum(), leaves)
+    stacks = [torch.stack(found[start : start + NUM_EXPERTS]) for start in range(2, len(found), NUM_EXPERTS)]
+    for one, other in zip([*found[:2], *stacks], wanted, strict=True):
+        assert torch.allclose(one, other, atol=1e-10, rtol=0)
+
+
+def test_autocast_multiplies_in_its_dtype_and_returns_gradients_in_those_of_the_operands() -> None:
+    module, routed = experts_of().float(), route("random", 9, SIZE, NUM_EXPERTS)
+    hidden, probabilities = (
+        tensor.detach().float().requires_grad_() for tensor in (routed.hidden, routed.probabilities)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        output = mixture(Routed(hidden, probabilities, routed.experts, routed.outer), module)
+    assert output.dtype == torch.bfloat16
+    output.float().square().sum().backward()
+    assert torch.allclose(output.double(), mixture(routed, experts_of()), atol=0.05, rtol=0.1)
+    for leaf in (hidden, probabilities, *module.parameters()):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == torch.float32
+
+
+def test_sorting_tokens_and_back_reads_nothing_from_the_device() -> None:
+    # A fake tensor has no values: whoever asks for one, or for a size that depends on some, is told so.
+    with FakeTensorMode():
+        hidden, probabilities = torch.empty(9, SIZE, requires_grad=True), torch.empty(9, 2, requires_grad=True)
+        row_map = map_rows(torch.zeros(9, 2, dtype=torch.int64), 0, NUM_EXPERTS)
+        rows = permute(hidden, row_map) * permute_probabilities(probabilities, row_map).unsqueeze(1)
+        unpermute(rows, row_map).sum().backward()
+    assert hidden.grad is not None
 
 
 def test_training_lays_the_weights_of_all_experts_out_as_one_tensor() -> None:
