@@ -137,9 +137,11 @@ def attach_loss(x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
 
     * ``x`` leads to the main loss of this microbatch, also through later stages: a backward pass that does not come
       by brings the loss no gradient. The probabilities of a router do.
-    * ``scale`` is what the main loss of this microbatch is multiplied by before its backward pass: one over the number
-      of microbatches of the step, times the loss scale, if there is one. Nothing else knows it on a stage that does
-      not compute the main loss. A tensor is read in the backward pass, so that a captured graph follows it.
+    * ``scale`` is what the main loss of this microbatch is multiplied by before its backward pass: the weight of the
+      microbatch in the step (one over their number, where they are alike) times the loss scale, if there is one. A
+      stage that does not compute the main loss must be told. A tensor is read in the backward pass: so a captured graph
+      follows it, and a weight that is found late, such as a count of tokens, can be filled in until then. Microbatches
+      in flight at once need a tensor each.
     * ``loss`` is this rank's part by the rule at the head of this file: weights that see only this rank's tokens are
       ``partial``, and gradients are averaged over the data group. It is attached once: on each tp rank without sequence
       parallelism, too, as every one of them makes the whole gradient of what it holds a copy of.
@@ -163,7 +165,7 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if isinstance(ctx.scale, Tensor):
-            start = ctx.scale.detach().to(ctx.loss_device, ctx.loss_dtype)
+            start = ctx.scale.detach().to(ctx.loss_device, ctx.loss_dtype, copy=True)
         else:
             start = torch.full((), ctx.scale, dtype=ctx.loss_dtype, device=ctx.loss_device)
         return grads[0], start, None

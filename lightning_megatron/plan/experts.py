@@ -39,13 +39,13 @@ class ExpertsConfig:
         expert_bias_rate: What is added to the biases of experts with fewer tokens than the mean after every step, and
             taken from those with more; 0 leaves them as they are.
         aux_loss: Coefficient of the loss that grows as tokens are spread unevenly; 0 means none.
-        aux_loss_scope: Over which tokens that loss counts: those of a microbatch of one rank, of each sequence, or of a
-            whole step on all ranks (global).
+        aux_loss_scope: Over which tokens that loss counts the load of experts: those of a microbatch of one data rank,
+            of each sequence, or of the whole step before on all ranks (global).
         z_loss: Coefficient of the mean squared logarithm of the sum of the exponentials of logits; 0 means none.
         jitter: In training the router's input, not that of the experts, is multiplied by uniform random numbers of
             1 - jitter to 1 + jitter.
-        capacity_factor: An expert takes at most this many times its even share of tokens, and others are dropped; None
-            drops none.
+        capacity_factor: An expert takes at most this many times its even share of a microbatch's tokens, rounded up, and
+            drops those that come later; None drops none.
         shared_ffn_hidden_size: Inner features of an MLP beside the experts that every token goes through; None means
             there is none (elements).
         shared_gate: Whether its output is multiplied by the sigmoid of a projection of the token to one number.
