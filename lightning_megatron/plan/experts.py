@@ -44,8 +44,8 @@ class ExpertsConfig:
         z_loss: Coefficient of the mean squared logarithm of the sum of the exponentials of logits; 0 means none.
         jitter: In training the router's input, not that of the experts, is multiplied by uniform random numbers of
             1 - jitter to 1 + jitter.
-        capacity_factor: An expert takes at most this many times its even share of a microbatch's tokens, rounded up, and
-            drops those that come later; None drops none.
+        capacity_factor: An expert takes at most this many times its even share of a microbatch's tokens, rounded up;
+            later ones are dropped. None drops none.
         shared_ffn_hidden_size: Inner features of an MLP beside the experts that every token goes through; None means
             there is none (elements).
         shared_gate: Whether its output is multiplied by the sigmoid of a projection of the token to one number.
