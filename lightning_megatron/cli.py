@@ -78,10 +78,28 @@ def main(args: Sequence[str] | None = None) -> None:
     run = import_module(COMMANDS[name].module).main
     if COMMANDS[name].module == TRAINER:
         # The ranks that a strategy starts run this process's command line again, so it is left where they find it.
-        run(None if args is None else given)
+        try:
+            run(None if args is None else given)
+        except ValueError as error:
+            ours = _wrapped(error)
+            if ours is None:
+                raise
+            _end(name, ours)
         return
     try:
         run(given[1:])
     except OUR_ERRORS as error:
-        print(f"lightning-megatron {name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _end(name, error)
+
+
+def _wrapped(error: BaseException) -> BaseException | None:
+    """Return the error of ours that the parser of recipes has wrapped into its own; None if there is none."""
+    cause = None if isinstance(error, OUR_ERRORS) else error.__cause__
+    while cause is not None and not isinstance(cause, OUR_ERRORS):
+        cause = cause.__cause__
+    return cause
+
+
+def _end(name: str, error: BaseException) -> None:
+    print(f"lightning-megatron {name}: error: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -86,6 +86,14 @@ def test_our_errors_are_one_message_without_traceback(capsys: pytest.CaptureFixt
     assert "Traceback" not in message
 
 
+def test_a_setting_that_a_module_refuses_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--model", "lightning_megatron.HuggingFaceCausalLM", "--model.path", "nowhere"])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("lightning-megatron fit: error: path must be a local folder with config.json: 'nowhere' is")
+
+
 def test_preprocess_writes_a_token_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("To be or not to be")
     main(["preprocess", "--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "a"), "--no-progress"])
