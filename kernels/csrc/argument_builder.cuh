@@ -17,12 +17,16 @@ struct GroupArguments {
   int* cluster_ends;
   GroupOffset* offsets;
 
+  static_assert(sizeof(*shapes) + sizeof(*a) + sizeof(*b) + sizeof(*d) + sizeof(*stride_a) + sizeof(*stride_b) +
+                    sizeof(*stride_d) + sizeof(*cluster_ends) + sizeof(*offsets) <= kBytesPerGroup);
+
   // Return the first byte behind the arrays.
   char* carve(void* workspace, int num_groups) {
     char* next = static_cast<char*>(workspace);
     auto take = [&](auto*& array) {
       array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(next);
-      next += (sizeof(*array) * num_groups + 127) / 128 * 128;   // tensor maps behind it want 128 bytes
+      const size_t lines = (sizeof(*array) * num_groups + kWorkspaceAlignment - 1) / kWorkspaceAlignment;
+      next += lines * kWorkspaceAlignment;
     };
     take(shapes); take(a); take(b); take(d);
     take(stride_a); take(stride_b); take(stride_d);

@@ -20,6 +20,10 @@ constexpr bool is_fp32(Kind kind) { return kind == Kind::kWeightGradFp32 || kind
 constexpr int kMaxGroups = 1024;   // the argument builder keeps one counter a group in shared memory
 constexpr int kAlignment = 16;     // bytes, of every address and of every row: what TMA can load
 
+// The workspace. plan/grouped_gemm.py has the same numbers; launch() refuses one that is smaller than it needs.
+constexpr int kWorkspaceAlignment = 128;   // bytes, what a tensor map in memory wants
+constexpr int kBytesPerGroup = 96;         // the arguments of a group take no more
+
 // a, b, d are x, w, y (forward), dy, w, dx (data gradient) or dy, x, dw (weight gradient), row-major without gaps.
 struct Problem {
   int num_groups;

@@ -60,9 +60,9 @@ void check_tensor(const char* name, const Tensor& tensor, ScalarType dtype, int 
   LM_CHECK(tensor.is_contiguous(), name, " must be contiguous");
 }
 
-void check_aligned(const char* name, const Tensor& tensor) {
-  LM_CHECK(reinterpret_cast<uintptr_t>(tensor.data_ptr()) % lm_kernels::kAlignment == 0, name,
-           " must start at a multiple of ", lm_kernels::kAlignment, " bytes, which is what TMA loads");
+void check_aligned(const char* name, const Tensor& tensor, int bytes = lm_kernels::kAlignment) {
+  LM_CHECK(reinterpret_cast<uintptr_t>(tensor.data_ptr()) % bytes == 0, name, " must start at a multiple of ", bytes,
+           " bytes, which is what TMA wants");
 }
 
 void check_shape(const char* name, const Tensor& tensor, int64_t size0, int64_t size1) {
@@ -79,6 +79,7 @@ void check_shape(const char* name, const Tensor& tensor, int64_t size0, int64_t 
 // Return the sizes of the problem after the checks of dtypes and shapes.
 lm_kernels::Problem checked_problem(Kind kind, const Tensor& d, const Tensor& a, const Tensor& b,
                                     const Tensor& group_ends) {
+  LM_CHECK(a.is_cuda(), "a must be on a GPU");
   const int device = a.get_device();
   const bool weight_grad = lm_kernels::is_weight_grad(kind);
   check_tensor("a", a, ScalarType::BFloat16, 2, device);
@@ -124,7 +125,7 @@ void grouped_gemm(Tensor d, const Tensor& a, const Tensor& b, const Tensor& grou
   const lm_kernels::Problem problem = checked_problem(chosen.kind, d, a, b, group_ends);
   const int device = a.get_device();
   check_tensor("workspace", workspace, ScalarType::Byte, 1, device);
-  check_aligned("workspace", workspace);
+  check_aligned("workspace", workspace, lm_kernels::kWorkspaceAlignment);
   LM_CHECK(raster_band >= 0 && raster_band <= INT_MAX, "raster_band must not be negative: ", raster_band);
   LM_CHECK(num_sms > 0 && num_sms <= INT_MAX, "num_sms must be positive: ", num_sms);
   if (problem.num_groups == 0 || (problem.num_rows == 0 && !lm_kernels::is_weight_grad(chosen.kind))) return;

@@ -55,6 +55,11 @@ VARIANTS: tuple[str, ...] = (
 )
 
 MAX_GROUPS = 1024
+#: Of the workspace, in bytes; the arguments of a group lie in nine arrays.
+WORKSPACE_ALIGNMENT, BYTES_PER_GROUP = 128, 96
+_NUM_ARRAYS = 9
+# Each CTA has five tensor maps of 128 bytes (A, B, C, and D for both consumer warp groups), behind some alignment.
+_BYTES_PER_SM = 8 * 128
 
 # Below this mean the weights stream from memory, and small tiles waste less of a group's last rows.
 _FEW_ROWS = 256
@@ -100,11 +105,10 @@ def workspace_bytes(num_groups: int, num_sms: int) -> int:
     """Return a size of the workspace that suffices for every variant, in bytes.
 
     Args:
-        num_groups: Number of groups: their arguments take up to 96 bytes each.
-        num_sms: CTAs of the launch: the tensor maps of one take up to 1,024 bytes.
+        num_groups: Number of groups.
+        num_sms: CTAs of the launch.
     """
-    arrays, alignment = 9, 128
-    return 96 * num_groups + arrays * alignment + 1024 * num_sms
+    return num_groups * BYTES_PER_GROUP + _NUM_ARRAYS * WORKSPACE_ALIGNMENT + num_sms * _BYTES_PER_SM
 
 
 def _choose_activation(which: Pass, rows: int, n: int, k: int) -> Choice:

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extension import read_sources
-from lightning_megatron.plan.grouped_gemm import MAX_GROUPS, VARIANTS
+from lightning_megatron.plan.grouped_gemm import BYTES_PER_GROUP, MAX_GROUPS, VARIANTS, WORKSPACE_ALIGNMENT
 from tests.extension.fake import FakeKit
 
 WALK = """
@@ -53,8 +53,14 @@ def test_every_list_of_variants_has_a_file() -> None:
     assert sorted(lists) == sorted(found[1] for found in defined if found)
 
 
-def test_both_sides_have_the_same_limit_of_groups() -> None:
-    assert f"kMaxGroups = {MAX_GROUPS};" in (read_sources().folder / "grouped_gemm.h").read_text()
+def test_both_sides_have_the_same_limits() -> None:
+    header = (read_sources().folder / "grouped_gemm.h").read_text()
+    for name, value in {
+        "kMaxGroups": MAX_GROUPS,
+        "kWorkspaceAlignment": WORKSPACE_ALIGNMENT,
+        "kBytesPerGroup": BYTES_PER_GROUP,
+    }.items():
+        assert f"{name} = {value};" in header
 
 
 def test_the_key_follows_every_file(kit: FakeKit) -> None:
