@@ -270,6 +270,24 @@ def compare_with_one_process(config: ExpertsConfig, mesh: ParallelMesh, what: st
     assert torch.equal(step_load(routing.load, mesh), expected.load.long()), what
 
 
+def train(config: ExpertsConfig, mesh: ParallelMesh, num_microbatches: int) -> Router:
+    """Take three steps on the microbatches of this data rank, in the way that a caller of a router should."""
+    router = router_of(config, mesh)
+    for step in range(3):
+        load = torch.zeros(E, dtype=torch.int32)
+        for number in range(num_microbatches):
+            routing = router(draw(S, B, D, seed=10 * step + mesh.dp.rank * num_microbatches + number))
+            attached = attach_loss(routing.probabilities, losses_of(routing), 1.0 / num_microbatches)
+            (main_loss(attached) / (S * B * num_microbatches)).backward()
+            load += routing.load
+        assert router.weight.grad is not None
+        with torch.no_grad():
+            router.weight.sub_(all_reduce_(router.weight.grad, mesh.data, "mean"))
+        router.weight.grad = None
+        router.update_(step_load(load, mesh))
+    return router
+
+
 def check_cuts(rank: int, size: int) -> None:
     for cut, build in CUTS.items():
         mesh = build()
@@ -280,8 +298,11 @@ def check_cuts(rank: int, size: int) -> None:
                 compare_with_one_process(config, mesh, f"{name}, {cut}")
         mesh.destroy()
     mesh = ParallelMesh.create(ParallelLayout(2))
-    load = torch.full((2, E), rank + 1, dtype=torch.int32)
-    assert torch.equal(step_load(load, mesh), torch.full((2, E), 3)), "the load of all data ranks"
+    config = config_of(scoring="sigmoid", expert_bias=True, expert_bias_rate=0.05, aux_loss_scope="global")
+    expected = train(config, ParallelMesh.single(), 4).state_dict()
+    assert float((expected["weight"] - draw(E, D, seed=1)).abs().max()) > 0.1
+    for name, value in train(config, mesh, 2).state_dict().items():
+        assert_equal(value, expected[name], f"{name} after steps on two data ranks")
     mesh.destroy()
 
 
