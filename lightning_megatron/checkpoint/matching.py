@@ -48,7 +48,7 @@ def match(
     Raises:
         CheckpointMismatchError: On all ranks, naming tensors and shapes.
 
-    Communication: one gather of names over tp x pp.
+    Communication: one gather of names over tp x pp, or over the world if ep is above 1.
     """
     sources, missing, shapes = {}, [], []
     for name, spec in expected.items():
@@ -63,7 +63,7 @@ def match(
             shapes.append((source, tuple(saved[source]), spec.full_shape))
         else:
             sources[name] = source
-    everyone = all_gather_objects((set(sources.values()), missing, shapes), mesh.model_cpu)
+    everyone = all_gather_objects((set(sources.values()), missing, shapes), mesh.whole_cpu)
     asked = set().union(*(one[0] for one in everyone)) | {source for one in everyone for source, _, _ in one[2]}
     all_missing = sorted({name for one in everyone for name in one[1]})
     all_shapes = sorted({entry for one in everyone for entry in one[2]})

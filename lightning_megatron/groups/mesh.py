@@ -156,6 +156,11 @@ class ParallelMesh:
         """Return the axis of the ranks that hold the same part of a parameter: ``edp`` for experts, else ``data``."""
         return self.edp if is_expert else self.data
 
+    @property
+    def whole_cpu(self) -> MeshAxis:
+        """Return the axis of ranks that together hold every parameter: ``model_cpu``, or the world if ep is above 1."""
+        return self.model_cpu if self.layout.ep == 1 else self.world_cpu
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
         """Return the mesh itself: a copied module (an averaged model, say) lives in the same groups."""
         return self

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron.checkpoint import CheckpointWriter, Entry, load_tensors
 from lightning_megatron.experts.dispatch import AllToAllDispatcher, GatherDispatcher, Transport, choose_dispatcher
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.axis import MeshAxis
@@ -90,24 +91,51 @@ def _distance(one: Any, other: torch.Tensor) -> float:
     return float(difference.max()) if difference.numel() else 0.0
 
 
-def world(rank: int, size: int) -> dict[tuple[str, ...], dict[str, float]]:
+def resharded(folder: str, before: ParallelMesh, after: ParallelMesh) -> bool:
+    """Save experts in one layout, load them in another, and tell whether they are those that it starts with."""
+    writer = CheckpointWriter(before)
+    writer.save(folder, entries_of(experts_on(before)), {}, {})
+    writer.close()
+    wanted, loaded = experts_on(after), experts_on(after)
+    for parameter in loaded.parameters():
+        parameter.data.zero_()
+    load_tensors(folder, entries_of(loaded), after)
+    pairs = zip(wanted.parameters(), loaded.parameters(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def entries_of(module: GroupedMLP) -> dict[str, Entry]:
+    return {name: Entry(one.detach(), shard_spec_of(one)) for name, one in module.named_parameters()}
+
+
+def world(rank: int, size: int, folder: str) -> tuple[dict[tuple[str, ...], dict[str, float]], dict[str, bool]]:
     torch.use_deterministic_algorithms(True)  # fills memory that nobody has written with NaN
     meshes = {name: ParallelMesh.create(ParallelLayout(size, **sizes)) for name, sizes in LAYOUTS.items()}
-    return {run: errors_of(*run[1:], meshes[run[0]]) for run in runs()}
+    errors = {run: errors_of(*run[1:], meshes[run[0]]) for run in runs()}
+    names = list(meshes)
+    saved = {
+        f"{before} to {after}": resharded(f"{folder}/{number}", meshes[before], meshes[after])
+        for number, (before, after) in enumerate(zip(names, [*names[1:], names[0]], strict=True))
+    }
+    return errors, saved
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[tuple[str, ...], dict[str, float]]]:
-    return run_world(world, 4)
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_world(world, 4, str(tmp_path_factory.mktemp("experts")))
 
 
 @pytest.mark.parametrize("run", runs(), ids=" ".join)
-def test_outputs_and_all_gradients_equal_those_of_one_process(
-    results: list[dict[tuple[str, ...], dict[str, float]]], run: tuple[str, ...]
-) -> None:
-    for rank, found in enumerate(results):
+def test_outputs_and_all_gradients_equal_those_of_one_process(results: list[Any], run: tuple[str, ...]) -> None:
+    for rank, (found, _) in enumerate(results):
         for what, error in found[run].items():
             assert error < 1e-10, f"rank {rank}: {what} differs by {error}"
+
+
+def test_experts_of_every_layout_load_in_every_other(results: list[Any]) -> None:
+    for _, saved in results:
+        assert saved == dict.fromkeys(saved, True)
+        assert len(saved) == len(LAYOUTS)
 
 
 def test_the_choice_of_a_dispatcher_says_why() -> None:
