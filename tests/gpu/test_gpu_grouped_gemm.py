@@ -1,0 +1,113 @@
+"""On a GPU every variant of the grouped GEMM gives float64's results, whatever the sizes of groups are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.extension import find_library, read_sources
+from lightning_megatron.extension.build import default_cache
+from lightning_megatron.extension.load import load_library, why_not_runnable
+from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, workspace_bytes
+
+pytestmark = pytest.mark.gpu
+
+#: Sizes of groups, n and k: sizes that no tile divides, empty groups anywhere, many groups, one group, none filled.
+CASES = {
+    "uneven": ([1, 700, 0, 3, 129, 64, 65, 0], 520, 320),
+    "tiny": ([i % 7 for i in range(70)], 136, 264),
+    "holes": ([0, 128, 0, 256, 0], 256, 256),
+    "one": ([777], 512, 1024),
+    "single": ([900 if i == 33 else 0 for i in range(40)], 384, 192),
+    "many": ([(i * 37) % 40 for i in range(256)], 192, 128),
+    "large": ([3000, 10, 1500, 257], 1024, 384),
+    "empty": ([0, 0, 0, 0], 256, 128),
+}
+#: Rows behind the last group: of no group, and left as they are.
+TAIL = 37
+#: Largest relative error of a whole result: a rounding to bfloat16, or sums in float32.
+TOLERANCE = {torch.bfloat16: 3e-3, torch.float32: 5e-5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> None:
+    """Load the library, or skip where it is not built or cannot run."""
+    found, why = find_library(default_cache(), read_sources()), why_not_runnable()
+    if found is None or why is not None:
+        pytest.skip(why or "needs the built kernels: lightning-megatron kernels build")
+    load_library(found.path)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def reference(which: Pass, a: Tensor, b: Tensor, d: Tensor, sizes: list[int]) -> Tensor:
+    """Compute in float64 what d must become; what no group reaches keeps what is there."""
+    full = d.double()
+    if which is Pass.WEIGHT_GRAD_BF16 or which is Pass.WEIGHT_GRAD_FP32:
+        full.zero_()
+    start = 0
+    for group, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        start += size
+        if which is Pass.FORWARD:
+            full[rows] = a[rows].double() @ b[group].double().t()
+        elif which is Pass.DATA_GRAD:
+            full[rows] = a[rows].double() @ b[group].double()
+        else:
+            full[group] += a[rows].double().t() @ b[rows].double()
+    return full
+
+
+def operands(which: Pass, sizes: list[int], n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a, b and d: what must not be read or kept is not a number."""
+    rows = sum(sizes)
+    x, dy = (torch.cat([draw(rows, width), draw(TAIL, width) * torch.nan]) for width in (k, n))
+    w = draw(len(sizes), n, k)
+    if which is Pass.FORWARD:
+        return x, w, torch.full_like(dy, torch.nan)
+    if which is Pass.DATA_GRAD:
+        return dy, w, torch.full_like(x, torch.nan)
+    if which is Pass.WEIGHT_GRAD_ADD:
+        return dy, x, w.float()
+    dtype = torch.bfloat16 if which is Pass.WEIGHT_GRAD_BF16 else torch.float32
+    return dy, x, torch.full(w.shape, torch.nan, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("along_n", "band", "idle_sms"), [(False, 0, 0), (True, 3, 35)], ids=["plain", "banded"])
+def test_every_variant_equals_float64(variant: str, along_n: bool, band: int, idle_sms: int) -> None:
+    which = max((one for one in Pass if variant.startswith(one)), key=len)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count - idle_sms
+    for name, (sizes, n, k) in CASES.items():
+        a, b, d = operands(which, sizes, n, k)
+        ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
+        workspace = torch.empty(workspace_bytes(len(sizes), num_sms), dtype=torch.uint8, device="cuda")
+        expected = reference(which, a, b, d, sizes)
+        torch.ops.lm_kernels.grouped_gemm(d, a, b, ends, workspace, variant, along_n, band, num_sms)
+        rows = sum(sizes)
+        if which in {Pass.FORWARD, Pass.DATA_GRAD}:
+            assert d[rows:].isnan().all(), f"{name}: rows of no group were written"
+            d, expected = d[:rows], expected[:rows]
+        error = (d.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+        assert error < TOLERANCE[d.dtype], f"{name}: relative error {error:.1e}"
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    a, b, d = operands(Pass.FORWARD, [8, 8], 64, 64)
+    ends = torch.tensor([8, 16], device="cuda").int()
+    workspace = torch.empty(workspace_bytes(2, 8), dtype=torch.uint8, device="cuda")
+    run, variant = torch.ops.lm_kernels.grouped_gemm, "forward_pingpong_128x128_1x2"
+    for message, given in {
+        "has no variant nothing": (d, a, b, ends, workspace, "nothing"),
+        "d has the wrong dtype": (d.float(), a, b, ends, workspace, variant),
+        "b must have shape": (d, a, b, ends[:1].clone(), workspace, variant),
+        "a must be contiguous": (d, a.t().contiguous().t(), b, ends, workspace, variant),
+        "group_ends has the wrong dtype": (d, a, b, ends.long(), workspace, variant),
+        "the workspace is too small": (d, a, b, ends, workspace[:1024], variant),
+        "a must start at a multiple of 16": (d[1:], a.flatten()[4:-60].view(-1, 64), b, ends, workspace, variant),
+    }.items():
+        with pytest.raises(RuntimeError, match=message):
+            run(*given, False, 0, 8)
