@@ -63,7 +63,7 @@ def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, m
     Raises:
         CheckpointMismatchError: If the stages' optimizers have different numbers of groups.
 
-    Communication: one gather over the data axis and one over pp.
+    Communication: one gather over the data axis, or over the world if ep is above 1, and one over pp.
     """
     groups, values = [], {}
     for group, names in zip(optimizer.param_groups, main.names_of(optimizer), strict=True):
@@ -75,8 +75,7 @@ def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, m
             plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
             if plain and main.spec(name).tied_to is None:
                 values[name] = plain
-    # Each data rank's optimizer keeps the values of the parameters that it holds a part of.
-    values = {name: plain for part in all_gather_objects(values, mesh.data_cpu) for name, plain in part.items()}
+    _join_stage(groups, values, mesh)
     stages = all_gather_objects((groups, values), mesh.pp_cpu)
     _check_same_groups([len(stage_groups) for stage_groups, _ in stages])
     merged = [
@@ -186,7 +185,8 @@ def _placement(
 
 
 def _whole(shape: tuple[int, ...], spec: ShardSpec, key: str, copy: int = 0) -> ShardSpec:
-    return replace(whole_spec(torch.empty(shape, device="meta"), copy), tied_to=_tied_state(spec, key))
+    whole = whole_spec(torch.empty(shape, device="meta"), copy)
+    return replace(whole, tied_to=_tied_state(spec, key), is_expert=spec.is_expert)
 
 
 def _tied_state(spec: ShardSpec, key: str) -> str | None:
@@ -203,6 +203,21 @@ def _originals(
         tied_to = main.spec(name).tied_to
         found[name] = name if tied_to is None else original_name(name, tied_to, saved) or name
     return found
+
+
+def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: ParallelMesh) -> None:
+    """Add what other ranks of the stage know: values of what they hold a part of, and names of experts of their own."""
+    if mesh.layout.ep == 1:
+        for part in all_gather_objects(values, mesh.data_cpu):
+            values |= part
+        return
+    names = [group["parameters"] for group in groups]
+    everyone = all_gather_objects((mesh.pp.rank, names, values), mesh.world_cpu)
+    for stage, their_names, part in everyone:
+        if stage == mesh.pp.rank:
+            values |= part
+            for group, more in zip(groups, their_names, strict=True):
+                group["parameters"] = list(dict.fromkeys([*group["parameters"], *more]))
 
 
 def _check_same_groups(counts: Sequence[int]) -> None:
@@ -228,7 +243,7 @@ def _check_groups(
         for name in names
         if saved.get(original[name]) != number
     ]
-    everyone = all_gather_objects((len(names_of_groups), moved, set(original.values())), mesh.model_cpu)
+    everyone = all_gather_objects((len(names_of_groups), moved, set(original.values())), mesh.whole_cpu)
     complaints = [
         f"{len(groups)} groups were saved, the optimizer has {n}" for n in {e[0] for e in everyone} - {len(groups)}
     ]
