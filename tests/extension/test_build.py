@@ -56,6 +56,7 @@ def test_a_file_that_does_not_compile_leaves_nothing_behind(kit: FakeKit, tmp_pa
     with pytest.raises(UnsupportedError, match=r"ended with 3. It said:\nforward.cu: error: no such thing"):
         build_library(cache, sources, kit.toolchain(), say=str)
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
+    assert MADE[-1] not in kit.journal
     kit.write_compiler()
     assert build_library(cache, sources, kit.toolchain(), say=str).path.is_file()
 
