@@ -202,6 +202,8 @@ def choose_dispatcher(
 ) -> DispatcherChoice:
     """Choose how tokens come to experts.
 
+    An all-gather brings a rank the tokens of ep - 1 others, an all-to-all top_k / ep times as many rows.
+
     Args:
         num_experts: Experts of the layer.
         top_k: Experts that a token goes to.
@@ -210,9 +212,6 @@ def choose_dispatcher(
 
     Raises:
         ParallelPlanError: If the experts do not divide by ep.
-
-    Source: without anything else to know, an all-gather moves every token ep - 1 times, an all-to-all top_k times the
-        share (ep - 1) / ep.
     """
     here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
     dispatcher, reason = _over_ep(here, num_experts, top_k, mesh.ep, transport)
