@@ -90,9 +90,7 @@ def full_tensors(
     reader, table = reader_of(tensors, family), family.tensors(config)
     check_tensors(reader, table, family, config.tie_embeddings)
     for tensor in table:
-        full = torch.empty(tensor.shape, dtype=dtype)
-        tensor.fill(full, [0] * full.dim(), tensor.shape, reader)
-        yield tensor.target, full
+        yield tensor.target, tensor.full(reader, dtype)
 
 
 @dataclass(frozen=True)

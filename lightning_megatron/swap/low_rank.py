@@ -181,9 +181,7 @@ def full_factors(
         )
     for factor in factors:
         reader = TensorsInMemory({n: tensors[adapter.own_name(n)] for n in factor.source_shapes} if adapter else {})
-        full = torch.empty(factor.shape, dtype=next(iter(reader.tensors.values())).dtype)
-        factor.fill(full, [0, 0], factor.shape, reader)
-        yield factor.target, full
+        yield factor.target, factor.full(reader, next(iter(reader.tensors.values())).dtype)
 
 
 def merged(

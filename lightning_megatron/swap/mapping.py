@@ -177,6 +177,17 @@ class TensorMap:
                 part = reader.read(read.name, read.slices)
                 view.narrow(0, read.start, read.num_rows).copy_(part.t() if read.is_transposed else part)
 
+    def full(self, reader: TensorReader, dtype: torch.dtype) -> Tensor:
+        """Return the full tensor.
+
+        Args:
+            reader: The foreign tensors.
+            dtype: Of the result.
+        """
+        full = torch.empty(self.shape, dtype=dtype)
+        self.fill(full, [0] * len(self.shape), self.shape, reader)
+        return full
+
     def split(self, full: Tensor) -> dict[str, Tensor]:
         """Return the foreign tensors that make the full tensor; those that are a part of it as it lies are views.
 

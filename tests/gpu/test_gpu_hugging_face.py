@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -12,11 +13,10 @@ from torch import Tensor, nn
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
-from lightning_megatron.swap.families import family_of
 from tests.oracles import full_gradients
 from tests.swap.families import twin_of
+from tests.swap.parts import expected_gradients
 from tests.swap.test_language_models import expected_of
-from tests.swap.test_language_models import full_gradients as gradients_of_ours
 from tests.world import run_world
 
 pytest.importorskip("transformers")
@@ -37,6 +37,8 @@ LARGER: dict[str, dict[str, Any]] = {
     "phi3": {**_SIZES, "num_key_value_heads": 4, "rope_parameters": _LONG, "sliding_window": 60},
     "gpt_neox": _SIZES,
 }
+#: By name what was found and what is expected, given the gradients of Hugging Face's model.
+Gradients: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, tuple[Tensor, Tensor]]]
 #: Dtype: how far a tensor may be from float32's, relative to its length.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 4e-2}
 
@@ -82,29 +84,35 @@ def check_distance(found: Tensor, expected: Tensor, tolerance: float, what: str)
     assert distance < tolerance, f"{what}: {distance:.1e} of its length away"
 
 
-def compare(case: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
-    twin = larger_twin(case, mesh.device)
-    root = nn.ModuleDict({"model": larger_twin(case, mesh.device).to(dtype)})
-    parallelize(root, mesh)
-    model: Any = root["model"]
+def check_calls(twin: Any, model: Any, mesh: ParallelMesh, dtype: torch.dtype, name: str, gradients: Gradients) -> None:
+    """Compare logits, losses and gradients of calls of every kind."""
     for kind, call in calls(mesh.device).items():
-        what = f"{case}, {kind}, {dtype}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
-        logits, loss, gradients = expected_of(twin, call)
+        what = f"{name}, {kind}, {dtype}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+        logits, loss, theirs = expected_of(twin, call)
         model.zero_grad()
         output = model(**call)
         seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
         check_distance(output.logits[seen], logits[seen], TOLERANCE[dtype], f"{what}: logits")
         check_distance(output.loss, loss, TOLERANCE[dtype], f"{what}: loss")
         output.loss.backward()
-        expected = _on_host(gradients)
-        wanted = gradients_of_ours(family_of(type(twin).__name__), model, expected)
+        for key, (found, expected) in gradients(theirs).items():
+            check_distance(found.cpu(), expected, 2 * TOLERANCE[dtype], f"{what}: gradient of {key}")
+
+
+def compare(case: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
+    root = nn.ModuleDict({"model": larger_twin(case, mesh.device).to(dtype)})
+    parallelize(root, mesh)
+    model: Any = root["model"]
+
+    def gradients(theirs: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        wanted = expected_gradients(model, {name: one.double().cpu() for name, one in theirs.items()})
         found = full_gradients(model.gpt, mesh)
-        assert found.keys() == wanted.keys(), f"{what}: {sorted(found.keys() ^ wanted.keys())}"
-        for name, gradient in found.items():
-            # Biases of keys change no softmax: their gradients are rounding alone.
-            size = gradient.double().norm().cpu() + wanted[name].norm()
-            if size > 1e-4:
-                check_distance(gradient.cpu(), wanted[name], 2 * TOLERANCE[dtype], f"{what}: gradient of {name}")
+        assert found.keys() == wanted.keys(), f"{case}: {sorted(found.keys() ^ wanted.keys())}"
+        # Biases of keys change no softmax: their gradients are rounding alone.
+        large = [name for name, one in found.items() if one.double().norm().cpu() + wanted[name].norm() > 1e-4]
+        return {name: (found[name], wanted[name]) for name in large}
+
+    check_calls(larger_twin(case, mesh.device), model, mesh, dtype, case, gradients)
 
 
 def compare_adapters(mesh: ParallelMesh) -> None:
@@ -114,21 +122,8 @@ def compare_adapters(mesh: ParallelMesh) -> None:
     for case in ("llama", "phi3"):
         twin = adapted(larger_twin(case, mesh.device), r=16, lora_alpha=4)
         wrapped = swapped(adapted(larger_twin(case, mesh.device), r=16, lora_alpha=4), mesh)
-        for kind, call in calls(mesh.device).items():
-            what = f"{case} with adapters, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
-            logits, loss, _ = expected_of(twin, call)
-            wrapped.zero_grad()
-            output = wrapped(**call)
-            seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
-            check_distance(output.logits[seen], logits[seen], TOLERANCE[torch.float32], f"{what}: logits")
-            check_distance(output.loss, loss, TOLERANCE[torch.float32], f"{what}: loss")
-            output.loss.backward()
-            for name, (found, expected) in gradients_of_factors(wrapped, twin, mesh).items():
-                check_distance(found.cpu(), expected, 2 * TOLERANCE[torch.float32], f"{what}: gradient of {name}")
-
-
-def _on_host(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: gradient.double().cpu() for name, gradient in gradients.items()}
+        gradients = partial(gradients_of_factors, wrapped, twin, mesh)
+        check_calls(twin, wrapped, mesh, torch.float32, f"{case} with adapters", lambda _, found=gradients: found())
 
 
 @pytest.mark.gpu

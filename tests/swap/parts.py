@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap.adapter import ReplacedModel
+from lightning_megatron.swap.mapping import TensorsInMemory
 
 
 def mesh_of(tp: int = 1, pp: int = 1, tp_rank: int = 0, pp_rank: int = 0) -> ParallelMesh:
@@ -35,3 +38,9 @@ def full_tensors(model: GPT) -> dict[str, Tensor]:
         found[name] = parameter.new_empty(spec.full_shape)
         spec.copy_to_full(parameter.detach(), found[name])
     return found
+
+
+def expected_gradients(model: ReplacedModel, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of our full tensors, made of those of theirs by the family's table."""
+    reader, table = TensorsInMemory(gradients), model.family.tensors(model.body.config)
+    return {tensor.target: tensor.full(reader, torch.float64) for tensor in table}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,9 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
 from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
-from lightning_megatron.swap.mapping import TensorsInMemory
 from tests.oracles import assert_equal, assert_same_gradients
 from tests.swap.encoders import CASES, PADDING, V, encoder_of
+from tests.swap.parts import expected_gradients
 from tests.world import run_world
 
 B, S = 3, 10
@@ -64,16 +63,6 @@ def loss_of(output: Any) -> Tensor:
     if output.loss is not None:
         return output.loss
     return output.last_hidden_state.square().mean() + output.pooler_output.sin().sum()
-
-
-def full_gradients(model: HuggingFaceEncoder, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of our full tensors, made of those of theirs by the family's table."""
-    found = {}
-    for tensor in model.family.tensors(model.encoder.config):
-        full = torch.empty(tensor.shape, dtype=torch.float64)
-        tensor.fill(full, [0] * full.dim(), tensor.shape, TensorsInMemory(gradients))
-        found[tensor.target] = full
-    return found
 
 
 def swapped(model: nn.Module, mesh: ParallelMesh) -> HuggingFaceEncoder:
@@ -127,7 +116,7 @@ def compare_call(model: HuggingFaceEncoder, truth: Truth, what: str, mesh: Paral
         loss.backward()
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        assert_same_gradients(model.encoder, mesh, full_gradients(model, truth.gradients), what)
+        assert_same_gradients(model.encoder, mesh, expected_gradients(model, truth.gradients), what)
 
 
 def check_problems(mesh: ParallelMesh) -> None:

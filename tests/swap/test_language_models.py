@@ -16,11 +16,10 @@ from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import building_on_meta, parallelize
-from lightning_megatron.swap.families import family_of
 from lightning_megatron.swap.language_model import HuggingFaceLM, span_of
-from lightning_megatron.swap.mapping import TensorsInMemory
 from tests.oracles import assert_equal, assert_same_gradients
 from tests.swap.families import CASES, V, twin_of
+from tests.swap.parts import expected_gradients
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
@@ -107,7 +106,6 @@ def compare(case: str, *meshes: ParallelMesh) -> None:
 
 def compare_with(truths: Mapping[str, Truth], case: str, model: HuggingFaceLM, mesh: ParallelMesh) -> None:
     assert isinstance(model, HuggingFaceLM)
-    family = family_of(CASES[case][0])
     for kind, call in inputs().items():
         what = f"{case}, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
         logits, loss, gradients = truths[kind]
@@ -117,7 +115,7 @@ def compare_with(truths: Mapping[str, Truth], case: str, model: HuggingFaceLM, m
         assert_equal(output.logits[seen], logits[seen], f"{what}: logits", 1e-9)
         assert_equal(output.loss, loss, f"{what}: loss", 1e-9)
         output.loss.backward()
-        assert_same_gradients(model.gpt, mesh, full_gradients(family, model, gradients), what)
+        assert_same_gradients(model.gpt, mesh, expected_gradients(model, gradients), what)
 
 
 def check_generation(mesh: ParallelMesh) -> None:
@@ -133,16 +131,6 @@ def check_generation(mesh: ParallelMesh) -> None:
             call = {"input_ids": prompts, "attention_mask": mask, "max_new_tokens": 7, **how}
             found.append(model.generate(**call))
         assert torch.equal(*found), f"{how}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
-
-
-def full_gradients(family: Any, model: HuggingFaceLM, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of our full tensors, made of those of theirs by the family's table."""
-    found = {}
-    for tensor in family.tensors(model.gpt.config):
-        full = torch.empty(tensor.shape, dtype=torch.float64)
-        tensor.fill(full, [0] * full.dim(), tensor.shape, TensorsInMemory(gradients))
-        found[tensor.target] = full
-    return found
 
 
 def check_twins(rank: int, size: int) -> None:

@@ -63,11 +63,8 @@ def gradients_of_factors(wrapped: Any, twin: Any, mesh: ParallelMesh) -> dict[st
     theirs = {name: one.double().cpu() for name, one in theirs.items() if one is not None}
     theirs = {name.replace(".default.", ".").replace(".modules_to_save.", "."): one for name, one in theirs.items()}
     wanted = model.adapter.tensors(model.family.tensors(model.body.config)) if model.adapter else {}
-    expected = {}
-    for tensor, _ in wanted.values():
-        full = torch.empty(tensor.shape, dtype=torch.float64)
-        tensor.fill(full, [0] * full.dim(), tensor.shape, TensorsInMemory(theirs))
-        expected[tensor.target] = full
+    reader = TensorsInMemory(theirs)
+    expected = {tensor.target: tensor.full(reader, torch.float64) for tensor, _ in wanted.values()}
     assert len(expected) == sum(parameter.requires_grad for parameter in twin.parameters())
     trained = {name: one for name, one in model.body.named_parameters() if one.requires_grad}
     assert trained.keys() == expected.keys()

@@ -48,9 +48,7 @@ def values_of(tensor: TensorMap) -> dict[str, Tensor]:
 
 
 def full_of(tensor: TensorMap, reader: TensorsInMemory) -> Tensor:
-    full = torch.empty(tensor.shape)
-    tensor.fill(full, [0] * full.dim(), tensor.shape, reader)
-    return full
+    return tensor.full(reader, torch.float32)
 
 
 @pytest.mark.parametrize("kind", maps())
