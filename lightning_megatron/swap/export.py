@@ -110,14 +110,7 @@ def export_folder(
     place.mkdir(parents=True, exist_ok=True)
     shapes = {name: shape for tensor in family.tensors(config) for name, shape in tensor.source_shapes.items()}
     writer = _Writer(place, max_file_bytes, shapes)
-    try:
-        for name, tensor in foreign_tensors(full_tensors, family, config):
-            writer.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
-            del tensor
-        writer.close_file()
-    except BaseException:
-        writer.discard()
-        raise
+    writer.write(foreign_tensors(full_tensors, family, config), dtype)
     found = writer.floating.most_common(1)
     written = _config(hf_config, family, found[0][0] if found else torch.float32)
     _write(place / CONFIG, (json.dumps(written, indent=2, sort_keys=True, default=_plain) + "\n").encode())
@@ -162,13 +155,7 @@ def export_adapter(
     writer = _Writer(
         place, sum(part.nbytes for part in tensors.values()), {n: tuple(p.shape) for n, p in tensors.items()}
     )
-    try:
-        for name, part in tensors.items():
-            writer.add(name, part)
-        writer.close_file()
-    except BaseException:
-        writer.discard()
-        raise
+    writer.write(tensors.items())
     config = {**adapter.config, "inference_mode": True}
     _write(place / ADAPTER_CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
     writer.publish(ADAPTER_WEIGHTS)
@@ -187,6 +174,23 @@ class _Writer:
         # The header comes first in a file and is known last. It may end in spaces; data begin at a multiple of 8.
         room = _base_size() + max(max(entries, default=0), min(_LARGEST_ROOM, sum(entries)))
         self._room = -(-room // 8) * 8
+
+    def write(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> None:
+        """Write tensors one after the other; where one fails, nothing is left.
+
+        Args:
+            tensors: Names and values.
+            dtype: Of the floating-point ones; None keeps what is given.
+        """
+        try:
+            for name, tensor in tensors:
+                self.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+                # The next one may be gathered into this one's memory.
+                del tensor
+            self.close_file()
+        except BaseException:
+            self.discard()
+            raise
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write a tensor, in a new file if it does not fit into this one."""
