@@ -45,5 +45,5 @@ def check_nothing_is_lost(place: Place, target: nn.Module) -> None:
 
 
 def _remedy(target: nn.Module) -> str:
-    blocks = ".gpt.layers.values()" if hasattr(target, "gpt") else ""
-    return f"Compile in on_fit_start: there the new modules are{', such as those of model' + blocks if blocks else ''}."
+    such_as = ", such as those of model.gpt.layers.values()" if hasattr(target, "gpt") else ""
+    return f"Compile in on_fit_start: there the new modules are{such_as}."
