@@ -22,7 +22,7 @@ Kinds of the plan:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -115,7 +115,7 @@ def choose_kinds(
         return {place.name: "auto" for place in places if place.closed_by is None}
     kinds: dict[str, str] = {}
     for pattern, kind in plan.items():
-        _check_kind(pattern, kind)
+        check_kind(pattern, kind, KINDS, "the plan")
         matching = [place for place in places if _matches(pattern, kind, place.name)]
         fitting = [place for place in matching if place.closed_by is None and fits(kind, place.module)]
         if not fitting:
@@ -134,11 +134,22 @@ def _matches(pattern: str, kind: str, name: str) -> bool:
     return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts)))
 
 
-def _check_kind(pattern: str, kind: str) -> None:
-    if kind not in KINDS:
+def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> None:
+    """Refuse what is not a kind of a plan.
+
+    Args:
+        pattern: What is given the kind.
+        kind: The kind.
+        kinds: Those that exist.
+        plan: What the plan is called.
+
+    Raises:
+        ParallelPlanError: For an unknown kind.
+    """
+    if kind not in kinds:
         raise ParallelPlanError(
-            f"a kind of the plan must be one of those that exist: {pattern!r} is given {kind!r}. "
-            f"Use {one_of([repr(known) for known in KINDS])}."
+            f"a kind of {plan} must be one of those that exist: {pattern!r} is given {kind!r}. "
+            f"Use {one_of([repr(known) for known in kinds])}."
         )
 
 

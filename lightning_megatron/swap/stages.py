@@ -17,7 +17,7 @@ from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.models.staged_blocks import Elsewhere, StagedBlocks
 from lightning_megatron.plan.legal_values import one_of
 from lightning_megatron.plan.stages import split_layers
-from lightning_megatron.swap.plan import Place
+from lightning_megatron.swap.plan import Place, check_kind
 from lightning_megatron.swap.record import SwapRecord
 
 #: What a plan can say about a module.
@@ -150,11 +150,7 @@ def _the_blocks(places: Sequence[Place], plan: Mapping[str, str]) -> Place:
     names = [place.name for place in places]
     found: list[Place] = []
     for pattern, kind in plan.items():
-        if kind not in KINDS:
-            raise ParallelPlanError(
-                f"a kind of pipeline_plan must be one of those that exist: {pattern!r} is given {kind!r}. "
-                f"Use {one_of([repr(known) for known in KINDS])}."
-            )
+        check_kind(pattern, kind, KINDS, "pipeline_plan")
         matching = [place for place in places if fnmatchcase(place.name, pattern)]
         if not matching:
             near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
