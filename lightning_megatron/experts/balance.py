@@ -8,8 +8,6 @@ of a part are then right where the caller treats those of the weights so, and a 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -104,10 +102,17 @@ def step_load(load: Tensor, mesh: ParallelMesh) -> Tensor:
 
     Communication: an all-reduce over tp under sequence parallelism, and one over the data group.
     """
-    total = load.to(torch.int64, copy=True)
+    return add_over_tokens_(load.to(torch.int64, copy=True), mesh)
+
+
+def add_over_tokens_(x: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Add ``x`` up over all ranks that have other tokens, in place, and return it.
+
+    Communication: an all-reduce over tp under sequence parallelism, and one over the data group.
+    """
     if mesh.sequence_parallel:
-        all_reduce_(total, mesh.tp)
-    return all_reduce_(total, mesh.data)
+        all_reduce_(x, mesh.tp)
+    return all_reduce_(x, mesh.data)
 
 
 @torch.no_grad()
@@ -126,46 +131,3 @@ def update_bias_(bias: Tensor, load: Tensor, rate: float) -> None:
     # Integers: an expert that has exactly the mean stays where it is.
     missing = load.sum() - load.to(torch.int64) * load.numel()
     bias.add_(missing.sign(), alpha=rate)
-
-
-def attach_loss(x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-    """Return ``x``, whose backward pass also starts one at ``loss``.
-
-    Equal to ``x``; gradients are those of ``main loss x its factor + loss x scale``.
-
-    What the caller owes, in each forward pass of a microbatch:
-
-    * ``x`` leads to the main loss of this microbatch, also through later stages: a backward pass that does not come
-      by brings the loss no gradient. The probabilities of a router do.
-    * ``scale`` is what the main loss of this microbatch is multiplied by before its backward pass: the weight of the
-      microbatch in the step (one over their number, where they are alike) times the loss scale, if there is one. A
-      stage that does not compute the main loss must be told. A tensor is read in the backward pass: so a captured graph
-      follows it, and a weight that is found late, such as a count of tokens, can be filled in until then. Microbatches
-      in flight at once need a tensor each.
-    * ``loss`` is this rank's part by the rule at the head of this file: weights that see only this rank's tokens are
-      ``partial``, and gradients are averaged over the data group. It is attached once: on each tp rank without sequence
-      parallelism, too, as every one of them makes the whole gradient of what it holds a copy of.
-
-    Shapes: x any; loss a number.
-
-    Args:
-        x: What the main loss is computed from.
-        loss: What else to minimise, coefficient included.
-        scale: Factor of the loss in the backward pass.
-    """
-    return _Attached.apply(x, loss, scale)
-
-
-class _Attached(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-        ctx.scale, ctx.loss_dtype, ctx.loss_device = scale, loss.dtype, loss.device
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if isinstance(ctx.scale, Tensor):
-            start = ctx.scale.detach().to(ctx.loss_device, ctx.loss_dtype, copy=True)
-        else:
-            start = torch.full((), ctx.scale, dtype=ctx.loss_dtype, device=ctx.loss_device)
-        return grads[0], start, None
