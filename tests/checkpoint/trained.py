@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoint import (
-    Entry,
-    load_metadata,
-    load_model,
-    load_optimizer,
-    model_tensors,
-    optimizer_metadata,
-    optimizer_tensors,
-    save_checkpoint,
-)
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.layout import ParallelLayout
@@ -51,38 +40,23 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 STEPS = 2
 
 
-class Trained:
+class Trained(Run):
     """A model, its optimizer and its mesh, without anything that this rank does not hold."""
 
     def __init__(self, mesh: ParallelMesh, optimizer: str, layout: str = "") -> None:
-        self.mesh, self.named = mesh, parameters(mesh)
-        division = division_of(layout)
-        self.run = Run(self.named, mesh, division, lambda _: OPTIMIZERS[optimizer](groups_of(self.named)))
-        self.main, self.optimizer = self.run.main, self.run.optimizer
+        self.named = parameters(mesh)
+        super().__init__(self.named, mesh, division_of(layout), lambda _: OPTIMIZERS[optimizer](groups_of(self.named)))
 
     def train(self) -> None:
         for _ in range(STEPS):
             other = parameters(self.mesh)
             set_gradients(other, self.mesh)
-            self.run.zero_grad()
+            self.zero_grad()
             gradients = {name: p.grad for name, p in other.items() if p.grad is not None}
-            self.run.backward(gradients, is_last=self.mesh.pp.size == 1)
-            self.run.finish()
-            self.run.step()
+            self.backward(gradients, is_last=self.mesh.pp.size == 1)
+            self.finish()
+            self.step()
         self.optimizer.param_groups[1]["lr"] = 0.125
-
-    def tensors(self) -> dict[str, Entry]:
-        return {**model_tensors(nn.Module(), self.main), **optimizer_tensors(0, self.optimizer, self.main)}
-
-    def save(self, path: Path) -> None:
-        metadata = {"optimizer": optimizer_metadata(self.optimizer, self.main, self.mesh)}
-        place = self.mesh.layout.coordinates(self.mesh.rank)
-        save_checkpoint(path, self.tensors(), metadata, {"place": place}, self.mesh)
-
-    def load(self, path: Path) -> None:
-        load_model(path, nn.Module(), self.main, self.mesh)
-        metadata = load_metadata(path)["optimizer"]
-        load_optimizer(path, 0, self.optimizer, self.main, self.mesh, metadata)
 
 
 def groups_of(named: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:

@@ -94,12 +94,12 @@ def _distance(one: Any, other: torch.Tensor) -> float:
 def resumed(folder: str, before: ParallelMesh, after: ParallelMesh) -> float:
     """Train a step in one layout and one in another, and return how far that is from two in the latter."""
     first, second, both = (TrainedExperts(experts_on(mesh), mesh) for mesh in (before, after, after))
-    first.step(0)
+    first.train(0)
     first.save(folder)
-    both.step(0)
+    both.train(0)
     second.load(folder)
-    second.step(1)
-    both.step(1)
+    second.train(1)
+    both.train(1)
     pairs = zip(second.module.parameters(), both.module.parameters(), strict=True)
     return max(_distance(one.detach(), other.detach()) for one, other in pairs)
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_megatron.checkpoint import (
+    Entry,
+    load_metadata,
+    load_model,
+    load_optimizer,
+    model_tensors,
+    optimizer_metadata,
+    optimizer_tensors,
+    save_checkpoint,
+)
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.training import Division, GradientReducer, MainParameters
 
@@ -28,7 +39,7 @@ class Run:
         division: Division | None = None,
         make: Callable[[Iterable[Any]], Optimizer] = plain_sgd,
     ) -> None:
-        self.main = MainParameters(named, mesh, division)
+        self.mesh, self.main = mesh, MainParameters(named, mesh, division)
         self.reducer = GradientReducer(self.main)
         self.optimizer = make(named.values())
         self.reducer.watch(self.main.attach(self.optimizer))
@@ -56,6 +67,22 @@ class Run:
         """Update and gather the parameters."""
         self.optimizer.step()
         self.main.publish()
+
+    def tensors(self) -> dict[str, Entry]:
+        """Return what a checkpoint holds of this rank."""
+        return {**model_tensors(nn.Module(), self.main), **optimizer_tensors(0, self.optimizer, self.main)}
+
+    def save(self, path: str | Path) -> None:
+        """Write parameters and the optimizer's state, and where in the layout each rank is."""
+        metadata = {"optimizer": optimizer_metadata(self.optimizer, self.main, self.mesh)}
+        place = self.mesh.layout.coordinates(self.mesh.rank)
+        save_checkpoint(path, self.tensors(), metadata, {"place": place}, self.mesh)
+
+    def load(self, path: str | Path) -> None:
+        """Read both, whatever layout wrote them."""
+        load_model(path, nn.Module(), self.main, self.mesh)
+        metadata: Any = load_metadata(path)["optimizer"]
+        load_optimizer(path, 0, self.optimizer, self.main, self.mesh, metadata)
 
     def give(self, name: str, gradient: Tensor) -> None:
         """Put a finished gradient in place."""
