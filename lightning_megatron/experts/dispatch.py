@@ -60,6 +60,10 @@ class Dispatched:
 class Dispatcher(Protocol):
     """Bring tokens to experts and back; nothing is kept between the two calls but what the first returns."""
 
+    @property
+    def is_static(self) -> bool:
+        """Tell whether sizes follow from those of the inputs, and nothing is read back from the device."""
+
     def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
         """Bring every token to the experts that it chose.
 
@@ -90,6 +94,11 @@ class LocalDispatcher:
 
     here: ShardRange
 
+    @property
+    def is_static(self) -> bool:
+        """Tell that it is."""
+        return True
+
     def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
         """Sort the tokens that chose experts of this rank."""
         row_map = map_rows(experts, self.here.start, self.here.size)
@@ -119,6 +128,11 @@ class GatherDispatcher:
 
     inner: Dispatcher
     axes: tuple[MeshAxis, ...]
+
+    @property
+    def is_static(self) -> bool:
+        """Tell whether what becomes of the tokens of all is."""
+        return self.inner.is_static
 
     def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
         """Gather all tokens and pass them on."""
@@ -153,6 +167,11 @@ class AllToAllDispatcher:
 
     num_experts: int
     axis: MeshAxis
+
+    @property
+    def is_static(self) -> bool:
+        """Tell that it is not."""
+        return False
 
     def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
         """Send tokens to their experts and sort those that came by expert."""

@@ -24,11 +24,19 @@ def derive_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class Position:
-    """Name the place in training that a draw belongs to: step, microbatch of that step over all data ranks, layer."""
+    """Name the place in training that a draw belongs to: step, microbatch of that step over all data ranks, layer.
+
+    Args:
+        step: The optimizer step (steps).
+        microbatch: Number of the microbatch within the step (microbatches).
+        layer: Number of the layer in the whole model (layers).
+        is_replay: Whether it is the second time, for activations that were not kept. Draws do not depend on it.
+    """
 
     step: int = 0
     microbatch: int = 0
     layer: int = 0
+    is_replay: bool = False
 
 
 class RandomStreams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -46,6 +47,23 @@ def replayed(function: Callable[..., Any], random: RandomStreams, layer: int, *a
     return checkpoint(_Replay(function, random, layer), *args, use_reentrant=False, preserve_rng_state=False)
 
 
+def recomputed(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function that draws no random numbers now and again in the backward pass, instead of keeping what it makes.
+
+    Equal to ``function(*args)``, gradients included.
+
+    Args:
+        function: What to run; it must not depend on state that changes before the backward pass.
+        args: Tensors and plain values.
+
+    Communication: that of ``function``, a second time in the backward pass.
+    Source: Chen et al. 2016.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
 class _Replay:
     """Call a function; from the second call on, with the streams where they were at the first."""
 
@@ -59,7 +77,7 @@ class _Replay:
             self.ran = True
             return self.function(*args)
         interrupted = self.random.position
-        self.random.seek(self.layer, self.position)
+        self.random.seek(self.layer, replace(self.position, is_replay=True))
         try:
             return self.function(*args)
         finally:

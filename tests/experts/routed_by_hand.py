@@ -86,7 +86,9 @@ def balance_by_hand(shares: list[Tensor], choices: list[list[int]], config: Expe
 def route_by_hand(hidden: Tensor, router: Router) -> ByHand:
     """Route one token after the other."""
     config, bias = router.config, router.expert_bias
-    capacity = math.inf if config.capacity_factor is None else expert_capacity(S * B, config)
+    capacity = (
+        math.inf if config.capacity_factor is None else expert_capacity(hidden.shape[0] * hidden.shape[1], config)
+    )
     load, taken, dropped = [0] * config.num_experts, [0] * config.num_experts, 0
     probabilities, experts, unbiased, shares, squares = [], [], [], [], []
     for token in hidden.flatten(0, 1):
@@ -95,7 +97,7 @@ def route_by_hand(hidden: Tensor, router: Router) -> ByHand:
         shares.append(scores / scores.sum())
         squares.append(powers.sum().log() ** 2)
         unbiased.append(choose_by_hand(scores.tolist(), config))
-        chosen = unbiased[-1] if bias is None else choose_by_hand((scores + bias).tolist(), config)
+        chosen = list(unbiased[-1]) if bias is None else choose_by_hand((scores + bias).tolist(), config)
         total = sum((scores[e] for e in chosen), start=torch.zeros(())) if config.normalize_top_k else 1.0
         for choice, expert in enumerate(chosen):
             load[expert] += 1
@@ -107,7 +109,8 @@ def route_by_hand(hidden: Tensor, router: Router) -> ByHand:
             probabilities.append(weight)
         experts.append(chosen)
     if config.aux_loss_scope == "sequence":
-        parts = [balance_by_hand(shares[b::B], unbiased[b::B], config) for b in range(B)]
+        count = hidden.shape[1]
+        parts = [balance_by_hand(shares[b::count], unbiased[b::count], config) for b in range(count)]
         balance = torch.stack(parts).mean()
     elif config.aux_loss_scope == "global":
         assert router.step_shares is not None

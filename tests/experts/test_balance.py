@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.balance import attach_loss, update_bias_
+from lightning_megatron.experts.attached_loss import attach_loss
+from lightning_megatron.experts.balance import update_bias_
 from lightning_megatron.experts.router import Router
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.recompute import replayed

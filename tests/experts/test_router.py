@@ -13,7 +13,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from lightning_megatron.experts.balance import attach_loss, step_load
+from lightning_megatron.experts.attached_loss import attach_loss
+from lightning_megatron.experts.balance import step_load
 from lightning_megatron.experts.choice import balanced_experts
 from lightning_megatron.experts.router import Router
 from lightning_megatron.groups.collectives import all_reduce_
@@ -89,14 +90,6 @@ def hugging_face_routers() -> dict[str, tuple[torch.nn.Module, ExpertsConfig]]:
             config_of(scoring="sigmoid", **groups_here),
         ),
     }
-
-
-@pytest.fixture
-def float32_is_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Hugging Face's routers compute in float64, although they round to float32 whatever they are given."""
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-    monkeypatch.setattr(torch, "float", torch.float64)
-    monkeypatch.setattr(torch, "float32", torch.float64)
 
 
 @pytest.mark.usefixtures("float32_is_float64")

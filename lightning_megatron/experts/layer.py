@@ -1,0 +1,159 @@
+"""A mixture of experts in the place of a block's MLP: router, dispatcher, experts, and the MLP beside them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.experts.attached_loss import LossWeight, attach_loss
+from lightning_megatron.experts.dispatch import Dispatched, DispatcherChoice, Transport, choose_dispatcher
+from lightning_megatron.experts.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.router import Router, Routing
+from lightning_megatron.experts.segments import Segment, check_segments, run_segments
+from lightning_megatron.experts.shared import SharedExpert
+from lightning_megatron.experts.statistics import RouterStatistics
+from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.mlp import Activation
+from lightning_megatron.layers.recompute import recomputed
+from lightning_megatron.plan.experts import ExpertsConfig
+
+
+class MixtureOfExperts(nn.Module):
+    """Send each token to the experts that its router chooses, and add up what they make of it.
+
+    Equal to a loop over tokens and their experts, ``sum of probability_e * MLP_e(x)`` plus the output of the shared
+    expert, and to Hugging Face's MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock and DeepseekV3MoE with the same weights.
+
+    It is a list of segments. Those between the router and the sum of outputs are static where the dispatcher is.
+    Without sequence parallelism all tp ranks have the same tokens; each of them then sends its own share.
+
+    Losses of the router are attached to the probabilities, with the weight that :attr:`loss_weight` has when the layer
+    runs.
+
+    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
+
+    Args:
+        hidden_size: Size of each vector (elements).
+        config: What the mixture is.
+        mesh: The groups and random streams of this rank.
+        activation: As of ``layers.mlp``, of all experts.
+        transport: How tokens come to the ranks of ep.
+        forced_balance: Whether experts are dealt out in turn instead of being chosen, for benchmarks.
+        initializer: How first weights and the router's start.
+        output_initializer: How second weights start.
+
+    Raises:
+        ParallelPlanError: If the experts do not divide by ep, their inner features by etp, or those of the shared
+            expert by tp.
+
+    Communication: that of router and dispatcher; without sequence parallelism an all-gather over tp forward, one
+        backward; that of the shared expert.
+    Source: Shazeer et al. 2017; Lepikhin et al. 2020; DeepSeek-AI 2024 (shared expert).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: ExpertsConfig,
+        mesh: ParallelMesh,
+        *,
+        activation: Activation = "swiglu",
+        transport: Transport = "auto",
+        forced_balance: bool = False,
+        initializer: Initializer | None = None,
+        output_initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.mesh, self.transport = config, mesh, transport
+        starts = {"initializer": initializer, "output_initializer": output_initializer}
+        self.router = Router(config, hidden_size, mesh, initializer=initializer, forced_balance=forced_balance)
+        self.experts = GroupedMLP(hidden_size, config, mesh, activation=activation, **starts)
+        self.shared: SharedExpert | None = None
+        if config.shared_ffn_hidden_size is not None:
+            self.shared = SharedExpert(
+                hidden_size,
+                config.shared_ffn_hidden_size,
+                mesh,
+                has_gate=config.shared_gate,
+                activation=activation,
+                **starts,
+            )
+        #: What the main loss of the microbatch that runs now is multiplied by.
+        self.loss_weight = LossWeight()
+        self.statistics = RouterStatistics(config, mesh.device)
+        #: Whether the backward pass computes what the experts made of their rows again.
+        self.recomputes_experts = False
+        self._choice: tuple[ParallelMesh, DispatcherChoice] | None = None
+        check_segments(self.segments, ("hidden",), "output")
+
+    @property
+    def choice(self) -> DispatcherChoice:
+        """Return what brings tokens to their experts, and why."""
+        if self._choice is None or self._choice[0] is not self.mesh:
+            chosen = choose_dispatcher(self.config.num_experts, self.config.top_k, self.mesh, self.transport)
+            self._choice = self.mesh, chosen
+        return self._choice[1]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """List the pieces of the layer in the order in which they run."""
+        is_static = self.choice.dispatcher.is_static
+        found = [
+            Segment("route", self._route, ("hidden",), ("tokens", "probabilities", "chosen")),
+            Segment("dispatch", self._dispatch, ("tokens", "probabilities", "chosen"), ("dispatched",), is_static),
+        ]
+        if self.shared is not None:
+            found.append(Segment("shared", self.shared, ("hidden",), ("shared",)))
+        found += [
+            Segment("experts", self._compute, ("dispatched",), ("rows",), is_static),
+            Segment("combine", self._combine, ("rows", "dispatched", "hidden"), ("output",), is_static),
+        ]
+        if self.shared is not None:
+            found.append(Segment("join", torch.add, ("output", "shared"), ("output",)))
+        return tuple(found)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the mixture's output for every token."""
+        return run_segments(self.segments, {"hidden": hidden}, "output")
+
+    def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        routing = self.router(hidden)
+        if self.training and not self.mesh.random.position.is_replay:
+            self.statistics.add_(routing)
+        probabilities = self._attached(routing)
+        tokens = hidden.flatten(0, 1)
+        return self._own_share(tokens), self._own_share(probabilities), self._own_share(routing.experts, fill=-1)
+
+    def _attached(self, routing: Routing) -> Tensor:
+        losses = [loss for loss in (routing.balance_loss, routing.z_loss) if loss is not None]
+        if not losses:
+            return routing.probabilities
+        return attach_loss(routing.probabilities, sum(losses[1:], losses[0]), self.loss_weight.value)
+
+    def _dispatch(self, tokens: Tensor, probabilities: Tensor, chosen: Tensor) -> Dispatched:
+        return self.choice.dispatcher.dispatch(tokens, probabilities, chosen)
+
+    def _compute(self, dispatched: Dispatched) -> Tensor:
+        arguments = dispatched.rows, dispatched.probabilities, dispatched.ends
+        return recomputed(self.experts, *arguments) if self.recomputes_experts else self.experts(*arguments)
+
+    def _combine(self, rows: Tensor, dispatched: Dispatched, hidden: Tensor) -> Tensor:
+        output = self.choice.dispatcher.combine(rows, dispatched)
+        if self._is_shared_out:
+            output = gather_from_axis(output, self.mesh.tp, dim=0)[: hidden.shape[0] * hidden.shape[1]]
+        return output.view(hidden.shape)
+
+    @property
+    def _is_shared_out(self) -> bool:
+        # The expert grid counts on every rank having tokens of its own.
+        return self.mesh.tp.size > 1 and not self.mesh.sequence_parallel
+
+    def _own_share(self, rows: Tensor, fill: float = 0.0) -> Tensor:
+        if not self._is_shared_out:
+            return rows
+        missing = -rows.shape[0] % self.mesh.tp.size
+        padded = F.pad(rows, (0, 0, 0, missing), value=fill) if missing else rows
+        return split_to_axis(padded, self.mesh.tp, dim=0)

@@ -1,0 +1,67 @@
+"""The MLP beside the experts, which every token goes through."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.mlp import MLP, Activation
+from lightning_megatron.layers.replicated import ReplicatedLinear
+
+
+class SharedExpert(MLP):
+    """Apply an MLP to every token, and multiply its output by the sigmoid of one projection of the token.
+
+    Equal to ``MLP(x)`` without biases; with a gate to ``sigmoid(gate(x)) * MLP(x)``, as Qwen2-MoE has it.
+
+    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
+
+    Args:
+        hidden_size: Size of each vector (elements).
+        ffn_hidden_size: Inner features (elements).
+        mesh: The groups of this rank.
+        has_gate: Whether the output is multiplied.
+        activation: As of ``layers.mlp``.
+        initializer: How the first weight and the gate's start.
+        output_initializer: How the second weight starts.
+
+    Raises:
+        ParallelPlanError: If the inner features do not divide by tp.
+
+    Communication: that of the MLP.
+    Source: DeepSeek-AI 2024, section 2.1.2; the gate is Qwen2-MoE's.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        mesh: ParallelMesh,
+        *,
+        has_gate: bool = False,
+        activation: Activation = "swiglu",
+        initializer: Initializer | None = None,
+        output_initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            ffn_hidden_size,
+            mesh,
+            activation=activation,
+            bias=False,
+            initializer=initializer,
+            output_initializer=output_initializer,
+        )
+        self.gate: ReplicatedLinear | None = None
+        if has_gate:
+            # Under sequence parallelism each rank multiplies its own tokens only.
+            self.gate = ReplicatedLinear(
+                hidden_size, 1, mesh, partial=mesh.sequence_parallel, bias=False, initializer=initializer
+            )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the output for every token."""
+        output = super().forward(hidden)
+        return output if self.gate is None else F.sigmoid(self.gate(hidden)) * output
