@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from lightning.pytorch import seed_everything
 
-from lightning_megatron import MegatronStrategy
 from lightning_megatron.swap.adapter import ReplacedModel
+from tests.proof.fine_tuning import BUILDERS, LABELS, FineTune, InOrder, V, trainer_of
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.slow
 
-V, STEPS, BATCH, LENGTH, LABELS = 61, 4, 8, 12, 3
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4": {},
     "tp4+sp": {"tp": 4},
@@ -29,13 +25,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2+sp pp2": {"tp": 2, "pp": 2},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
     "tp2+sp dp2, recomputed": {"tp": 2, "zero": 0, "recompute": "full"},
-}
-#: What is built of a folder; an encoder's body alone has a head of the user's own.
-BUILDERS = {
-    "tokens": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "classes": "AutoModelForSequenceClassification",
-    "body": "AutoModel",
 }
 _SIZES = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 _SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 32}
@@ -58,73 +47,6 @@ CASES = (
 )
 
 
-class Texts(Dataset):
-    """Give tokens with two of padding, on either side; every sample has as many labels, and every step the same."""
-
-    def __init__(self, task: str) -> None:
-        self.task = task
-
-    def __len__(self) -> int:
-        return STEPS * BATCH
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(2, V, (LENGTH,), generator=torch.Generator().manual_seed(index % BATCH))
-        places = torch.arange(LENGTH)
-        mask = (places < LENGTH - 2 if index % 2 else places > 1).long()
-        found = {"input_ids": tokens.masked_fill((mask == 0) | (places == 4), 1), "attention_mask": mask}
-        if self.task in ("classes", "body"):
-            return {**found, "labels": torch.tensor(index % LABELS)}
-        # A decoder predicts from nothing what follows padding.
-        seen = (places != 2) | (mask[0] == 1) if self.task == "tokens" else (places % 3 == 0) & (places % 9 != 0)
-        return {**found, "labels": tokens.masked_fill((mask == 0) | ~seen, -100)}
-
-
-class FineTune(LightningModule):
-    """Fine-tune a local folder; nothing in it knows of this library."""
-
-    def __init__(self, folder: str, task: str = "tokens") -> None:
-        super().__init__()
-        self.folder, self.task, self.losses = folder, task, []
-
-    def configure_model(self) -> None:
-        self.model = getattr(transformers, BUILDERS[self.task]).from_pretrained(self.folder, dtype="float32")
-        if self.task == "body":
-            torch.manual_seed(2)
-            self.own = nn.Linear(2 * self.model.config.hidden_size, LABELS)
-
-    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        if self.task == "body":
-            labels = batch.pop("labels")
-            states = self.model(**batch)
-            seen = batch["attention_mask"].unsqueeze(-1)
-            mean = (states.last_hidden_state * seen).sum(1) / seen.sum(1)
-            loss = F.cross_entropy(self.own(torch.cat([mean, states.pooler_output], -1)), labels)
-        else:
-            loss = self.model(**batch).loss
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.losses.append(float(self.trainer.callback_metrics["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-4)
-
-
-class InOrder(LightningDataModule):
-    """Deal the samples out in order; what Lightning puts in shuffles them."""
-
-    def __init__(self, task: str = "tokens") -> None:
-        super().__init__()
-        self.task = task
-
-    def train_dataloader(self) -> DataLoader:
-        ranks = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        texts = Texts(self.task)
-        sampler: Any = DistributedSampler(texts, shuffle=False, **ranks)
-        return DataLoader(texts, batch_size=BATCH // ranks["num_replicas"], sampler=sampler)
-
-
 @dataclass(frozen=True)
 class Report:
     """Hold what one training showed."""
@@ -138,18 +60,7 @@ def train(folder: str, task: str, layout: dict[str, Any] | None, devices: int) -
     """Train the steps of all data, however many ranks share it; without a layout as plain Lightning does."""
     seed_everything(1, verbose=False)
     module = FineTune(folder, task)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy="auto" if layout is None else MegatronStrategy(microbatch_size=2, **layout),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        gradient_clip_val=0.5,
-        use_distributed_sampler=False,
-    )
+    trainer = trainer_of(layout, devices, 2, max_epochs=1)
     trainer.fit(module, InOrder(task))
     return Report(module.losses, isinstance(module.model, ReplacedModel), sum(p.numel() for p in module.parameters()))
 

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.cli import main
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.adapter import ReplacedModel
-from tests.proof.test_hugging_face import FineTune, InOrder, V
+from tests.proof.fine_tuning import FineTune, InOrder, V, trainer_of
 from tests.swap.encoders import encoder_of
 from tests.world import run_world
 
@@ -28,6 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2+sp pp2": {"tp": 2, "pp": 2},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
 }
+OPTIONS: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0}
 
 
 class Adapt(FineTune):
@@ -52,27 +52,10 @@ class Data(InOrder):
         return self.train_dataloader()
 
 
-def trainer_of(layout: dict[str, Any] | None, devices: int) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy="auto" if layout is None else MegatronStrategy(microbatch_size=1, **layout),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=1,
-        num_sanity_val_steps=0,
-        gradient_clip_val=0.5,
-        use_distributed_sampler=False,
-    )
-
-
 def train(layout: dict[str, Any] | None, devices: int, folder: str, adapter: str, out: str = "") -> list[float]:
     """Return the losses of all steps."""
     seed_everything(1, verbose=False)
-    module, trainer = Adapt(folder, adapter), trainer_of(layout, devices)
+    module, trainer = Adapt(folder, adapter), trainer_of(layout, devices, 1, **OPTIONS)
     trainer.fit(module, Data())
     if layout is not None:
         assert isinstance(module.model.get_base_model(), ReplacedModel)
@@ -87,7 +70,7 @@ def train(layout: dict[str, Any] | None, devices: int, folder: str, adapter: str
 
 def evaluate(layout: dict[str, Any] | None, devices: int, folder: str, adapter: str, path: str | None) -> float:
     module = Adapt(folder, adapter)
-    (found,) = trainer_of(layout, devices).validate(module, Data(), ckpt_path=path, verbose=False)
+    (found,) = trainer_of(layout, devices, 1, **OPTIONS).validate(module, Data(), ckpt_path=path, verbose=False)
     return float(found["val_loss"])
 
 
@@ -165,7 +148,7 @@ def test_heads_that_are_trained_as_a_whole_come_back_with_the_adapter(tmp_path: 
     base = encoder_of("bert classes")
     base.save_pretrained(tmp_path / "base")
     tokens, labels = torch.arange(48).view(4, 12), torch.arange(4)
-    module, trainer = Classify(str(tmp_path / "base")), trainer_of({}, 1)
+    module, trainer = Classify(str(tmp_path / "base")), trainer_of({}, 1, 1, **OPTIONS)
     trainer.fit(module, DataLoader(TensorDataset(tokens, labels), batch_size=2))
     trainer.save_checkpoint(tmp_path / "trained.ckpt")
     main(["convert", str(tmp_path / "trained.ckpt"), str(tmp_path / "adapter")])

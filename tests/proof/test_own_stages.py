@@ -6,20 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_megatron import MegatronStrategy
 from lightning_megatron.models.staged_blocks import StagedBlocks
-from tests.proof.test_hugging_face import LENGTH, InOrder, V
+from tests.proof.fine_tuning import LENGTH, FineTune, InOrder, V, trainer_of
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
 
 SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, "sliding_window": 5}
-PLAN = {"model.body.blocks": "blocks"}
+PLANS = {
+    "pipeline_plan": {"model.body.blocks": "blocks"},
+    "tensor_parallel_plan": {
+        "*.up": "column", "*.down": "row", "*.norm": "sequence", "*.words": "vocab", "*.head": "vocab",
+    },
+}  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"tp": 2, "pp": 2},
     "dp2 pp2": {"pp": 2},
@@ -67,53 +71,26 @@ class Plain(nn.Module):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss)
 
 
-class Train(LightningModule):
-    """Train a model; nothing in it knows of this library."""
+class Train(FineTune):
+    """Train a model of random weights."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.losses = kind, []
+        super().__init__(folder="")
+        self.kind = kind
 
     def configure_model(self) -> None:
         torch.manual_seed(0)
         known = getattr(transformers, self.kind, None)
         self.model = Plain() if known is None else known(known.config_class(**SIZES))
 
-    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        loss = self.model(**batch).loss
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.losses.append(float(self.trainer.callback_metrics["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-4)
-
 
 def train(kind: str, layout: dict[str, Any] | None, devices: int) -> Train:
     """Train the steps of a few batches, however many ranks share it; without a layout as plain Lightning does."""
     seed_everything(1, verbose=False)
     module = Train(kind)
-    plans: dict[str, Any] = {}
     if kind == "Plain" and layout is not None:
-        plans = {
-            "pipeline_plan": PLAN,
-            "tensor_parallel_plan": {"*.up": "column", "*.down": "row", "*.norm": "sequence"},
-        }
-        plans["tensor_parallel_plan"] |= {"*.words": "vocab", "*.head": "vocab"}
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy="auto" if layout is None else MegatronStrategy(microbatch_size=1, **layout, **plans),
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        gradient_clip_val=0.5,
-        use_distributed_sampler=False,
-    )
+        layout = {**layout, **PLANS}
+    trainer = trainer_of(layout, devices, 1, max_steps=3)
     trainer.fit(module, InOrder())
     return module
 
