@@ -16,10 +16,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A room imports itself and the rooms before it. `errors`, `extras` and `once` are beside the rooms and open to all.
 ROOMS = (
-    *("plan", "groups", "layers", "experts", "models", "swap"),
+    *("plan", "extension", "groups", "layers", "experts", "models", "swap"),
     *("training", "pipeline", "graphs", "checkpoint", "strategy"),
 )
-LEAVES = {"data": {"plan"}, "evaluation": {"plan"}, "kernels": {"plan"}, "extension": {"plan"}}
+LEAVES = {"data": {"plan"}, "evaluation": {"plan"}, "kernels": {"plan"}}
 OPEN_TO_ALL = {"errors", "extras", "once"}
 
 # Lightning is imported by the strategy and by the modules that it offers to recipes.

@@ -45,7 +45,7 @@ __device__ void zero_empty_groups(const Problem& problem, Element* d, int block,
   const int64_t size = int64_t(problem.n) * problem.k, num_vectors = size * sizeof(Element) / sizeof(uint4);
   for (int g = 0; g < problem.num_groups; ++g) {
     if (problem.group_ends[g] > (g ? problem.group_ends[g - 1] : 0)) continue;
-    uint4* vectors = reinterpret_cast<uint4*>(d + g * size);
+    uint4* vectors = reinterpret_cast<uint4*>(d + g * problem.weight_step);
     for (int64_t i = int64_t(block) * kBuilderThreads + threadIdx.x; i < num_vectors;
          i += int64_t(num_blocks) * kBuilderThreads)
       vectors[i] = uint4{0, 0, 0, 0};
@@ -59,7 +59,7 @@ __device__ int describe_group(int g, int start, int rows, const Problem& problem
   constexpr int kRows = cute::size<0>(typename Gemm::TileShape{}) * cute::size<0>(typename Gemm::ClusterShape{});
   constexpr int kColumns = cute::size<1>(typename Gemm::TileShape{}) * cute::size<1>(typename Gemm::ClusterShape{});
   const int n = problem.n, k = problem.k;
-  const int64_t weight = int64_t(g) * n * k, row = start;
+  const int64_t weight = g * problem.weight_step, row = start;
   auto a = static_cast<const bf16*>(problem.a);
   auto b = static_cast<const bf16*>(problem.b);
   auto d = static_cast<typename Gemm::ElementD*>(problem.d);
@@ -69,13 +69,13 @@ __device__ int describe_group(int g, int start, int rows, const Problem& problem
     out.a[g] = a + row * k, cute::get<0>(out.stride_a[g]) = k;
     out.b[g] = b + weight, cute::get<0>(out.stride_b[g]) = k;
     out.d[g] = d + row * n, cute::get<0>(out.stride_d[g]) = n;
-    out.offsets[g] = {start, g * n, 0};
+    out.offsets[g] = {start, int(weight / k), 0};
   } else if constexpr (kKind == Kind::kDataGrad) {
     gemm_m = rows, gemm_n = k, gemm_k = n;
     out.a[g] = a + row * n, cute::get<0>(out.stride_a[g]) = n;
     out.b[g] = b + weight, cute::get<1>(out.stride_b[g]) = k;
     out.d[g] = d + row * k, cute::get<0>(out.stride_d[g]) = k;
-    out.offsets[g] = {start, 0, g * n};
+    out.offsets[g] = {start, 0, int(weight / k)};
   } else {
     gemm_m = rows ? n : 0, gemm_n = k, gemm_k = rows;   // an empty group has no tile
     out.a[g] = a + row * n, cute::get<1>(out.stride_a[g]) = n;

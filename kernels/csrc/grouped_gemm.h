@@ -1,6 +1,7 @@
 // What the operator and the kernels share: no header of torch or CUTLASS, so that each compiles without the other's.
 #pragma once
 #include <cstddef>
+#include <cstdint>
 #include <cuda_runtime.h>
 
 namespace lm_kernels {
@@ -24,12 +25,14 @@ constexpr int kAlignment = 16;     // bytes, of every address and of every row: 
 constexpr int kWorkspaceAlignment = 128;   // bytes, what a tensor map in memory wants
 constexpr int kBytesPerGroup = 96;         // the arguments of a group take no more
 
-// a, b, d are x, w, y (forward), dy, w, dx (data gradient) or dy, x, dw (weight gradient), row-major without gaps.
+// a, b, d are x, w, y (forward), dy, w, dx (data gradient) or dy, x, dw (weight gradient), row-major without gaps but
+// for those between the weights of groups.
 struct Problem {
   int num_groups;
   const int* group_ends;   // on the device: the row after the last of each group, never falling
   int num_rows;            // of the buffers; rows from the last end on are neither used nor written
   int n, k;
+  int64_t weight_step;     // elements from the weight of a group to the next one's
   const void* a;
   const void* b;
   void* d;

@@ -9,7 +9,8 @@ template <class Gemm>
 typename Gemm::Mainloop::Arguments mainloop_arguments(const Problem& problem, const GroupArguments<Gemm>& groups) {
   if constexpr (Gemm::kSharedMaps) {
     constexpr bool kForward = Gemm::kKind == Kind::kForward;
-    const int n = problem.n, k = problem.k, stacked_n = problem.num_groups * n;
+    const int n = problem.n, k = problem.k;
+    const int stacked_n = int((problem.num_groups - 1) * (problem.weight_step / k)) + n;   // what lies between is in it
     typename Gemm::StrideA stride_a{};
     typename Gemm::StrideB stride_b{};
     cute::get<0>(stride_a) = kForward ? k : n;

@@ -53,11 +53,27 @@ const Variant& find_variant(const std::string& name) {
   return kVariants[0];
 }
 
-void check_tensor(const char* name, const Tensor& tensor, ScalarType dtype, int dim, int device) {
+void check_kind(const char* name, const Tensor& tensor, ScalarType dtype, int dim, int device) {
   LM_CHECK(tensor.is_cuda() && tensor.get_device() == device, name, " must be on the GPU of a");
   LM_CHECK(tensor.scalar_type() == dtype, name, " has the wrong dtype for this variant");
   LM_CHECK(tensor.dim() == dim, name, " must have ", dim, " dimensions: it has ", tensor.dim());
+}
+
+void check_tensor(const char* name, const Tensor& tensor, ScalarType dtype, int dim, int device) {
+  check_kind(name, tensor, dtype, dim, device);
   LM_CHECK(tensor.is_contiguous(), name, " must be contiguous");
+}
+
+// Return the distance of the weights in a stack, in elements; each of them has no gaps. Operands are loaded as one
+// matrix, so they must lie at a distance of whole rows; results are stored to any aligned place.
+int64_t checked_weight_step(const char* name, const Tensor& weights, bool is_result) {
+  const int64_t groups = weights.size(0), n = weights.size(1), k = weights.size(2);
+  LM_CHECK(weights.stride(2) == 1 && weights.stride(1) == k, name, " must have weights without gaps in them");
+  if (groups == 1) return n * k;
+  const int64_t step = weights.stride(0), unit = is_result ? 8 : k;
+  LM_CHECK(step >= n * k && step % unit == 0 && (groups - 1) * (step / k) + n <= INT_MAX, name,
+           " must have weights at a distance of a multiple of ", unit, " elements: it is ", step);
+  return step;
 }
 
 void check_aligned(const char* name, const Tensor& tensor, int bytes = lm_kernels::kAlignment) {
@@ -83,8 +99,10 @@ lm_kernels::Problem checked_problem(Kind kind, const Tensor& d, const Tensor& a,
   const int device = a.get_device();
   const bool weight_grad = lm_kernels::is_weight_grad(kind);
   check_tensor("a", a, ScalarType::BFloat16, 2, device);
-  check_tensor("b", b, ScalarType::BFloat16, weight_grad ? 2 : 3, device);
-  check_tensor("d", d, lm_kernels::is_fp32(kind) ? ScalarType::Float : ScalarType::BFloat16, weight_grad ? 3 : 2, device);
+  const ScalarType dtype_d = lm_kernels::is_fp32(kind) ? ScalarType::Float : ScalarType::BFloat16;
+  check_kind("b", b, ScalarType::BFloat16, weight_grad ? 2 : 3, device);
+  check_kind("d", d, dtype_d, weight_grad ? 3 : 2, device);
+  LM_CHECK((weight_grad ? b : d).is_contiguous(), weight_grad ? "b" : "d", " must be contiguous");
   check_tensor("group_ends", group_ends, ScalarType::Int, 1, device);
   const int64_t groups = group_ends.size(0), rows = a.size(0);
   const int64_t n = weight_grad ? a.size(1) : b.size(1), k = weight_grad ? b.size(1) : b.size(2);
@@ -104,7 +122,9 @@ lm_kernels::Problem checked_problem(Kind kind, const Tensor& d, const Tensor& a,
   check_aligned("a", a);
   check_aligned("b", b);
   check_aligned("d", d);
-  return {int(groups), static_cast<const int*>(group_ends.data_ptr()), int(rows), int(n), int(k),
+  const int64_t weight_step =
+      groups == 0 ? 0 : checked_weight_step(weight_grad ? "d" : "b", weight_grad ? d : b, weight_grad);
+  return {int(groups), static_cast<const int*>(group_ends.data_ptr()), int(rows), int(n), int(k), weight_step,
           a.data_ptr(), b.data_ptr(), d.data_ptr()};
 }
 

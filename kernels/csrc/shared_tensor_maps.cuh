@@ -1,9 +1,9 @@
 // A mainloop whose operands have one tensor map (TMA descriptor) for all groups, for forward and data gradient.
 //
 // CUTLASS' pointer-array mainloop rewrites both descriptors whenever the group changes. Here the rows of all groups are
-// one matrix and the stacked weights another, so a group is an offset. The last rows of a tile may be the next group's:
-// D's own descriptor, which does know the group, drops them. In the data gradient the reduced direction of the weights
-// may cross into the next weight when n % 64 != 0; those values meet zeros, so weights must be finite.
+// one matrix and the weights, with what lies between them, another, so a group is an offset. The last rows of a tile may
+// be the next group's: D's own descriptor, which does know the group, drops them. In the data gradient the reduced
+// direction may cross what lies behind a weight when n % 64 != 0; those values meet zeros, so they must be finite.
 #pragma once
 #include "cutlass/cutlass.h"
 #include "cute/tensor.hpp"

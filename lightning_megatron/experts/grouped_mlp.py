@@ -98,7 +98,7 @@ class GroupedMLP(nn.ModuleDict):
         Args:
             name: ``gate_up`` or ``up``, or ``down``.
         """
-        return [expert.get_parameter(f"{name}.weight") for expert in reversed(list(self.values()))]
+        return [expert[name].weight for expert in reversed(list(self.values()))]  # type: ignore[index]
 
     def forward(self, rows: Tensor, probabilities: Tensor, ends: Tensor) -> Tensor:
         """Return every row's output of its expert, times its probability.

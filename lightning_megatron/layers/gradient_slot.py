@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from lightning_megatron.layers.stacked_view import stacked_view
 
 _ATTRIBUTE = "gradient_slot"
 _HALF = (torch.float16, torch.bfloat16)
@@ -85,6 +87,29 @@ class GradientSlot:
     def _added(self) -> None:
         self.is_empty = False
         self._on_gradient()
+
+
+@torch.no_grad()
+def add_to_all(slots: Sequence[GradientSlot], add: Callable[[Tensor, bool], None]) -> bool:
+    """Let one kernel add the gradients of several parameters, and tell whether it could.
+
+    It can where the slots lie at equal distances in one memory, all of them accept gradients, and either all hold a sum
+    or none does. Otherwise nothing has happened, and each slot is to be given its own gradient.
+
+    Args:
+        slots: Of parameters of one shape, in the order of their places.
+        add: Gets the sums as one tensor ``(E, *shape)``, and whether it is to overwrite what is there.
+    """
+    is_empty = slots[0].is_empty
+    if not all(slot.is_empty == is_empty and slot._accepts() for slot in slots):
+        return False
+    sums = stacked_view([slot.gradient for slot in slots])
+    if sums is None:
+        return False
+    add(sums, is_empty)
+    for slot in slots:
+        slot._added()
+    return True
 
 
 def slot_of(parameter: Tensor | None) -> GradientSlot | None:

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_megatron.experts.grouped_linear import Backend, choose_product, grouped_linear, stacked
+from lightning_megatron.experts.grouped_linear import grouped_linear
+from lightning_megatron.experts.product_choice import Backend, choose_product
+from lightning_megatron.experts.products import stacked
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 
 ENDS = {
@@ -97,6 +99,6 @@ def test_gradients_go_to_slots_where_there_are_some() -> None:
 
 
 def test_the_choice_says_why() -> None:
-    choice = choose_product(torch.device("cpu"), torch.float32, 8, 8)
+    choice = choose_product(torch.device("cpu"), torch.float32, 4, 8, 8)
     assert choice.backend == "loop"
     assert "cpu" in choice.reason

@@ -13,9 +13,9 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.experts.dispatch import choose_dispatcher
-from lightning_megatron.experts.grouped_linear import stacked
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.permute import map_rows, permute, permute_probabilities, unpermute
+from lightning_megatron.experts.products import stacked
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.init import initialize_

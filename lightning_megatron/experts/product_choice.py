@@ -1,0 +1,109 @@
+"""The one place that decides what computes grouped products: the bundled kernels, torch's, or a loop."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.extension import find_library, read_sources
+from lightning_megatron.extension.build import default_cache
+from lightning_megatron.extension.load import load_library, why_not_runnable
+from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
+
+_log = logging.getLogger(__name__)
+_ALIGNMENT = 16  # of the rows of every operand of both kernels (bytes)
+
+Backend = Literal["bundled", "grouped_mm", "loop"]
+
+
+@dataclass(frozen=True)
+class ProductChoice:
+    """Name what computes grouped products, and why.
+
+    Args:
+        backend: ``bundled`` is the extension that ``lightning-megatron kernels build`` makes and ``grouped_mm`` torch's
+            kernel, which both read the ends on the device; ``loop`` one product after the other, for which the ends are
+            read back to the host.
+        reason: Why, for the log.
+    """
+
+    backend: Backend
+    reason: str
+
+
+@cache
+def choose_product(
+    device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
+) -> ProductChoice:
+    """Choose what computes grouped products of a kind, and log the choice once.
+
+    Args:
+        device: Where the tensors live.
+        dtype: Of rows and weights.
+        num_groups: Number of groups.
+        in_features: Size of each input row (elements).
+        out_features: Size of each output row (elements).
+    """
+    choice = _choose(device, dtype, num_groups, in_features, out_features)
+    _log.info("grouped products by %s: %s", choice.backend, choice.reason)
+    return choice
+
+
+def _choose(
+    device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
+) -> ProductChoice:
+    if device.type != "cuda":
+        return ProductChoice("loop", f"{device.type}: ends are on the host already")
+    neither = _why_no_kernel(dtype, in_features, out_features)
+    if neither is not None:
+        return ProductChoice("loop", neither)
+    not_bundled = _why_not_bundled(device, num_groups)
+    if not_bundled is None:
+        return ProductChoice("bundled", "bfloat16 on a GPU of compute capability 9.0: the bundled kernels")
+    not_torchs = _why_not_torchs(device)
+    if not_torchs is None:
+        return ProductChoice("grouped_mm", f"torch's grouped product, not the bundled kernels: {not_bundled}")
+    return ProductChoice("loop", f"{not_torchs}; bundled kernels: {not_bundled}")
+
+
+def _why_no_kernel(dtype: torch.dtype, in_features: int, out_features: int) -> str | None:
+    if dtype != torch.bfloat16:
+        return f"{dtype}: the kernels on a GPU are made for bfloat16"
+    for name, size in (("in_features", in_features), ("out_features", out_features)):
+        if size * dtype.itemsize % _ALIGNMENT:
+            return f"{name} ({size}) must make rows of whole 16 bytes for the kernels on a GPU"
+    return None
+
+
+def _why_not_bundled(device: torch.device, num_groups: int) -> str | None:
+    if num_groups > MAX_GROUPS:
+        return f"{num_groups} groups are more than {MAX_GROUPS}"
+    return why_not_runnable(torch.cuda.current_device() if device.index is None else device.index) or _load()
+
+
+def _why_not_torchs(device: torch.device) -> str | None:
+    if not hasattr(F, "grouped_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (9, 0):
+        return f"torch's grouped product needs compute capability 9.0, not {capability[0]}.{capability[1]}"
+    return None
+
+
+@cache
+def _load() -> str | None:
+    """Load the built library, once for all kinds of products; return why there is none to be used."""
+    library = find_library(default_cache(), read_sources())
+    if library is None:
+        return f"none are built in {default_cache()}; build them: lightning-megatron kernels build"
+    try:
+        load_library(library.path)
+    except UnsupportedError as error:
+        return str(error)
+    return None

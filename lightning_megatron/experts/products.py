@@ -1,0 +1,161 @@
+"""What computes the three products of a linear layer whose weight is chosen by group: kernels, and their oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.experts.product_choice import Backend
+from lightning_megatron.layers.gradient_slot import GradientSlot, add_to_all
+from lightning_megatron.layers.stacked_view import stacked_view
+from lightning_megatron.plan.grouped_gemm import Choice, Pass, choose_variant, workspace_bytes
+
+# The number of rows may differ from step to step: what is chosen is remembered for so many of them.
+_REMEMBERED_CHOICES = 1024
+
+
+class Loop:
+    """Compute one group after the other: the oracle of all others, for any device and dtype."""
+
+    @staticmethod
+    def output(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+        """Return rows times the transposes of weights."""
+        result = rows.new_empty((rows.shape[0], weights[0].shape[0]))
+        for weight, group in zip(weights, _groups(ends), strict=True):
+            torch.mm(rows[group], weight.to(rows.dtype).t(), out=result[group])
+        return result
+
+    @staticmethod
+    def input_gradient(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+        """Return the gradient of rows."""
+        result = grad.new_empty((grad.shape[0], weights[0].shape[1]))
+        for weight, group in zip(weights, _groups(ends), strict=True):
+            torch.mm(grad[group], weight.to(grad.dtype), out=result[group])
+        return result
+
+    @staticmethod
+    def weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return the gradients of all weights, one behind the other."""
+        return torch.stack([grad[group].t() @ rows[group] for group in _groups(ends)])
+
+    @staticmethod
+    def add_weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]) -> None:
+        """Add the gradient of every weight to its slot."""
+        for slot, group in zip(slots, _groups(ends), strict=True):
+            slot.add_product(grad[group], rows[group])
+
+
+class GroupedMM(Loop):
+    """Compute all groups by torch's kernel."""
+
+    @staticmethod
+    def output(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+        """Return rows times the transposes of weights."""
+        return F.grouped_mm(rows, stacked(weights).to(rows.dtype).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def input_gradient(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+        """Return the gradient of rows."""
+        return F.grouped_mm(grad, stacked(weights).to(grad.dtype), offs=ends)
+
+    @staticmethod
+    def weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return the gradients of all weights, one behind the other."""
+        result = F.grouped_mm(grad.t(), rows, offs=ends)
+        # A sum over no rows: some of its kernels leave what the accumulators held before.
+        is_empty = ends == torch.cat([ends.new_zeros(1), ends[:-1]])
+        return result.masked_fill_(is_empty.view(-1, 1, 1), 0)
+
+    @classmethod
+    def add_weight_gradients(cls, grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]) -> None:
+        """Add the gradient of every weight to its slot."""
+        for slot, gradient in zip(slots, cls.weight_gradients(grad, rows, ends).unbind(), strict=True):
+            slot.add(gradient)
+
+
+class Bundled(GroupedMM):
+    """Compute all groups by the bundled kernels, which sum weight gradients in float32 where the slots are."""
+
+    @staticmethod
+    def output(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+        """Return rows times the transposes of weights."""
+        stack = _rows_apart(stacked(weights).to(rows.dtype))
+        return _launch(Pass.FORWARD, rows.new_empty((rows.shape[0], stack.shape[1])), rows, stack, ends)
+
+    @staticmethod
+    def input_gradient(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+        """Return the gradient of rows."""
+        stack = _rows_apart(stacked(weights).to(grad.dtype))
+        return _launch(Pass.DATA_GRAD, grad.new_empty((grad.shape[0], stack.shape[2])), grad, stack, ends)
+
+    @staticmethod
+    def weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return the gradients of all weights, one behind the other."""
+        result = grad.new_empty((ends.shape[0], grad.shape[1], rows.shape[1]))
+        return _launch(Pass.WEIGHT_GRAD_BF16, result, grad, rows, ends)
+
+    @classmethod
+    def add_weight_gradients(cls, grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]) -> None:
+        """Add the gradient of every weight to its slot."""
+
+        def add(sums: Tensor, overwrite: bool) -> None:
+            _launch(Pass.WEIGHT_GRAD_FP32 if overwrite else Pass.WEIGHT_GRAD_ADD, sums, grad, rows, ends)
+
+        if not all(_takes_sums(slot) for slot in slots) or not add_to_all(slots, add):
+            super().add_weight_gradients(grad, rows, ends, slots)
+
+
+PRODUCTS: dict[Backend, type[Loop]] = {"bundled": Bundled, "grouped_mm": GroupedMM, "loop": Loop}
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """Return weights as one tensor: a view where they lie in one memory at equal distances, in order, else a copy.
+
+    Shapes: E of ``(N, K)``; output ``(E, N, K)``.
+    """
+    view = stacked_view(weights)
+    return torch.stack(tuple(weights)) if view is None else view
+
+
+def _launch(which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Run the variant of the rule; nothing is read back, and a CUDA graph keeps the workspace that it was given."""
+    stack = b if which in {Pass.FORWARD, Pass.DATA_GRAD} else result
+    num_groups, n, k = stack.shape
+    choice, num_sms = _choice(which, a.shape[0], num_groups, n, k), _num_sms(a.device)
+    workspace = torch.empty(workspace_bytes(num_groups, num_sms), dtype=torch.uint8, device=a.device)
+    run = torch.ops.lm_kernels.grouped_gemm.default
+    run(result, a, b, ends, workspace, choice.variant, choice.along_n, choice.band, num_sms)
+    return result
+
+
+@lru_cache(_REMEMBERED_CHOICES)
+def _choice(which: Pass, num_rows: int, num_groups: int, n: int, k: int) -> Choice:
+    return choose_variant(which, num_rows, num_groups, n, k)
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _rows_apart(stack: Tensor) -> Tensor:
+    """Return a stack of which the kernels can make one matrix: weights at a distance of whole rows."""
+    return stack if _is_rows_apart(stack) else stack.contiguous()
+
+
+def _is_rows_apart(stack: Tensor) -> bool:
+    _, _, k = stack.shape
+    return stack.stride(0) % k == 0 and stack.stride()[1:] == (k, 1)
+
+
+def _takes_sums(slot: GradientSlot) -> bool:
+    return slot.gradient.dtype == torch.float32 and slot.gradient.is_contiguous()
+
+
+def _groups(ends: Tensor) -> list[slice]:
+    bounds = [0, *ends.tolist()]
+    return [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]

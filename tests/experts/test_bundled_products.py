@@ -1,0 +1,176 @@
+"""What is handed to the bundled kernels, shown by a stand-in that computes what they would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.experts import products
+from lightning_megatron.experts.grouped_linear import grouped_linear
+from lightning_megatron.experts.grouped_mlp import GroupedMLP
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.gradient_slot import GradientSlot, add_to_all, set_slot, slot_of
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.stacked_view import stacked_view
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.grouped_gemm import Pass, choose_variant
+from lightning_megatron.training import Division
+from tests.training.runs import Run
+
+NUM_ROWS, OUT, IN = 16, 24, 16
+ENDS = torch.tensor([3, 3, 9, 12], dtype=torch.int32)
+
+
+class Kernels:
+    """Compute a launch by a product for each group; refuse what the kernels refuse."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Pass, Tensor]] = []
+
+    def __call__(self, which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+        self.launches.append((which, result))
+        stack = b if which in {Pass.FORWARD, Pass.DATA_GRAD} else result
+        num_groups, n, k = stack.shape
+        choose_variant(which, a.shape[0], num_groups, n, k)
+        assert a.is_contiguous()
+        assert stack.stride()[1:] == (k, 1)
+        assert stack is result or stack.stride(0) % k == 0
+        bounds = [0, *ends.tolist()]
+        for group, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            rows = slice(start, stop)
+            if which is Pass.FORWARD:
+                result[rows] = a[rows] @ b[group].t()
+            elif which is Pass.DATA_GRAD:
+                result[rows] = a[rows] @ b[group]
+            elif which is Pass.WEIGHT_GRAD_ADD:
+                result[group] += a[rows].float().t() @ b[rows].float()
+            else:
+                result[group] = (a[rows].float().t() @ b[rows].float()).to(result.dtype)
+        return result
+
+    @property
+    def passes(self) -> list[Pass]:
+        return [which for which, _ in self.launches]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    found = Kernels()
+    monkeypatch.setattr(products, "_launch", found)
+    return found
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def weights_in(memory: Tensor, step: int) -> list[nn.Parameter]:
+    return [nn.Parameter(memory[e * step : e * step + OUT * IN].view(OUT, IN)) for e in range(4)]
+
+
+def product_of(grad: Tensor, rows: Tensor) -> Tensor:
+    bounds = [0, *ENDS.tolist()]
+    return torch.stack([grad[i:j].float().t() @ rows[i:j].float() for i, j in zip(bounds, bounds[1:], strict=False)])
+
+
+@pytest.mark.parametrize("step", [OUT * IN, OUT * IN + 2 * IN, OUT * IN + 8])
+def test_outputs_and_gradients_are_those_of_the_loop(kernels: Kernels, step: int) -> None:
+    memory, outer = draw(4 * step), draw(NUM_ROWS, OUT, seed=1)
+    last = int(ENDS[-1])
+    results = []
+    for backend in ("bundled", "loop"):
+        rows, weights = draw(NUM_ROWS, IN, seed=2).requires_grad_(), weights_in(memory, step)
+        output = grouped_linear(rows, weights, ENDS, backend)
+        grads = torch.autograd.grad(output, (rows, *weights), outer)
+        results.append((output[:last], grads[0][:last], *grads[1:]))
+    assert kernels.passes == [Pass.FORWARD, Pass.DATA_GRAD, Pass.WEIGHT_GRAD_BF16]
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one.float(), other.float(), atol=2e-2, rtol=1e-2)
+
+
+def test_one_launch_writes_all_slots_and_the_next_adds_to_them(kernels: Kernels) -> None:
+    step = OUT * IN + 40
+    weights, seen = weights_in(draw(4 * step), step), []
+    sums = torch.full((4 * step,), torch.nan)
+    for number, weight in enumerate(weights):
+        view = sums[number * step : number * step + OUT * IN].view(OUT, IN)
+        set_slot(weight, GradientSlot(view, lambda number=number: seen.append(number)))
+    expected = torch.zeros(4, OUT, IN)
+    for seed in range(3):
+        rows, outer = draw(NUM_ROWS, IN, seed=seed), draw(NUM_ROWS, OUT, seed=seed + 5)
+        rows[int(ENDS[-1]) :] = torch.nan
+        grouped_linear(rows, weights, ENDS, "bundled").backward(outer)
+        expected += product_of(outer, rows)
+    written = [which for which in kernels.passes if which is not Pass.FORWARD]
+    assert written == [Pass.WEIGHT_GRAD_FP32, Pass.WEIGHT_GRAD_ADD, Pass.WEIGHT_GRAD_ADD]
+    assert seen == [0, 1, 2, 3] * 3
+    for number, weight in enumerate(weights):
+        slot = slot_of(weight)
+        assert slot is not None
+        assert torch.allclose(slot.gradient, expected[number], atol=1e-5)
+        assert weight.grad is None
+    assert sums.view(4, step)[:, OUT * IN :].isnan().all(), "what lies between the slots was written"
+
+
+@pytest.mark.parametrize("why", ["apart", "half", "some hold a sum", "one refuses"])
+def test_slots_that_one_launch_cannot_serve_get_a_gradient_each(kernels: Kernels, why: str) -> None:
+    weights, dtype = weights_in(draw(4 * OUT * IN), OUT * IN), torch.bfloat16 if why == "half" else torch.float32
+    stack = torch.zeros(4, OUT, IN, dtype=dtype)
+    for number, weight in enumerate(weights):
+        view = stack[number].clone() if why == "apart" else stack[number]
+        refuses = why == "one refuses" and number == 3
+        set_slot(weight, GradientSlot(view, lambda: None, accepts=lambda refuses=refuses: not refuses))
+    if why == "some hold a sum":
+        slot_of(weights[0]).is_empty = False
+    rows, outer = draw(NUM_ROWS, IN, seed=2), draw(NUM_ROWS, OUT, seed=1)
+    grouped_linear(rows, weights, ENDS, "bundled").backward(outer)
+    assert kernels.passes == [Pass.FORWARD, Pass.WEIGHT_GRAD_BF16]
+    for number, (weight, expected) in enumerate(zip(weights, product_of(outer, rows), strict=True)):
+        wanted = torch.zeros_like(expected) if why == "one refuses" and number == 3 else expected
+        assert torch.allclose(slot_of(weight).gradient.float(), wanted, atol=5e-2)
+
+
+def test_experts_in_training_are_multiplied_and_summed_in_place(kernels: Kernels) -> None:
+    config = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8)
+    wrapped = nn.ModuleDict({"experts": GroupedMLP(IN, config, ParallelMesh.single()).bfloat16()})
+    initialize_(wrapped, "cpu", 0)
+    module = wrapped["experts"]
+    Run(dict(module.named_parameters()), ParallelMesh.single(), Division(main_dtype=torch.float32), torch.optim.AdamW)
+    for name in ("gate_up", "down"):
+        rows = draw(NUM_ROWS, module.weights(name)[0].shape[1], seed=2).requires_grad_()
+        output = grouped_linear(rows, module.weights(name), ENDS, "bundled")
+        output.backward(torch.ones_like(output))
+        which, sums = kernels.launches[-1]
+        assert which is Pass.WEIGHT_GRAD_FP32
+        assert sums.data_ptr() == slot_of(module.weights(name)[0]).gradient.data_ptr()
+        assert stacked_view(module.weights(name)) is not None
+
+
+def test_a_view_of_several_tensors_is_within_the_memory_of_the_first() -> None:
+    memory = torch.arange(100.0)
+    pieces = [memory[start : start + 12].view(3, 4) for start in (5, 35, 65)]
+    view = stacked_view(pieces)
+    assert view is not None
+    assert torch.equal(view, torch.stack(pieces))
+    assert view.data_ptr() == pieces[0].data_ptr()
+    assert torch.equal(stacked_view(pieces[:1]), pieces[0].unsqueeze(0))
+    others = {
+        "backwards": pieces[::-1],
+        "uneven": [pieces[0], pieces[2], pieces[1]],
+        "twice the same": [pieces[0], pieces[0]],
+        "other shape": [pieces[0], pieces[1].view(4, 3), pieces[2]],
+        "other strides": [pieces[0], memory[35:47].view(4, 3).t(), pieces[2]],
+        "other dtype": [pieces[0], pieces[1].view(torch.int32), pieces[2]],
+        "other memory": [piece.clone() for piece in pieces],
+    }
+    for what, given in others.items():
+        assert stacked_view(given) is None, what
+
+
+def test_nothing_happens_where_slots_cannot_be_written_at_once() -> None:
+    slots = [GradientSlot(torch.zeros(2, 2), lambda: None) for _ in range(2)]
+    called: list[bool] = []
+    assert not add_to_all(slots, lambda sums, overwrite: called.append(overwrite))
+    assert not called
+    assert all(slot.is_empty for slot in slots)
