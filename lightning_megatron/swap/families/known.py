@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from importlib import metadata
 
 from lightning_megatron.errors import UnsupportedError
@@ -40,6 +41,12 @@ def families(further: Iterable[Family] = ()) -> tuple[Family, ...]:
     Raises:
         UnsupportedError: If an entry point is something else.
     """
+    return (*further, *_offered(), *FAMILIES)
+
+
+@cache
+def _offered() -> tuple[Family, ...]:
+    # To look through all packages takes longer than to swap a small model, and every model asks.
     offered = []
     for point in metadata.entry_points(group=ENTRY_POINTS):
         family = point.load()
@@ -49,7 +56,7 @@ def families(further: Iterable[Family] = ()) -> tuple[Family, ...]:
                 f"{type(family).__name__}. Nothing can be read with it. Correct or remove the package that has it."
             )
         offered.append(family)
-    return (*further, *offered, *FAMILIES)
+    return tuple(offered)
 
 
 def find_family(name: str, further: Iterable[Family] = ()) -> Family | None:
