@@ -8,9 +8,15 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.experts.permute import RowMap, map_rows, permute, permute_probabilities, unpermute
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import all_gather_sequence, exchange_rows, reduce_scatter_sequence
+from lightning_megatron.groups.collectives import (
+    all_gather_sequence,
+    all_reduce_,
+    exchange_rows,
+    reduce_scatter_sequence,
+)
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.shards import ShardRange, even_range
 
@@ -64,6 +70,10 @@ class Dispatcher(Protocol):
     def is_static(self) -> bool:
         """Tell whether sizes follow from those of the inputs, and nothing is read back from the device."""
 
+    @property
+    def needs_equal_counts(self) -> bool:
+        """Tell whether its ranks must have equally many tokens."""
+
     def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
         """Bring every token to the experts that it chose.
 
@@ -99,6 +109,11 @@ class LocalDispatcher:
         """Tell that it is."""
         return True
 
+    @property
+    def needs_equal_counts(self) -> bool:
+        """Tell that other ranks do not matter."""
+        return False
+
     def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
         """Sort the tokens that chose experts of this rank."""
         row_map = map_rows(experts, self.here.start, self.here.size)
@@ -133,6 +148,11 @@ class GatherDispatcher:
     def is_static(self) -> bool:
         """Tell whether what becomes of the tokens of all is."""
         return self.inner.is_static
+
+    @property
+    def needs_equal_counts(self) -> bool:
+        """Tell that an all-gather takes equal parts."""
+        return True
 
     def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
         """Gather all tokens and pass them on."""
@@ -171,6 +191,11 @@ class AllToAllDispatcher:
     @property
     def is_static(self) -> bool:
         """Tell that it is not."""
+        return False
+
+    @property
+    def needs_equal_counts(self) -> bool:
+        """Tell that ranks tell each other how many rows they send."""
         return False
 
     def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
@@ -250,3 +275,24 @@ def _over_ep(
     if transport == "all_gather" or (transport == "auto" and top_k >= ep.size):
         return GatherDispatcher(LocalDispatcher(here), (ep,)), f"all-gather over ep, of static sizes: {why}"
     return AllToAllDispatcher(num_experts, ep), f"all-to-all over ep, of sizes that the host reads: {why}"
+
+
+def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:
+    """Refuse microbatches of different sizes on the ranks that gather each other's tokens, on all of them.
+
+    Args:
+        num_tokens: Tokens of this rank's microbatch (tokens).
+        mesh: The groups of this rank.
+
+    Raises:
+        RankMismatchError: If they differ.
+
+    Communication: an all-reduce on the CPU over the ranks that hold all experts of a stage together.
+    """
+    smallest, largest = all_reduce_(torch.tensor([-num_tokens, num_tokens]), mesh.experts_cpu, "max").tolist()
+    if -smallest != largest:
+        raise RankMismatchError(
+            f"the ranks that share experts must have equally many tokens in a microbatch: this rank has {num_tokens}, "
+            f"the others from {-smallest} to {largest}. An all-gather takes equal parts. Pad sequences to one length, "
+            "or use expert_transport='all_to_all' with etp 1."
+        )

@@ -86,15 +86,16 @@ class MixtureOfExperts(nn.Module):
         self.statistics = RouterStatistics(config, mesh.device)
         #: Whether the backward pass computes what the experts made of their rows again.
         self.recomputes_experts = False
-        self._choice: tuple[ParallelMesh, DispatcherChoice] | None = None
+        self._choice: tuple[tuple[ParallelMesh, Transport], DispatcherChoice] | None = None
         check_segments(self.segments, ("hidden",), "output")
 
     @property
     def choice(self) -> DispatcherChoice:
         """Return what brings tokens to their experts, and why."""
-        if self._choice is None or self._choice[0] is not self.mesh:
-            chosen = choose_dispatcher(self.config.num_experts, self.config.top_k, self.mesh, self.transport)
-            self._choice = self.mesh, chosen
+        mesh, transport = self.mesh, self.transport
+        if self._choice is None or self._choice[0][0] is not mesh or self._choice[0][1] != transport:
+            chosen = choose_dispatcher(self.config.num_experts, self.config.top_k, mesh, transport)
+            self._choice = (mesh, transport), chosen
         return self._choice[1]
 
     @property

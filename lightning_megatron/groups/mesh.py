@@ -51,7 +51,8 @@ class ParallelMesh:
     Axes of one rank have no process group and never communicate. ``data`` is dp x cp, the group over which dense
     gradients are averaged; ``model`` is tp x pp, the ranks that together hold one copy of the model; ``embedding``
     joins the first and the last stage. The axes that end in ``_cpu`` are gloo twins for Python objects and CPU tensors;
-    ``checkpoint_cpu`` is one of the world that a thread may use beside training, as nothing else does.
+    ``experts_cpu`` joins the ranks that together hold all experts of a stage (etp x ep), ``checkpoint_cpu`` is one of
+    the world that a thread may use beside training, as nothing else does.
     """
 
     layout: ParallelLayout
@@ -74,6 +75,7 @@ class ParallelMesh:
     world_cpu: MeshAxis = MeshAxis("world_cpu")
     data_cpu: MeshAxis = MeshAxis("data_cpu")
     edp_cpu: MeshAxis = MeshAxis("edp_cpu")
+    experts_cpu: MeshAxis = MeshAxis("experts_cpu")
     model_cpu: MeshAxis = MeshAxis("model_cpu")
     pp_cpu: MeshAxis = MeshAxis("pp_cpu")
     checkpoint_cpu: MeshAxis = MeshAxis("checkpoint_cpu")
@@ -253,6 +255,7 @@ class _Builder:
         axes = {name: self._axis(name, groups, self.backend) for name, groups in lists.items()}
         for name in ("world", "data", "edp", "model", "pp"):
             axes[f"{name}_cpu"] = self._axis(f"{name}_cpu", lists[name], "gloo")
+        axes["experts_cpu"] = self._axis("experts_cpu", layout.expert_groups("etp-ep"), "gloo")
         axes["checkpoint_cpu"] = self._checkpoint_axis()
         return axes
 

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.random import RandomStreams
 
-#: ``none`` keeps all activations; ``selective`` recomputes the attention core; ``full`` keeps the input of each block.
-Recompute = Literal["none", "selective", "full"]
+#: ``none`` keeps all activations; ``selective`` recomputes the attention core, ``experts`` what experts make of their
+#: rows; ``full`` keeps the input of each block.
+Recompute = Literal["none", "selective", "experts", "full"]
 
 
 def check_recompute(value: str) -> None:

@@ -11,7 +11,6 @@ from lightning_megatron.models.config_checks import (
     check_axes,
     check_config,
     check_length,
-    refuse_experts,
     settled,
 )
 from lightning_megatron.plan.activations import ModelShape
@@ -67,8 +66,7 @@ class GPTConfig:
         attention_scale: Scores are multiplied by it; None means head_dim to the power of -0.5.
         sliding_window: How many positions one sees, itself and those before it; None means all (tokens).
         window_layers: Which layers have the window; None means all.
-        experts: The mixture of experts in place of the MLP of all or some layers; None means there is none. It can be
-            described, and its weights converted, but no model with experts can be built yet.
+        experts: The mixture of experts in place of the MLP of all or some layers; None means there is none.
         parallel_residual: Whether attention and MLP of a block both read the same residual stream.
         tie_embeddings: Whether the output head shares the token embedding's weight.
         hidden_dropout: Probability that an element is dropped after the embedding and before each residual sum.
@@ -217,12 +215,7 @@ class GPTConfig:
         return split_layers(self.num_layers, layout.pp, layout.vpp, *costs)
 
     def memory_shape(self) -> ModelShape:
-        """Return what the model's memory depends on, for :func:`~lightning_megatron.plan.budget.estimate_memory`.
-
-        Raises:
-            UnsupportedError: If the model has experts.
-        """
-        refuse_experts(self)
+        """Return what the model's memory depends on, for :func:`~lightning_megatron.plan.budget.estimate_memory`."""
         return ModelShape(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -261,13 +254,12 @@ class GPTConfig:
 
         Raises:
             ParallelPlanError: If sizes do not fit together.
-            UnsupportedError: If the model has experts, or cannot be cut along an axis of the layout.
+            UnsupportedError: If the model cannot be cut along an axis of the layout.
         """
-        refuse_experts(self)
         attention_ranges(self.num_heads, self.kv_heads, self.head_size, layout.tp, 0)
         even_range(self.ffn_size, layout.tp, 0, what="ffn_hidden_size")
         self.stage_layers(layout)
-        check_axes(layout, "GPT")
+        check_axes(layout, "GPT", self.experts)
         if seq_length is not None:
             self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1)
 

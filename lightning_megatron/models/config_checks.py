@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.shards import attention_ranges
+from lightning_megatron.plan.shards import attention_ranges, even_range
 
 if TYPE_CHECKING:
     from lightning_megatron.models.config import GPTConfig
@@ -59,40 +60,47 @@ def check_config(config: GPTConfig) -> None:
     _check_combinations(config)
 
 
-def refuse_experts(config: GPTConfig) -> None:
-    """Refuse to build a model with experts, to cut it or to count its memory.
-
-    Raises:
-        UnsupportedError: If it has some.
-    """
-    if config.experts is not None:
-        raise UnsupportedError(
-            f"a model that is built here must have no experts: this one has {config.experts.num_experts} in a layer. "
-            "Mixtures of experts are described and converted, but not computed yet. Use a model without experts, or "
-            "keep Hugging Face's own module, whole on every rank, with tensor_parallel_plan={'*': 'replicate'}."
-        )
-
-
-def check_axes(layout: ParallelLayout, model: str) -> None:
+def check_axes(layout: ParallelLayout, model: str, experts: ExpertsConfig | None = None) -> None:
     """Refuse axes along which a model of equal blocks with whole sequences cannot be cut.
 
     Args:
         layout: Sizes of the axes.
         model: What the model is, for errors.
+        experts: Its mixture of experts; None means that it has none.
 
     Raises:
-        ParallelPlanError: If experts are to be cut.
-        UnsupportedError: If sequences are.
+        ParallelPlanError: If experts do not divide by the layout, or there are none.
+        UnsupportedError: If sequences are to be cut.
     """
-    if layout.ep > 1:
-        raise ParallelPlanError(
-            f"ep ({layout.ep}) needs a model with experts, because it cuts experts over ranks. "
-            "This model has none: use ep 1."
-        )
+    check_expert_axes(layout, experts)
     if layout.cp > 1:
         raise UnsupportedError(
             f"cp ({layout.cp}) is not available for {model}, because its attention sees whole sequences. Use cp 1."
         )
+
+
+def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> None:
+    """Refuse axes that experts cannot be divided over.
+
+    Args:
+        layout: Sizes of the axes.
+        experts: The mixture of experts; None means that there is none.
+
+    Raises:
+        ParallelPlanError: If sizes do not divide, or there are no experts.
+    """
+    if experts is not None:
+        even_range(experts.num_experts, layout.ep, 0, what="num_experts", axis="ep")
+        even_range(experts.ffn_hidden_size, layout.etp, 0, what="ffn_hidden_size of experts", axis="etp")
+        if experts.shared_ffn_hidden_size is not None:
+            even_range(experts.shared_ffn_hidden_size, layout.tp, 0, what="shared_ffn_hidden_size")
+        return
+    for name, value, neutral in (("ep", layout.ep, 1), ("etp", layout.etp, layout.tp)):
+        if value != neutral:
+            raise ParallelPlanError(
+                f"{name} ({value}) needs a model with experts, because it says how experts are divided among ranks. "
+                f"This model has none. Leave {name} out."
+            )
 
 
 def check_length(seq_length: int, max_seq_length: int, sequence_shards: int) -> None:

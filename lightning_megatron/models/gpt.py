@@ -33,7 +33,7 @@ class GPT(LayeredModule):
     """Predict the next token; hold only this rank's shards of this rank's layers.
 
     Equal to Hugging Face's models of the families that its settings describe (GPT-2, Llama, Mistral, Qwen, Gemma,
-    Phi-3, GPT-NeoX) with the same weights, under every layout. Built on the
+    Phi-3, GPT-NeoX, Mixtral, Qwen3-MoE) with the same weights, under every layout. Built on the
     meta device, then initialised one tensor at a time on the mesh's device, so no rank ever holds the full model; under
     an ambient meta device it stays there, and ``layers.init.initialize_`` fills it later. Layers are named by their
     index in the whole model, so names do not depend on the layout.
@@ -45,7 +45,6 @@ class GPT(LayeredModule):
 
     Raises:
         ParallelPlanError: If the layout cannot hold the model.
-        UnsupportedError: If it has experts.
     """
 
     config: GPTConfig
@@ -120,6 +119,8 @@ class GPT(LayeredModule):
         if span is not None:
             span.check_shape(*given.shape[:2])
         self._advance_own_streams(given.device)
+        if self.cursor is None or not self.cursor.probe:
+            self._check_tokens(given.shape[0] * given.shape[1])
 
         return self.run_stage(
             lambda: self._embed(tokens, span, embeddings),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
+from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention import SelfAttention
 from lightning_megatron.layers.block import TransformerBlock
@@ -40,18 +43,9 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Transforme
         initializer=drawn,
         output_initializer=residual,
     )
-    mlp = MLP(
-        config.hidden_size,
-        config.ffn_size,
-        mesh,
-        activation=config.activation,
-        bias=config.has_mlp_bias,
-        initializer=drawn,
-        output_initializer=residual,
-    )
     return TransformerBlock(
         attention,
-        mlp,
+        _build_network(config, mesh, index),
         build_norm(config, mesh),
         build_norm(config, mesh),
         mesh=mesh,
@@ -60,3 +54,14 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Transforme
         dropout=config.hidden_dropout,
         is_parallel=config.parallel_residual,
     )
+
+
+def _build_network(config: GPTConfig, mesh: ParallelMesh, index: int) -> nn.Module:
+    starts: dict[str, Any] = {
+        "activation": config.activation,
+        "initializer": Initializer.normal(config.init_std),
+        "output_initializer": Initializer.residual(config.init_std, config.num_layers),
+    }
+    if config.experts is not None and config.experts.is_in(index):
+        return MixtureOfExperts(config.hidden_size, config.experts, mesh, **starts)
+    return MLP(config.hidden_size, config.ffn_size, mesh, bias=config.has_mlp_bias, **starts)

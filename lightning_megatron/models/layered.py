@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.experts.dispatch import check_equal_counts
+from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.recompute import Recompute
@@ -21,6 +23,10 @@ class LayeredConfig(Protocol):
     @property
     def hidden_size(self) -> int:
         """Return the size D of the residual stream (elements)."""
+
+    @property
+    def num_layers(self) -> int:
+        """Count the layers."""
 
     def check_layout(
         self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
@@ -51,14 +57,45 @@ class LayeredModule(PipelinedModule):
         super().__init__(mesh or single_mesh(seed))
         config.check_layout(self.mesh.layout, self.mesh.sequence_parallel)
         self.config = config
-        self.recompute: Recompute = "none"
+        self._recompute: Recompute = "none"
         self._owns_mesh, self._num_calls = mesh is None, 0
         self._dtype = torch.get_default_dtype()
         self._layers_of_chunk = config.stage_layers(self.mesh.layout)[self.mesh.pp.rank]
         with torch.device("meta"):
             self._build()
+        self._mixtures = self._find_mixtures()
         if not torch.empty(0).is_meta:
             initialize_(self, self.mesh.device, seed)
+
+    @property
+    def recompute(self) -> Recompute:
+        """Say which activations the backward pass computes again."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, value: Recompute) -> None:
+        self._recompute = value
+        for layer in self._mixtures.values():
+            layer.recomputes_experts = value == "experts"
+
+    def mixtures(self) -> dict[int, MixtureOfExperts]:
+        """Return the layers of experts of this rank by their index in the whole model."""
+        return dict(self._mixtures)
+
+    def _find_mixtures(self) -> dict[int, MixtureOfExperts]:
+        found = {}
+        for name, part in self.named_modules():
+            if isinstance(part, MixtureOfExperts):
+                found[int(name.removeprefix("layers.").partition(".")[0])] = part
+        return found
+
+    def _check_tokens(self, num_tokens: int) -> None:
+        """Refuse microbatches of different sizes where ranks gather each other's tokens."""
+        # Ranks of one tp group have the same sequences.
+        data_ranks = {self.mesh.layout.coordinates(rank)["dp"] for rank in self.mesh.experts_cpu.ranks}
+        is_needed = any(layer.choice.dispatcher.needs_equal_counts for layer in self._mixtures.values())
+        if is_needed and len(data_ranks) > 1:
+            check_equal_counts(num_tokens, self.mesh)
 
     def _build(self) -> None:
         raise NotImplementedError

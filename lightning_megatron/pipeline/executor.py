@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import PendingExchange, exchange
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
@@ -30,6 +31,7 @@ class BackwardObserver(Protocol):
 
 StepFn = Callable[[Any], Any]
 LossOf = Callable[[Any, int], Tensor | None]
+WeightOf = Callable[[int], float | Tensor]
 _Unit = tuple[int, int]
 Points = Mapping[int, Sequence[ReductionPoint]]
 
@@ -58,6 +60,8 @@ class PipelineExecutor:
         self._schedule, self._group_size = schedule, microbatch_group_size
         #: Told of the last backward pass of every chunk, if the optimizer steps after this run.
         self.observer: BackwardObserver | None = None
+        #: Read by layers that attach losses; None if there are none.
+        self.loss_weight: LossWeight | None = None
         self._programs: dict[tuple[int, bool], tuple[Program, Points]] = {}
 
     def run(
@@ -67,6 +71,7 @@ class PipelineExecutor:
         *,
         backward: bool,
         loss_of: LossOf | None = None,
+        weight_of: WeightOf = lambda number: 1.0,
         step: int = 0,
     ) -> list[Any]:
         """Run all microbatches.
@@ -77,14 +82,17 @@ class PipelineExecutor:
             backward: Whether to run the backward passes; they accumulate into ``.grad``.
             loss_of: Takes what ``step_fn`` returned and the microbatch's number; returns the scalar to run backward
                 from, already weighted, or None for a microbatch without a loss.
+            weight_of: Takes a microbatch's number and returns what ``loss_of`` has multiplied its loss by, for losses
+                that layers attach; asked on the last stage.
             step: Number of this run, for the random streams; every batch has its own (batches).
 
         Returns:
             What ``step_fn`` returned for each microbatch, on the last stage; an empty list on the others.
 
-        Communication: the point-to-point transfers of :func:`~lightning_megatron.plan.transfers.plan_transfers`.
+        Communication: the point-to-point transfers of :func:`~lightning_megatron.plan.transfers.plan_transfers`; where
+        layers attach losses, the weight of a microbatch's loss beside every gradient.
         """
-        run = _Run(self, step_fn, microbatches, loss_of, step, backward)
+        run = _Run(self, step_fn, microbatches, loss_of, weight_of, step, backward)
         program, points = self._program(len(microbatches), backward)
         observer, num_actions = self.observer if backward else None, 0
         for instruction in program.instructions(self.mesh.pp.rank):
@@ -172,11 +180,12 @@ class _Run:
         step_fn: StepFn,
         microbatches: Sequence[Microbatch],
         loss_of: LossOf | None,
+        weight_of: WeightOf,
         step: int,
         backward: bool,
     ) -> None:
         self.executor, self.step_fn, self.microbatches = executor, step_fn, microbatches
-        self.loss_of, self.step, self.backward = loss_of, step, backward
+        self.loss_of, self.weight_of, self.step, self.backward = loss_of, weight_of, step, backward
         self.results: list[Any] = []
         self._axis = executor.mesh.pp
         self._last_chunk = executor.model.num_chunks - 1 if executor.model is not None else 0
@@ -186,6 +195,7 @@ class _Run:
         self._arrivals: dict[tuple[str, _Unit], PendingExchange] = {}
         self._boundaries: dict[Any, tuple[torch.Size, torch.dtype]] = {}
         self._pending: list[PendingExchange] = []
+        self._weights: dict[int, Tensor] = {}
 
     def compute(self, action: Action) -> None:
         """Run one forward or backward pass."""
@@ -201,7 +211,7 @@ class _Run:
         """Start the transfers of one exchange; whoever needs a received tensor waits for it."""
         outgoing = [(self._outgoing(transfer), transfer.peer) for transfer in sends]
         incoming = [(self._buffer(transfer), transfer.peer) for transfer in receives]
-        pending = exchange(outgoing, incoming, self._axis)
+        pending = exchange(outgoing + self._with_weights(sends), incoming + self._with_weights(receives), self._axis)
         self._pending = [one for one in self._pending if not one.is_done()] + [pending]
         for transfer, (buffer, _) in zip(receives, incoming, strict=True):
             unit = (transfer.chunk, transfer.microbatch)
@@ -217,6 +227,7 @@ class _Run:
         chunk, number = unit
         microbatch = self.microbatches[number]
         self._seek(number)
+        self._set_weight(number)
         cursor = None
         if self._axis.size > 1:
             hidden = self._arrived("F", unit, self._inputs)
@@ -230,6 +241,8 @@ class _Run:
         if is_last:
             self.results.append(result)
             self._outputs[unit] = self.loss_of(result, number) if self.backward and self.loss_of is not None else None
+            if self.backward and self.executor.loss_weight is not None:
+                self._weight(number).fill_(self.weight_of(number))
         else:
             assert cursor is not None, "a stage that is not the last one has a cursor"
             self._outputs[unit] = cursor.output
@@ -237,6 +250,8 @@ class _Run:
             self._inputs.pop(unit, None)
 
     def _backward(self, unit: _Unit) -> None:
+        # A layer that runs again for its activations attaches its losses again.
+        self._set_weight(unit[1])
         output, gradient = self._outputs.pop(unit), self._arrived("B", unit, self._gradients)
         if gradient is not None:
             self._gradients.pop(unit)
@@ -246,6 +261,22 @@ class _Run:
         hidden = self._inputs.pop(unit, None)
         if hidden is not None:
             self._gradients[unit] = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+
+    def _set_weight(self, number: int) -> None:
+        if self.backward and self.executor.loss_weight is not None:
+            self.executor.loss_weight.value = self._weight(number)
+
+    def _weight(self, number: int) -> Tensor:
+        """Return what the loss of a microbatch is multiplied by; it is filled when the last stage has told."""
+        if number not in self._weights:
+            self._weights[number] = torch.zeros((), dtype=torch.float64, device=self.executor.mesh.device)
+        return self._weights[number]
+
+    def _with_weights(self, transfers: Sequence[Transfer]) -> list[tuple[Tensor, int]]:
+        """List the weights that go with gradients: a stage learns them from the one after it."""
+        if self.executor.loss_weight is None:
+            return []
+        return [(self._weight(transfer.microbatch), transfer.peer) for transfer in transfers if transfer.kind == "B"]
 
     def _outgoing(self, transfer: Transfer) -> Tensor:
         unit = (transfer.chunk, transfer.microbatch)

@@ -229,7 +229,7 @@ def activation_costs(
     tp: int = 1,
     sequence_parallel: bool = False,
     activation_bytes: int = 2,
-    recompute: Literal["none", "selective", "full"] = "none",
+    recompute: Literal["none", "selective", "experts", "full"] = "none",
 ) -> ActivationCosts:
     """Compute the bytes that one microbatch needs on one rank.
 
@@ -266,7 +266,7 @@ def activation_costs(
     return ActivationCosts(
         boundary=boundary,
         layer=layer,
-        kept={"none": layer, "selective": layer - row_sums, "full": boundary}[recompute],
+        kept={"none": layer, "selective": layer - row_sums, "experts": layer, "full": boundary}[recompute],
         # Rows alike share one mask, which fills whole rows of scores.
         masks=seq_length**2 * activation_bytes if model.window is not None and seq_length > model.window else 0,
         # Blocks that are recomputed keep nothing inside, but their features exist while they run.

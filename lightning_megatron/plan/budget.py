@@ -50,7 +50,7 @@ class TrainingShape:
     schedule: str = "1f1b"
     microbatch_group_size: int | None = None
     sequence_parallel: bool = False
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "experts", "full"] = "none"
     zero: int = 1
     parameter_bytes: int = 2
     gradient_bytes: int = 4
@@ -252,9 +252,9 @@ def _check(layout: ParallelLayout, training: TrainingShape) -> None:
         require_positive(name, getattr(training, name))
     if training.zero not in (0, 1):
         raise ParallelPlanError(f"zero must be 0 or 1: it is {training.zero!r}. Other levels do not exist here.")
-    if training.recompute not in ("none", "selective", "full"):
+    if training.recompute not in ("none", "selective", "experts", "full"):
         raise ParallelPlanError(
-            f"recompute must be one of none, selective and full: it is {training.recompute!r}. Use one of them."
+            f"recompute must be one of none, selective, experts and full: it is {training.recompute!r}. Use one of them."
         )
     shards = layout.cp * (layout.tp if training.sequence_parallel else 1)
     if training.seq_length % shards:

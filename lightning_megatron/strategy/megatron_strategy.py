@@ -50,8 +50,9 @@ class MegatronStrategy(ModelStrategy):
         pp: Stages that the layers are cut into (pipeline parallel).
         vpp: Chunks of layers on every stage (virtual pipeline stages); above 1 shortens the pipeline's bubble.
         cp: Ranks that share a sequence (context parallel); only 1 is available yet.
-        ep: Ranks that share the experts of a layer (expert parallel); only 1 is available yet.
-        etp: Ranks that share each expert's matrix products; only the default is available yet.
+        ep: Ranks that share the experts of a layer in equal parts (expert parallel). They are ranks of tp and dp, too:
+            ep and etp divide the same ranks otherwise.
+        etp: Ranks that share each expert's matrix products. None means as many as tp.
         sequence_parallel: Whether activations between tensor-parallel regions are cut along the sequence, which must
             divide by tp then. None means True if tp is above 1. It concerns this package's models, and plain modules
             where their tensor_parallel_plan says "sequence"; others take whole sequences.
@@ -62,7 +63,11 @@ class MegatronStrategy(ModelStrategy):
             only). None means one for each stage.
         order: Axes from the fastest to the slowest: neighbours on the first axis are neighbouring ranks.
         recompute: Which activations are computed again in the backward pass instead of kept: none, selective (the
-            attention core) or full (whole blocks). None leaves the models' own setting.
+            attention core), experts (what experts make of their rows) or full (whole blocks). None leaves the models'
+            own setting.
+        expert_transport: How tokens come to the ranks of their experts: all_gather (static sizes; ranks must have
+            equally many tokens) or all_to_all (each token to its experts alone; the host reads sizes). auto takes
+            all_gather where a token goes to as many experts as there are ranks of ep or more.
         tensor_parallel_plan: How plain torch.nn modules are cut over tp: name patterns and kinds, such as
             {"*.up": "column", "*.down": "row"}. None swaps the blocks that are known.
         pipeline_plan: What the stages share of a model that is not of this package: {"model.layers": "blocks"} names
@@ -110,7 +115,8 @@ class MegatronStrategy(ModelStrategy):
         microbatch_size: int = 1,
         microbatch_group_size: int | None = None,
         order: str = "tp-cp-ep-dp-pp",
-        recompute: Literal["none", "selective", "full"] | None = None,
+        recompute: Literal["none", "selective", "experts", "full"] | None = None,
+        expert_transport: Literal["auto", "all_gather", "all_to_all"] = "auto",
         tensor_parallel_plan: dict[str, str] | None = None,
         pipeline_plan: dict[str, str] | None = None,
         timeout: float | timedelta | None = None,
@@ -141,6 +147,7 @@ class MegatronStrategy(ModelStrategy):
             microbatch_group_size=microbatch_group_size,
             order=order,
             recompute=recompute,
+            expert_transport=expert_transport,
             tensor_parallel_plan=tensor_parallel_plan,
             pipeline_plan=pipeline_plan,
             timeout=timeout,

@@ -54,6 +54,7 @@ class MicrobatchLosses:
         self._outputs: list[Any] = []
         self._numbers: list[int] = []
         self._losses: list[Tensor] = []
+        self._weights: dict[int, Weight] = {}
         self.num_missing = 0
 
     def take(self, output: Any, number: int) -> Tensor | None:
@@ -68,6 +69,7 @@ class MicrobatchLosses:
             that the microbatch has no token, so that not even a loss that is NaN reaches the gradients.
         """
         loss, count = loss_in(output), token_count_in(output)
+        self._weights[number] = 0.0
         self._outputs.append(None if loss is None else {} if count is None else {"num_tokens": count})
         self._numbers.append(number)
         token_counts_in(self._outputs)
@@ -78,13 +80,19 @@ class MicrobatchLosses:
         self._losses.append(loss.detach())
         if count is None:
             weight: Weight = self._num_samples[number] / sum(self._num_samples) / self._divisor * self._factor
+            self._weights[number] = weight
             return loss * weight if weight != 1.0 else loss
         if not isinstance(count, Tensor) and count == 0:
             return None
         # Half precision could not hold the product.
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         tokens = count.to(wide.dtype) if isinstance(count, Tensor) else count
-        return wide * (tokens * (self._factor / self._unit))
+        self._weights[number] = tokens * (self._factor / self._unit)
+        return wide * self._weights[number]
+
+    def weight_of(self, number: int) -> Weight:
+        """Return what the loss of a microbatch that was taken is multiplied by."""
+        return self._weights[number]
 
     @property
     def is_empty(self) -> bool:

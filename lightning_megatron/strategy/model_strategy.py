@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.experts.statistics import StepStatistics
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
@@ -26,6 +27,7 @@ from lightning_megatron.strategy.checks import (
     digest_of,
     pipelined_module,
 )
+from lightning_megatron.strategy.experts import ExpertsOfRun, check_experts
 from lightning_megatron.strategy.mesh_strategy import MeshStrategy
 from lightning_megatron.strategy.modules import MetricGroups, find_models, rebind_mesh
 from lightning_megatron.strategy.options import StrategyOptions
@@ -70,6 +72,7 @@ class ModelStrategy(MeshStrategy):
         )
         self._state: TrainingState | None = None
         self._executor: PipelineExecutor | None = None
+        self._experts: ExpertsOfRun | None = None
         self._steps: StepRunner | None = None
         self._signals: SignalAgreement | None = None
         self._metrics: MetricGroups | None = None
@@ -80,6 +83,11 @@ class ModelStrategy(MeshStrategy):
         """Return the user's module, which the Trainer has connected."""
         assert self.lightning_module is not None, "the Trainer connects the module before anything else"
         return self.lightning_module
+
+    @property
+    def expert_statistics(self) -> Mapping[int, StepStatistics] | None:
+        """Say how the routers of this stage spread the tokens of the last step, by the number of the layer."""
+        return None if self._experts is None else self._experts.statistics
 
     # ---- precision
 
@@ -135,6 +143,10 @@ class ModelStrategy(MeshStrategy):
             rank_zero_info(f"tensor_parallel_plan: {whole_parts(module) or 'everything is cut.'}")
         check_module(module, self.mesh)
         models = find_models(module, self.options.recompute)
+        check_experts(models, self.layout, self.options.recompute)
+        self._experts = ExpertsOfRun(models, self.mesh, self.options.expert_transport)
+        for note in self._experts.notes():
+            rank_zero_info(note)
         kind = self.root_device.type
         for note in self.options.notes(self.precision_plugin.precision, kind, has_models=bool(models)):
             rank_zero_info(note)
@@ -148,6 +160,7 @@ class ModelStrategy(MeshStrategy):
             self.options.schedule_name,
             self.options.microbatch_group_size,
         )
+        self._executor.loss_weight = self._experts.loss_weight
         self._steps = StepRunner(self.mesh, self._executor, self.options.microbatch_size)
         self._setup_training(trainer, fitting)
 
@@ -253,8 +266,7 @@ class ModelStrategy(MeshStrategy):
             self._prepare_step(step)
             self._wait_for_parameters()
             self.mesh.random.begin_microbatch(step, self.mesh.dp.rank)
-            with precision.train_step_context():
-                return module.training_step(*args, **kwargs)
+            return self._step_by_hand(*args, **kwargs)
         self._check_first_batch(args[0])
         backward = not skips_backward(trainer)
         self._prepare_step(step)
@@ -271,12 +283,24 @@ class ModelStrategy(MeshStrategy):
                 after_backward=self._after_backward if backward else lambda num_tokens: None,
             )
 
+    def _step_by_hand(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step that calls the optimizers itself."""
+        assert self._experts is not None, "setup has run"
+        if self._experts.loss_weight is not None:
+            self._experts.loss_weight.value = self.precision_plugin.loss_factor
+        with self.precision_plugin.train_step_context():
+            output = self.user_module.training_step(*args, **kwargs)
+        self._experts.finish_step()
+        return output
+
     def _after_backward(self, num_tokens: Tensor | None) -> None:
         assert self._state is not None, "setup has run"
+        assert self._experts is not None, "setup has run"
         trainer = self.user_module.trainer
         self._state.gradients_changed(num_tokens)
         if not accumulates(trainer):
             self.precision_plugin.finish_gradients()
+            self._experts.finish_step()
         call_after_backward_hooks(trainer)
 
     def _prepare_step(self, step: int) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from math import lcm
+from typing import Any, get_args
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.experts.dispatch import Transport
 from lightning_megatron.groups.mesh import check_group_names
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.plan.layout import ParallelLayout
@@ -34,6 +36,7 @@ class StrategyOptions:
     microbatch_group_size: int | None
     order: str
     recompute: str | None
+    expert_transport: Transport
     tensor_parallel_plan: dict[str, str] | None
     pipeline_plan: dict[str, str] | None
     timeout: float | timedelta | None
@@ -53,9 +56,10 @@ class StrategyOptions:
 
     def __post_init__(self) -> None:
         # Sizes and order of one copy of the model: what they need of the world is checked when it is known.
-        smallest = self.tp * self.pp * self.cp if min(self.tp, self.pp, self.cp) > 0 else 1
+        etp = self.tp if self.etp is None else self.etp
+        is_sound = min(self.tp, self.pp, self.cp, self.ep, etp) > 0
         self._check_available()
-        ParallelLayout(smallest, **self.sizes())
+        ParallelLayout(self.pp * lcm(self.tp * self.cp, etp * self.ep) if is_sound else 1, **self.sizes())
         self._check_schedule()
         for name in ("microbatch_size", "signal_check_interval", "bucket_size"):
             value = getattr(self, name)
@@ -75,6 +79,7 @@ class StrategyOptions:
             )
         if self.recompute is not None:
             check_recompute(self.recompute)
+        _check_choice("expert_transport", self.expert_transport, get_args(Transport))
         _check_choice("zero", self.zero, (0, 1))
         _check_choice("optimizer_slices", self.optimizer_slices, ("auto", "elements", "parameters"))
         _check_choice("gradient_dtype", self.gradient_dtype, ("float32", "bfloat16"))
@@ -128,15 +133,6 @@ class StrategyOptions:
                 f"cp ({self.cp}) above 1 is not available in this version, because no attention here works on a part "
                 "of the "
                 "sequence yet. Use cp=1, and sequence_parallel for long sequences."
-            )
-        experts = {"ep": self.ep} if isinstance(self.ep, int) and self.ep > 1 else {}
-        if self.etp is not None and self.etp != self.tp:
-            experts["etp"] = self.etp
-        for name, value in experts.items():
-            raise UnsupportedError(
-                f"{name} ({value}) needs a model with experts, because it says how experts are divided among ranks; "
-                "no model of "
-                f"this version has experts. Leave {name} out."
             )
 
     def _check_schedule(self) -> None:

@@ -152,8 +152,11 @@ class StepRunner:
             recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
             return step_fn(data, *args)
 
-        loss_of = None if losses is None else losses.take
-        return self._executor.run(run_one, microbatches, backward=losses is not None, loss_of=loss_of, step=step)
+        if losses is None:
+            return self._executor.run(run_one, microbatches, backward=False, step=step)
+        return self._executor.run(
+            run_one, microbatches, backward=True, loss_of=losses.take, weight_of=losses.weight_of, step=step
+        )
 
     def _merged(self, outputs: list[Any], microbatches: list[Microbatch], counts: list[Weight] | None) -> Any:
         detached = apply_to_collection(outputs, Tensor, Tensor.detach)

@@ -1,15 +1,14 @@
-"""A mixture of experts is refused where its numbers contradict each other, and not built anywhere yet."""
+"""A mixture of experts is refused where its numbers contradict each other or the layout."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
-import torch
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 
@@ -73,12 +72,16 @@ def test_every_nth_layer_or_those_of_a_list_have_experts() -> None:
     assert not GPTConfig(**MODEL).has_experts_in(0)
 
 
-def test_a_model_with_experts_is_described_but_not_built() -> None:
-    config = GPTConfig(**MODEL, bias=False, experts=ExpertsConfig(**SIZES))
-    message = r"must have no experts: this one has 12 in a layer.*tensor_parallel_plan=\{'\*': 'replicate'\}"
-    with pytest.raises(UnsupportedError, match=message):
-        config.check_layout(ParallelLayout(4, ep=4))
-    with pytest.raises(UnsupportedError, match=message):
-        config.memory_shape()
-    with pytest.raises(UnsupportedError, match=message), torch.device("meta"):
-        GPT(config)
+@pytest.mark.parametrize(
+    ("layout", "rule"),
+    [
+        ({"world_size": 8, "ep": 8}, "num_experts (12) must be a multiple of ep (8)"),
+        ({"world_size": 16, "ep": 16}, "num_experts (12) must be a multiple of ep (16)"),
+        ({"world_size": 3, "etp": 3}, "ffn_hidden_size of experts (16) must be a multiple of etp (3)"),
+    ],
+)
+def test_layouts_that_experts_do_not_divide_by_are_refused(layout: dict[str, int], rule: str) -> None:
+    config = GPTConfig(**MODEL, bias=False, experts=ExpertsConfig(**SIZES))  # type: ignore[arg-type]
+    config.check_layout(ParallelLayout(4, ep=4))
+    with pytest.raises(ParallelPlanError, match=re.escape(rule)):
+        config.check_layout(ParallelLayout(**layout))

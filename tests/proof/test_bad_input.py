@@ -188,6 +188,22 @@ def test_validation_refuses_a_layout_as_training_does() -> None:
 
 
 @pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(
+    ("sizes", "experts", "message"),
+    [
+        ({"ep": 2}, None, "ep (2) needs a model with experts, because it says how experts are divided among ranks."),
+        ({"tp": 2, "etp": 1}, None, "etp (1) needs a model with experts"),
+        ({"ep": 4}, {"num_experts": 6}, "num_experts (6) must be a multiple of ep (4)"),
+        ({"etp": 4}, {"num_experts": 8}, "ffn_hidden_size of experts (10) must be a multiple of etp (4)"),
+    ],
+)
+def test_axes_that_experts_do_not_divide_by_are_refused(sizes: Any, experts: Any, message: str) -> None:
+    mixture = None if experts is None else {"top_k": 2, "ffn_hidden_size": 10, **experts}
+    with pytest.raises(ParallelPlanError, match=re.escape(message)):
+        trainer(4, MegatronStrategy(**sizes)).fit(model(bias=False, experts=mixture), windows())
+
+
+@pytest.mark.usefixtures("no_process")
 def test_a_folder_that_does_not_fit_is_refused_before_any_process_is_started(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.GPT2Config(vocab_size=257, n_positions=16, n_embd=36, n_head=9, n_layer=2).save_pretrained(tmp_path)
@@ -220,12 +236,6 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
             "sequence yet. Use cp=1, and sequence_parallel for long sequences.",
         ),
         (
-            {"ep": 2},
-            UnsupportedError,
-            "ep (2) needs a model with experts, because it says how experts are divided among ranks; no model of this "
-            "version has experts. Leave ep out.",
-        ),
-        (
             {"order": "tp-cp-xp-dp-pp"},
             ParallelPlanError,
             "order must name parallel axes joined by dashes: 'tp-cp-xp-dp-pp' names 'xp'. Use each of tp, cp, ep, dp "
@@ -255,7 +265,7 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
             "options. Use world, tp, cp, dp, pp, data, model, embedding, position_embedding, etp, ep, edp.",
         ),
     ],
-    ids=["cp", "ep", "unknown axis", "axis twice", "axis left out", "unknown schedule", "options of no group"],
+    ids=["cp", "unknown axis", "axis twice", "axis left out", "unknown schedule", "options of no group"],
 )
 def test_the_strategy_refuses_its_own_arguments(sizes: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:

@@ -21,6 +21,9 @@ from lightning_megatron.training.clip import grad_norm
 
 STEPS, GLOBAL_BATCH, SEQUENCE, VOCABULARY = 4, 8, 16, 300
 _SIZES = {"vocab_size": VOCABULARY, "max_seq_length": SEQUENCE, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
+_LLAMA = {**_SIZES, "num_kv_heads": 2, "ffn_hidden_size": 48}
+#: Losses of sequences do not depend on how a batch is cut into microbatches; those of a whole step neither.
+_EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 16, "aux_loss": 0.1, "z_loss": 0.01}
 KINDS = {
     "gpt2-tied": GPTConfig.gpt2(**_SIZES),
     "gpt2-untied": GPTConfig.gpt2(**_SIZES, tie_embeddings=False),
@@ -31,18 +34,31 @@ KINDS = {
         **_SIZES, num_kv_heads=2, ffn_hidden_size=48, activation="geglu_tanh", qk_norm=True, norm_offset=1.0,
         embedding_scale=5.7, sliding_window=5, tie_embeddings=True,
     ),
+    "experts": GPTConfig.llama(**_LLAMA, experts={**_EXPERTS, "aux_loss_scope": "sequence"}),
+    "experts, some layers": GPTConfig.llama(
+        **_LLAMA, experts={**_EXPERTS, "aux_loss_scope": "sequence", "layers": [False, True, False, True],
+        "shared_ffn_hidden_size": 16, "shared_gate": True, "capacity_factor": 8.0},
+    ),
+    "experts, whole step": GPTConfig.llama(
+        **_LLAMA, tie_embeddings=True, experts={**_EXPERTS, "aux_loss_scope": "global", "scoring": "sigmoid",
+        "num_groups": 2, "top_k_groups": 1, "expert_bias": True, "expert_bias_rate": 0.01},
+    ),
     "dropout": GPTConfig.gpt2(**_SIZES, hidden_dropout=0.2),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Job:
-    """Name a training run: a kind of model, a precision, and the strategy's arguments (None: plain Lightning)."""
+    """Name a training run: a kind of model, a precision, and the strategy's arguments (None: plain Lightning).
+
+    A step that ``counts`` ignores some labels and returns how many are left.
+    """
 
     kind: str
     precision: str = "64-true"
     layout: dict[str, Any] | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
+    counts: bool = False
 
 
 @dataclass
@@ -70,19 +86,28 @@ class Tokens(Dataset):
 class Module(pl.LightningModule):
     """An ordinary LightningModule around a GPT, as a user would write it."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, counts: bool = False) -> None:
         super().__init__()
-        self.config, self.model = config, None
+        self.config, self.counts, self.model = config, counts, None
 
     def configure_model(self) -> None:
         if self.model is None:
             self.model = GPT(self.config, mesh=self.device_mesh, seed=1234)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | dict[str, Tensor]:
         assert self.model is not None, "configure_model ran"
+        if self.counts:
+            return self._counted_step(batch)
         loss = self.model(batch["tokens"], batch["labels"]).mean()
         self.log("train_loss", loss, batch_size=len(batch["tokens"]), sync_dist=True)
         return loss
+
+    def _counted_step(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        labels = batch["labels"].masked_fill(batch["labels"] % 5 < batch["labels"][:, :1] % 5, -100)
+        num_tokens = (labels != -100).sum()
+        loss = self.model(batch["tokens"], labels).sum() / num_tokens
+        self.log("train_loss", loss, sync_dist=True)
+        return {"loss": loss, "num_tokens": num_tokens}
 
     def configure_optimizers(self) -> dict[str, Any]:
         # A large eps keeps gradients that are zero but for rounding from becoming whole steps.
@@ -126,7 +151,7 @@ def train(
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     pl.seed_everything(1234, verbose=False)
     record, size = Record(), devices
-    strategy: Any = "auto" if job.layout is None else MegatronStrategy(microbatch_size=2, **job.layout)
+    strategy: Any = "auto" if job.layout is None else MegatronStrategy(**{"microbatch_size": 2, **job.layout})
     trainer = pl.Trainer(
         accelerator=accelerator,
         devices=devices,
@@ -145,7 +170,7 @@ def train(
     place = {"num_replicas": 1, "rank": 0} if job.layout is None else _place(job.layout, size, trainer.global_rank)
     sampler = DistributedSampler(Tokens(), shuffle=False, **place)
     loader = DataLoader(Tokens(), batch_size=GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
-    module = Module(KINDS[job.kind])
+    module = Module(KINDS[job.kind], job.counts)
     trainer.fit(module, loader, ckpt_path=resume_from)
     if checkpoint is not None:
         trainer.save_checkpoint(checkpoint)

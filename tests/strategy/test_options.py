@@ -25,8 +25,8 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
     ("arguments", "error", "words"),
     [
         ({"cp": 2}, UnsupportedError, "cp .2. above 1 is not available"),
-        ({"ep": 2}, UnsupportedError, "ep .2. needs a model with experts"),
-        ({"tp": 2, "etp": 1}, UnsupportedError, "etp .1. needs a model with experts"),
+        ({"ep": 0}, ParallelPlanError, "ep must be a whole number of at least 1: it is 0"),
+        ({"expert_transport": "pigeons"}, ParallelPlanError, "one of auto, all_gather, all_to_all: 'pigeons'"),
         ({"tp": 0}, ParallelPlanError, "tp"),
         ({"order": "tp-xp"}, ParallelPlanError, "'xp'"),
         ({"order": "tp-tp"}, ParallelPlanError, "at most once"),
@@ -42,7 +42,7 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
             ParallelPlanError,
             "sequence_parallel False",
         ),
-        ({"recompute": "some"}, UnsupportedError, "one of none, selective, full"),
+        ({"recompute": "some"}, UnsupportedError, "one of none, selective, experts, full"),
     ],
 )
 def test_bad_arguments_are_refused_by_the_constructor(arguments: Any, error: type[Exception], words: str) -> None:

@@ -1,0 +1,87 @@
+"""What mixtures of experts need of a run: the weight of their losses, and an end to every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.attached_loss import LossWeight
+from lightning_megatron.experts.dispatch import Transport
+from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.experts.statistics import StepStatistics, step_statistics
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config_checks import check_expert_axes
+from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.plan.layout import ParallelLayout
+
+
+class ExpertsOfRun:
+    """Hold the layers of experts of this rank during a run.
+
+    Args:
+        models: The models that are trained. Layers are numbered through all of them.
+        mesh: The groups of this rank.
+        transport: How tokens come to the ranks of ep.
+    """
+
+    def __init__(self, models: Sequence[LayeredModule], mesh: ParallelMesh, transport: Transport) -> None:
+        self._mesh = mesh
+        self._layers: dict[int, MixtureOfExperts] = {}
+        first = 0
+        for model in models:
+            self._layers.update({first + index: layer for index, layer in model.mixtures().items()})
+            first += model.config.num_layers
+        #: What layers that attach losses read; the same on all stages. None where there are none.
+        self.loss_weight: LossWeight | None = None
+        if any(has_losses(model) for model in models):
+            self.loss_weight = LossWeight()
+        for layer in self._layers.values():
+            layer.transport = transport
+            layer.statistics.clear_()
+            layer.loss_weight = self.loss_weight or LossWeight()
+        #: How the routers of this stage spread the tokens of the last step, by the number of the layer.
+        self.statistics: Mapping[int, StepStatistics] | None = None
+
+    def finish_step(self) -> None:
+        """Let the routers take in how the tokens of a step were spread, and begin another one.
+
+        Communication: that of :func:`step_statistics`.
+        """
+        if not self._layers:
+            return
+        self.statistics = step_statistics({n: layer.statistics for n, layer in self._layers.items()}, self._mesh)
+        for number, layer in self._layers.items():
+            layer.router.update_(self.statistics[number].load)
+            layer.statistics.clear_()
+
+    def notes(self) -> list[str]:
+        """Say how tokens come to their experts, and why."""
+        return sorted({f"experts: {layer.choice.reason}." for layer in self._layers.values()})
+
+
+def has_losses(model: LayeredModule) -> bool:
+    """Tell whether routers of a model have losses of their own."""
+    experts = getattr(model.config, "experts", None)
+    return experts is not None and bool(experts.aux_loss or experts.z_loss)
+
+
+def check_experts(models: Sequence[LayeredModule], layout: ParallelLayout, recompute: str | None) -> None:
+    """Refuse settings of experts where no model has any.
+
+    Args:
+        models: The models of this package in the user's module.
+        layout: Sizes of the axes.
+        recompute: The strategy's setting.
+
+    Raises:
+        ParallelPlanError: If there are axes for experts.
+        UnsupportedError: If what they make of their rows is to be computed again.
+    """
+    if any(getattr(model.config, "experts", None) is not None for model in models):
+        return
+    check_expert_axes(layout, None)
+    if recompute == "experts":
+        raise UnsupportedError(
+            "recompute ('experts') needs a model with experts: this one has none. It is about what experts make of "
+            "their rows. Use 'selective', 'full' or 'none'."
+        )

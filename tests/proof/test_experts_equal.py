@@ -1,0 +1,109 @@
+"""Experts keep the promise, too: losses, gradient norms and final weights are one process's in every expert grid."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron import GPT
+from lightning_megatron.errors import RankMismatchError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.proof.test_layouts_equal import check
+from tests.proof.training import KINDS as KINDS_OF_MODELS
+from tests.proof.training import SEQUENCE, Job, Report, train
+from tests.world import run_world
+
+pytestmark = pytest.mark.slow
+
+GRIDS: dict[str, dict[str, Any]] = {
+    "ep4": {"ep": 4},
+    "ep4, all-to-all": {"ep": 4, "expert_transport": "all_to_all"},
+    "ep2 edp2": {"ep": 2},
+    "tp2 +sp, ep2": {"tp": 2, "ep": 2, "etp": 1},
+    "tp2, etp2 ep2": {"tp": 2, "ep": 2, "sequence_parallel": False},
+    "tp4 +sp, ep4, all-to-all": {"tp": 4, "ep": 4, "etp": 1, "expert_transport": "all_to_all"},
+    "tp4, etp4": {"tp": 4, "sequence_parallel": False},
+    "pp2, ep2": {"pp": 2, "ep": 2},
+    "pp2 vpp2, edp2": {"pp": 2, "vpp": 2},
+    "tp2 pp2 +sp, ep2": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
+}
+#: The router's bias and the shares of the last step are the strategy's to change.
+KINDS = {"experts": None, "experts, some layers": None, "experts, whole step": {}}
+
+
+def jobs() -> dict[str, Job]:
+    """Name every run of four processes."""
+    found = {f"experts, {name}": Job("experts", layout=options) for name, options in GRIDS.items()}
+    for kind in ("experts, some layers", "experts, whole step"):
+        for name in ("ep4", "tp2 +sp, ep2", "tp2, etp2 ep2", "pp2, ep2"):
+            found[f"{kind}, {name}"] = Job(kind, layout=GRIDS[name])
+    special = [
+        ("pp2, ep2", {"recompute": "full"}),
+        ("tp2 +sp, ep2", {"recompute": "experts"}),
+        ("ep2 edp2", {"zero": 0}),
+    ]
+    for name, option in special:
+        found[f"experts, {name}, {option}"] = Job("experts", layout=GRIDS[name] | option)
+    found["experts, ep2 edp2, float32"] = Job("experts", "32-true", GRIDS["ep2 edp2"])
+    # The losses of routers weigh as much as the tokens that count, also on stages that do not count them.
+    for name in ("pp2, ep2", "pp2 vpp2, edp2", "tp2 +sp, ep2"):
+        options = GRIDS[name] | {"microbatch_size": 1}
+        found[f"experts, {name}, counted"] = Job("experts", layout=options, counts=True)
+    return found
+
+
+def _world(rank: int, size: int, cases: dict[str, Job], folder: str) -> dict[str, Report]:
+    return {
+        name: train(job, size, "cpu", os.path.join(folder, str(number)))
+        for number, (name, job) in enumerate(cases.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def twins() -> dict[tuple[str, str], Report]:
+    """Train every kind in this one process."""
+    found = {(kind, "64-true"): train(Job(kind, layout=layout), 1, "cpu") for kind, layout in KINDS.items()}
+    found["experts", "32-true"] = train(Job("experts", "32-true"), 1, "cpu")
+    found["experts", "counted"] = train(Job("experts", layout={"microbatch_size": 1}, counts=True), 1, "cpu")
+    return found
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]:
+    """Train every job on four processes."""
+    return run_world(_world, 4, jobs(), str(tmp_path_factory.mktemp("experts")))
+
+
+@pytest.mark.parametrize("name", list(jobs()))
+def test_every_expert_grid_trains_as_one_process(name, reports, twins):
+    job = jobs()[name]
+    check(job, [ranks[name] for ranks in reports], twins[job.kind, "counted" if job.counts else job.precision])
+
+
+def _unequal(rank: int, size: int) -> str:
+    mesh = ParallelMesh.create(ParallelLayout(size, ep=2))
+    model = GPT(KINDS_OF_MODELS["experts"], mesh)
+    try:
+        model(torch.zeros(1, SEQUENCE - 4 * rank, dtype=torch.long))
+    except RankMismatchError as error:
+        return str(error)
+    finally:
+        mesh.destroy()
+    return ""
+
+
+def test_microbatches_of_unequal_sizes_are_refused_on_all_ranks():
+    for rank, error in enumerate(run_world(_unequal, 2)):
+        assert f"this rank has {SEQUENCE - 4 * rank}, the others from {SEQUENCE - 4} to {SEQUENCE}" in error
+
+
+def test_the_strategy_alone_changes_nothing(twins, tmp_path: Path):
+    """One process under the strategy, in microbatches, equals plain Lightning, which has the batch as a whole."""
+    for kind in ("experts", "experts, some layers"):
+        job = Job(kind, layout={})
+        check(job, [train(job, 1, "cpu", str(tmp_path / kind))], twins[kind, "64-true"])
