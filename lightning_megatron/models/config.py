@@ -13,9 +13,9 @@ from lightning_megatron.models.config_checks import (
     check_length,
     settled,
 )
-from lightning_megatron.plan.activations import ModelShape
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.shards import attention_ranges, even_range
 from lightning_megatron.plan.stages import split_layers
@@ -240,6 +240,7 @@ class GPTConfig:
             final_norm=self.norm_position == "pre",
             dropout=self.hidden_dropout > 0.0,
             window=self.sliding_window,
+            experts=self.experts,
         )
 
     def check_layout(

@@ -1,10 +1,11 @@
 """Plan parallel training with integers alone: who holds what, and who does what when."""
 
-from lightning_megatron.plan.activations import KeptActivations, ModelShape
 from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
 from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
 from lightning_megatron.plan.budget import StageMemory, TrainingShape, estimate_memory
+from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.schedule import Action, Schedule, build_schedule
 from lightning_megatron.plan.shards import (

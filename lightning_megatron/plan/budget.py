@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.activations import (
-    ActivationCosts,
-    KeptActivations,
-    ModelShape,
-    activation_costs,
-    eager_activations,
-)
+from lightning_megatron.plan.activations import ActivationCosts, Recompute, activation_costs
+from lightning_megatron.plan.experts import Transport
+from lightning_megatron.plan.kept_activations import KeptActivations, eager_activations
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.legal_values import require_positive
+from lightning_megatron.plan.legal_values import one_of, require_positive
+from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.network_activations import MicrobatchShape
 from lightning_megatron.plan.schedule import Schedule, build_schedule
 from lightning_megatron.plan.stages import split_layers
 
@@ -33,7 +31,9 @@ class TrainingShape:
         schedule: name of the pipeline schedule.
         microbatch_group_size: "interleaved" only, see `build_schedule`.
         sequence_parallel: whether the residual stream is cut along the sequence over tp.
-        recompute: what backward computes again: "none", "selective" (the attention core) or "full" (whole blocks).
+        recompute: what backward computes again: "none", "selective" (the attention core), "experts" (what they make of
+            their rows) or "full" (whole blocks).
+        expert_transport: how tokens come to the ranks that share the experts of a block.
         zero: 1 if every data rank keeps only its part of main parameters and optimizer state, 0 if it keeps all.
         parameter_bytes: size of a parameter's element.
         gradient_bytes: size of a gradient's element.
@@ -50,7 +50,8 @@ class TrainingShape:
     schedule: str = "1f1b"
     microbatch_group_size: int | None = None
     sequence_parallel: bool = False
-    recompute: Literal["none", "selective", "experts", "full"] = "none"
+    recompute: Recompute = "none"
+    expert_transport: Transport = "auto"
     zero: int = 1
     parameter_bytes: int = 2
     gradient_bytes: int = 4
@@ -117,7 +118,8 @@ def estimate_memory(
     """Estimate what every stage needs, after the first step has made the optimizer's state.
 
     The schedule's actions are walked through: a forward adds what its chunk keeps, a backward takes it away, and the
-    peak is where that and what the running layer needs are most.
+    peak is where that and what the running layer needs are most. Buffers of experts are those of
+    :func:`~lightning_megatron.plan.network_activations.mixture_costs`: of an all-to-all for a balanced routing.
 
     Args:
         model: the model.
@@ -140,39 +142,73 @@ def estimate_memory(
     schedule = build_schedule(
         training.schedule, layout.pp, training.num_microbatches, layout.vpp, training.microbatch_group_size
     )
-    costs = activation_costs(
-        model,
-        table or eager_activations(model, training.activation_bytes),
+    costs = _costs_of_blocks(model, layout, training, table or eager_activations(model, training.activation_bytes))
+    return tuple(
+        _stage_memory(model, layout, training, stage, schedule, blocks)
+        for stage, blocks in enumerate(_blocks_of_stages(model, stage_layers, costs))
+    )
+
+
+def _costs_of_blocks(
+    model: ModelShape, layout: ParallelLayout, training: TrainingShape, table: KeptActivations
+) -> tuple[ActivationCosts, ActivationCosts]:
+    """Compute what a block without experts costs, and one with experts."""
+    batch = MicrobatchShape(
         num_tokens=-(-training.seq_length // layout.cp) * training.microbatch_size,
-        seq_length=training.seq_length,
+        activation_bytes=training.activation_bytes,
         tp=layout.tp,
         sequence_parallel=training.sequence_parallel and layout.tp > 1,
-        activation_bytes=training.activation_bytes,
-        recompute=training.recompute,
+        ep=layout.ep,
+        etp=layout.etp,
+        transport=training.expert_transport,
     )
-    estimates = []
-    for stage, layers in enumerate(stage_layers):
-        count = model.stage_parameters(layout, stage, sum(layers))
-        static = static_bytes(count, layout.dp * layout.cp, training)
-        moments = list(_moments(schedule, stage, layers, costs, training.recompute == "full"))
-        moments.append(_Moment("optimizer step", 0, 0, 0, training.step_bytes * _owned(count, layout, training)))
-        worst = max(moments, key=lambda moment: moment.size)
-        estimates.append(
-            StageMemory(
-                stage=stage,
-                moment=worst.name,
-                in_flight=worst.in_flight,
-                num_parameters=count,
-                **static,
-                activations=worst.activations,
-                loss=worst.loss,
-                workspace=worst.workspace,
-                # One tensor on its way in, one on its way out.
-                communication=2 * costs.boundary if layout.pp > 1 and worst.name != "optimizer step" else 0,
-                libraries=training.library_bytes,
-            )
+    dense, mixture = (
+        activation_costs(
+            model,
+            table,
+            batch,
+            seq_length=training.seq_length,
+            recompute=training.recompute,
+            has_experts=has_experts,
         )
-    return tuple(estimates)
+        for has_experts in (False, model.experts is not None)
+    )
+    return dense, mixture
+
+
+def _stage_memory(
+    model: ModelShape,
+    layout: ParallelLayout,
+    training: TrainingShape,
+    stage: int,
+    schedule: Schedule,
+    chunks: Sequence[Sequence[_Block]],
+) -> StageMemory:
+    """Find the peak of one stage."""
+    blocks = [block for chunk in chunks for block in chunk]
+    num_mixtures = sum(block.has_experts for block in blocks)
+    dense = model.stage_parameters(layout, stage, len(blocks), num_mixtures)
+    expert = num_mixtures * model.expert_parameters(layout)
+    parts = [static_bytes(dense, layout.dp * layout.cp, training), static_bytes(expert, layout.edp, training)]
+    static = {name: sum(part[name] for part in parts) for name in parts[0]}
+    owned = _owned(dense, layout.dp * layout.cp, training) + _owned(expert, layout.edp, training)
+    costs = blocks[0].costs
+    moments = list(_moments(schedule, stage, chunks))
+    moments.append(_Moment("optimizer step", 0, 0, 0, training.step_bytes * owned))
+    worst = max(moments, key=lambda moment: moment.size)
+    return StageMemory(
+        stage=stage,
+        moment=worst.name,
+        in_flight=worst.in_flight,
+        num_parameters=dense + expert,
+        **static,
+        activations=worst.activations,
+        loss=worst.loss,
+        workspace=worst.workspace,
+        # One tensor on its way in, one on its way out.
+        communication=2 * costs.boundary if layout.pp > 1 and worst.name != "optimizer step" else 0,
+        libraries=training.library_bytes,
+    )
 
 
 def static_bytes(num_parameters: int, data_ranks: int, training: TrainingShape) -> dict[str, int]:
@@ -180,10 +216,10 @@ def static_bytes(num_parameters: int, data_ranks: int, training: TrainingShape) 
 
     Args:
         num_parameters: elements of the rank's parameters.
-        data_ranks: ranks that hold the same parameters.
+        data_ranks: ranks that hold the same parameters: dp x cp, of experts edp.
         training: sizes of the types, and zero.
     """
-    owned = -(-num_parameters // data_ranks) if training.zero else num_parameters
+    owned = _owned(num_parameters, data_ranks, training)
     return {
         "parameters": num_parameters * training.parameter_bytes,
         "gradients": num_parameters * training.gradient_bytes,
@@ -214,37 +250,66 @@ class _Moment:
         return self.activations + self.loss + self.workspace
 
 
-def _moments(
-    schedule: Schedule, stage: int, layers: Sequence[int], costs: ActivationCosts, full: bool
-) -> Iterable[_Moment]:
+@dataclass(frozen=True)
+class _Block:
+    costs: ActivationCosts
+    has_experts: bool
+
+
+def _blocks_of_stages(
+    model: ModelShape, stage_layers: Sequence[Sequence[int]], costs: tuple[ActivationCosts, ActivationCosts]
+) -> list[list[list[_Block]]]:
+    """List the blocks of every stage's chunks: chunks of all stages in turn have the layers of the model in order."""
+    stages: list[list[list[_Block]]] = [[] for _ in stage_layers]
+    layers = iter(range(sum(map(sum, stage_layers))))
+    for chunk in range(len(stage_layers[0])):
+        for stage, counts in enumerate(stage_layers):
+            has_experts = [model.has_experts_in(next(layers)) for _ in range(counts[chunk])]
+            stages[stage].append([_Block(costs[has_some], has_some) for has_some in has_experts])
+    return stages
+
+
+def _moments(schedule: Schedule, stage: int, chunks: Sequence[Sequence[_Block]]) -> Iterable[_Moment]:
     head = (schedule.num_stages - 1, schedule.num_chunks - 1)
+    costs = next(block.costs for chunk in chunks for block in chunk)
     kept = [
-        num * costs.kept + (costs.masks if num else 0) + (costs.head if (stage, chunk) == head else 0)
-        for chunk, num in enumerate(layers)
+        sum(block.costs.kept for block in blocks)
+        + (costs.masks if blocks else 0)
+        + (costs.head if (stage, chunk) == head else 0)
+        for chunk, blocks in enumerate(chunks)
     ]
-    # A block that is recomputed keeps everything while its own backward runs.
-    again = costs.layer - costs.boundary if full else 0
+    workspaces = [_workspaces([block.costs for block in blocks]) for blocks in chunks]
     held, num_held, losses = 0, 0, 0
     for action in schedule.actions(stage):
         at_head = (stage, action.chunk) == head
         loss = costs.loss_kept if at_head else 0
+        in_forward, in_backward = workspaces[action.chunk]
         if action.kind == "F":
             held, num_held, losses = held + kept[action.chunk], num_held + 1, losses + loss
-            yield _Moment("forward", num_held, held, losses, costs.layer_forward)
+            yield _Moment("forward", num_held, held, losses, in_forward)
             if loss:
                 yield _Moment("forward", num_held, held, losses + costs.loss_forward, 0)
             continue
         if loss:
             yield _Moment("backward", num_held, held, losses + costs.loss_backward, costs.head_backward)
         # By the time that the last block runs backward, loss and head are done.
-        blocks = held - (costs.head if at_head else 0)
-        yield _Moment("backward", num_held, blocks, losses - loss, again + costs.layer_backward)
+        before = held - (costs.head if at_head else 0)
+        yield _Moment("backward", num_held, before, losses - loss, in_backward)
         if action.kind != "I":
             held, num_held, losses = held - kept[action.chunk], num_held - 1, losses - loss
 
 
-def _owned(count: int, layout: ParallelLayout, training: TrainingShape) -> int:
-    return -(-count // (layout.dp * layout.cp)) if training.zero else count
+def _workspaces(blocks: Sequence[ActivationCosts]) -> tuple[int, int]:
+    """Return what the forward and the backward pass of a chunk need beside what all of its blocks keep."""
+    # When a block runs, later ones do not keep anything yet, or no longer.
+    later = [sum(block.kept for block in blocks[number + 1 :]) for number in range(len(blocks))]
+    pairs = list(zip(blocks, later, strict=True))
+    forward = max((block.layer_forward - kept for block, kept in pairs), default=0)
+    return forward, max((block.layer_backward - kept for block, kept in pairs), default=0)
+
+
+def _owned(count: int, data_ranks: int, training: TrainingShape) -> int:
+    return -(-count // data_ranks) if training.zero else count
 
 
 def _check(layout: ParallelLayout, training: TrainingShape) -> None:
@@ -252,10 +317,8 @@ def _check(layout: ParallelLayout, training: TrainingShape) -> None:
         require_positive(name, getattr(training, name))
     if training.zero not in (0, 1):
         raise ParallelPlanError(f"zero must be 0 or 1: it is {training.zero!r}. Other levels do not exist here.")
-    if training.recompute not in ("none", "selective", "experts", "full"):
-        raise ParallelPlanError(
-            f"recompute must be one of none, selective, experts and full: it is {training.recompute!r}. Use one of them."
-        )
+    if training.recompute not in (legal := get_args(Recompute)):
+        raise ParallelPlanError(f"recompute must be one of {one_of(legal)}: it is {training.recompute!r}. Use one.")
     shards = layout.cp * (layout.tp if training.sequence_parallel else 1)
     if training.seq_length % shards:
         raise ParallelPlanError(

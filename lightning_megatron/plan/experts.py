@@ -10,6 +10,8 @@ from lightning_megatron.plan.legal_values import divisors, one_of
 
 Scoring = Literal["softmax", "sigmoid"]
 BalanceScope = Literal["microbatch", "sequence", "global"]
+#: ``auto``: all-gather where a token goes to as many experts as there are ranks or more, else all-to-all.
+Transport = Literal["auto", "all_gather", "all_to_all"]
 
 #: A group of experts is as good as this many of its best together.
 BEST_OF_GROUP = 2
@@ -152,3 +154,22 @@ class ExpertsConfig:
         if not holds:
             value = getattr(self, name)
             raise ParallelPlanError(f"{name} ({value}) of experts must {rule}, because {why}. Change {name}.")
+
+
+def transport_over_ep(
+    top_k: int, ep: int, transport: Transport = "auto"
+) -> Literal["none", "all_gather", "all_to_all"]:
+    """Say how tokens come to the ranks that share the experts of a layer.
+
+    An all-gather brings a rank the tokens of ep - 1 others, an all-to-all top_k / ep times as many rows.
+
+    Args:
+        top_k: Experts that a token goes to (experts).
+        ep: Ranks that share the experts (ranks).
+        transport: What was asked for.
+    """
+    if ep == 1:
+        return "none"
+    if transport == "auto":
+        return "all_gather" if top_k >= ep else "all_to_all"
+    return transport

@@ -17,7 +17,6 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.layers.attention_core import choose_core
 from lightning_megatron.layers.kernel_choice import fused_kernels
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.activations import KeptActivations, eager_activations, fused_activations
 from lightning_megatron.plan.budget import (
     GIB,
     StageMemory,
@@ -26,6 +25,7 @@ from lightning_megatron.plan.budget import (
     estimate_memory,
     static_bytes,
 )
+from lightning_megatron.plan.kept_activations import KeptActivations, eager_activations, fused_activations
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 
 _STATIC = ("parameters", "gradients", "mains", "optimizer")

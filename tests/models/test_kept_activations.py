@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.activations import activation_costs, eager_activations
+from lightning_megatron.plan.activations import activation_costs
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory
+from lightning_megatron.plan.kept_activations import eager_activations
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.network_activations import MicrobatchShape
+from tests.live_memory import LiveMemory
 from tests.world import run_world
 
 SIZES: dict[str, Any] = {
@@ -60,7 +60,8 @@ def saved_bytes(model: GPT) -> int:
 def estimated_bytes(config: GPTConfig, dtype: torch.dtype, **how: Any) -> int:
     shape = config.memory_shape()
     table = eager_activations(shape, dtype.itemsize)
-    costs = activation_costs(shape, table, num_tokens=64 * BATCH, seq_length=64, activation_bytes=dtype.itemsize, **how)
+    batch = MicrobatchShape(num_tokens=64 * BATCH, activation_bytes=dtype.itemsize, **how)
+    costs = activation_costs(shape, table, batch, seq_length=64)
     return config.num_layers * costs.kept + costs.masks + costs.head + costs.loss_kept
 
 
@@ -87,32 +88,6 @@ def test_the_parameters_of_every_setting_are_counted():
         config = GPTConfig.llama(**SIZES, num_kv_heads=1, activation="geglu_tanh", **settings)
         count = sum(parameter.numel() for parameter in GPT(config, seed=1).parameters())
         assert config.memory_shape().stage_parameters(ParallelLayout(1), 0, 3) == count, settings
-
-
-class LiveMemory(TorchDispatchMode):
-    """Follow the bytes of all tensors that operators make, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def leave_out(self, tensors: list[Tensor]) -> None:
-        self.sizes.update({tensor.untyped_storage()._cdata: 0 for tensor in tensors})
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = function(*args, **(kwargs or {}))
-        for result in tree_leaves(results):
-            if isinstance(result, Tensor) and result.untyped_storage()._cdata not in self.sizes:
-                storage = result.untyped_storage()
-                self.sizes[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._freed, storage._cdata)
-        return results
-
-    def _freed(self, key: int) -> None:
-        self.now -= self.sizes.pop(key)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -9,9 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.activations import ModelShape, activation_costs, eager_activations, fused_activations
+from lightning_megatron.plan.activations import activation_costs
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory, static_bytes
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.kept_activations import eager_activations, fused_activations
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.network_activations import MicrobatchShape
 
 LLAMA = ModelShape(
     num_layers=16,
@@ -36,6 +40,19 @@ GPT2 = ModelShape(
     bias=True,
     tied=True,
 )
+QWEN3_30B_A3B = ModelShape(
+    num_layers=48,
+    hidden_size=2048,
+    ffn_hidden_size=6144,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    gated=True,
+    norm="rmsnorm",
+    qk_norm=True,
+    experts=ExpertsConfig(num_experts=128, top_k=8, ffn_hidden_size=768),
+)
 STEP = TrainingShape(seq_length=1024, num_microbatches=8)
 
 
@@ -51,6 +68,8 @@ def test_parameters_are_counted_as_the_models_hold_them() -> None:
     assert one.num_parameters == 124_439_808 + (50304 - 50257) * 768  # GPT-2 small, and the padded vocabulary
     (one,) = estimate_memory(replace(LLAMA, num_layers=32, vocab_size=128256), layout(), STEP)
     assert one.num_parameters == 8_030_261_248  # Llama 3 8B
+    (one,) = estimate_memory(QWEN3_30B_A3B, layout(), STEP)
+    assert one.num_parameters == 30_532_122_624
 
 
 def test_a_tied_head_on_another_stage_is_a_copy() -> None:
@@ -69,12 +88,12 @@ def test_mixed_adamw_takes_6_and_12_over_dp_bytes_a_parameter(count: int, dp: in
 
 
 def test_a_block_keeps_what_its_layers_keep() -> None:
-    tokens, costs = 4096, activation_costs(LLAMA, fused_activations(LLAMA), num_tokens=4096)
+    tokens, costs = 4096, activation_costs(LLAMA, fused_activations(LLAMA), MicrobatchShape(num_tokens=4096))
     hidden, query, key, inner = 4096, 4096, 1024, 14336
     per_token = 2 * (4 * hidden + (query + 2 * key) + query + 3 * inner) + 4 * 32 + 2 * 8
     assert costs.kept == costs.layer == tokens * per_token
     assert costs.loss_kept == 2 * tokens * 131072
-    eager = activation_costs(LLAMA, eager_activations(LLAMA), num_tokens=4096)
+    eager = activation_costs(LLAMA, eager_activations(LLAMA), MicrobatchShape(num_tokens=4096))
     assert eager.kept - costs.kept == tokens * 2 * (query + key + inner) - tokens * 8
     assert eager.loss_kept == 2 * costs.loss_kept
 
@@ -82,16 +101,17 @@ def test_a_block_keeps_what_its_layers_keep() -> None:
 def test_sequence_parallelism_cuts_the_residual_stream_and_tensor_parallelism_the_rest() -> None:
     table = fused_activations(LLAMA)
     whole, cut = (
-        activation_costs(LLAMA, table, num_tokens=4096, tp=tp, sequence_parallel=tp > 1).kept for tp in (1, 4)
+        activation_costs(LLAMA, table, MicrobatchShape(num_tokens=4096, tp=tp, sequence_parallel=tp > 1)).kept
+        for tp in (1, 4)
     )
     assert cut * 4 == whole
-    plain = activation_costs(LLAMA, table, num_tokens=4096, tp=4).kept
+    plain = activation_costs(LLAMA, table, MicrobatchShape(num_tokens=4096, tp=4)).kept
     assert plain - cut == 4096 * (2 * 4 * 4096 + 2 * 8) * 3 // 4
 
 
 def test_recomputation_keeps_the_inputs_of_blocks() -> None:
     costs = {
-        mode: activation_costs(LLAMA, fused_activations(LLAMA), num_tokens=4096, recompute=mode)  # type: ignore[arg-type]
+        mode: activation_costs(LLAMA, fused_activations(LLAMA), MicrobatchShape(num_tokens=4096), recompute=mode)  # type: ignore[arg-type]
         for mode in ("none", "selective", "full")
     }
     assert costs["full"].kept == costs["full"].boundary == 4096 * 4096 * 2
@@ -106,7 +126,7 @@ def test_recomputation_keeps_the_inputs_of_blocks() -> None:
 def test_the_first_stages_hold_more_microbatches() -> None:
     stages = estimate_memory(LLAMA, layout(pp=4), STEP)
     assert [one.in_flight for one in stages] == [4, 3, 2, 1]
-    kept = activation_costs(LLAMA, eager_activations(LLAMA), num_tokens=1024)
+    kept = activation_costs(LLAMA, eager_activations(LLAMA), MicrobatchShape(num_tokens=1024))
     assert [one.activations for one in stages[:3]] == [4 * n * kept.kept for n in (4, 3, 2)]
     assert stages[3].activations == 4 * kept.kept + kept.head
     assert [one.loss > 0 for one in stages] == [False, False, False, True]
@@ -167,6 +187,53 @@ def test_more_work_never_takes_less_and_more_ranks_never_take_more(
     assert peak(training, dp=2 * dp) <= base
     assert peak(training, tp=2 * tp) < base
     assert peak(replace(training, sequence_parallel=True)) <= peak(replace(training, sequence_parallel=False))
+
+
+def experts_of(**changes: object) -> ModelShape:
+    assert QWEN3_30B_A3B.experts is not None
+    return replace(QWEN3_30B_A3B, experts=replace(QWEN3_30B_A3B.experts, **changes))
+
+
+def test_experts_are_cut_over_ep_and_etp_and_their_state_over_the_ranks_that_hold_the_same() -> None:
+    (one,) = estimate_memory(QWEN3_30B_A3B, layout(), STEP)
+    matrices = 48 * 128 * 3 * 2048 * 768
+    dense = one.num_parameters - matrices
+    # 8 data ranks: 4 different sets of experts, each on 2 of them.
+    (eight,) = estimate_memory(QWEN3_30B_A3B, ParallelLayout(8, ep=4), STEP)
+    assert eight.num_parameters == dense + matrices // 4
+    assert eight.optimizer == 8 * (dense // 8 + matrices // 4 // 2)
+    (cut,) = estimate_memory(QWEN3_30B_A3B, ParallelLayout(8, tp=2, ep=2, etp=4), STEP)
+    (folded,) = estimate_memory(QWEN3_30B_A3B, ParallelLayout(8, tp=2, ep=8, etp=1), STEP)
+    assert cut.num_parameters == folded.num_parameters
+    assert cut.mains == folded.mains
+
+
+def test_only_stages_whose_layers_have_experts_hold_some() -> None:
+    model = replace(experts_of(layers=tuple(layer >= 36 for layer in range(48))), tied=False)
+    stages = estimate_memory(model, ParallelLayout(4, pp=4), STEP)
+    of_layer = model.expert_parameters(ParallelLayout(4, pp=4))
+    assert stages[1].num_parameters == stages[2].num_parameters < 12 * of_layer < stages[3].num_parameters
+    # Chunks of all stages in turn: here the last chunk of every stage has experts.
+    chunks = estimate_memory(
+        model, ParallelLayout(4, pp=4, vpp=4), replace(STEP, schedule="interleaved"), stage_layers=[[3] * 4] * 4
+    )
+    assert all(one.num_parameters > 3 * of_layer for one in chunks)
+    assert chunks[1].num_parameters == chunks[2].num_parameters
+
+
+def test_an_all_gather_has_room_for_all_tokens_and_an_all_to_all_for_a_balanced_share() -> None:
+    layouts = [ParallelLayout(4, ep=4)] * 2
+    by = [replace(STEP, expert_transport=way) for way in ("all_gather", "all_to_all")]  # type: ignore[arg-type]
+    static, exact = (
+        estimate_memory(QWEN3_30B_A3B, place, training)[0].activations
+        for place, training in zip(layouts, by, strict=True)
+    )
+    (alone,) = estimate_memory(QWEN3_30B_A3B, layout(4), STEP)
+    assert alone.activations < exact < 1.02 * alone.activations  # Two maps of rows for one.
+    assert static > 2.5 * exact
+    recomputed = estimate_memory(QWEN3_30B_A3B, layout(4), replace(STEP, recompute="experts"))[0].activations
+    features = 1024 * 8 * 768
+    assert alone.activations - recomputed == 48 * 5 * 2 * features
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
