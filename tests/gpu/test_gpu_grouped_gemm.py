@@ -111,3 +111,43 @@ def test_what_does_not_fit_is_refused() -> None:
     }.items():
         with pytest.raises(RuntimeError, match=message):
             run(*given, False, 0, 8)
+
+
+def test_weights_and_results_may_lie_apart() -> None:
+    sizes, n, k, gap = [1, 70, 0, 129, 64], 136, 264, 2
+    ends, num_groups = torch.tensor(sizes, device="cuda").cumsum(0).int(), len(sizes)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    workspace = torch.empty(workspace_bytes(num_groups, num_sms), dtype=torch.uint8, device="cuda")
+    for variant in VARIANTS:
+        which = max((one for one in Pass if variant.startswith(one)), key=len)
+        a, b, d = operands(which, sizes, n, k)
+        is_operand = which in {Pass.FORWARD, Pass.DATA_GRAD}
+        stack = b if is_operand else d
+        memory = torch.full((num_groups, n + gap, k), 5.0, dtype=stack.dtype, device="cuda")
+        memory[:, :n] = stack
+        b, d = (memory[:, :n], d) if is_operand else (b, memory[:, :n])
+        expected = reference(which, a, b, d, sizes)
+        torch.ops.lm_kernels.grouped_gemm(d, a, b, ends, workspace, variant, False, 0, num_sms)
+        rows = slice(sum(sizes)) if is_operand else slice(None)
+        error = (d[rows].double() - expected[rows]).norm() / expected[rows].norm()
+        assert error < TOLERANCE[d.dtype], f"{variant}: relative error {error:.1e}"
+        assert (memory[:, n:] == 5).all(), f"{variant}: what lies between the weights was written"
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("weight_grad")])
+def test_no_rows_at_all_give_zeros_or_leave_the_sums(variant: str) -> None:
+    which = max((one for one in Pass if variant.startswith(one)), key=len)
+    a, b, d = (tensor[:0] if number < 2 else tensor for number, tensor in enumerate(operands(which, [0, 0], 64, 128)))
+    before = d.clone()
+    ends, num_sms = torch.zeros(2, dtype=torch.int32, device="cuda"), 132
+    workspace = torch.empty(workspace_bytes(2, num_sms), dtype=torch.uint8, device="cuda")
+    torch.ops.lm_kernels.grouped_gemm(d, a, b, ends, workspace, variant, False, 0, num_sms)
+    assert torch.equal(d, before if which is Pass.WEIGHT_GRAD_ADD else torch.zeros_like(d))
+
+
+def test_the_schema_says_what_is_written() -> None:
+    a, b, d = operands(Pass.FORWARD, [8, 16], 64, 64)
+    ends = torch.tensor([8, 24], device="cuda").int()
+    workspace = torch.zeros(workspace_bytes(2, 8), dtype=torch.uint8, device="cuda")
+    given = (d.zero_(), a.nan_to_num(), b, ends, workspace, "forward_pingpong_128x128_1x2", False, 0, 8)
+    torch.library.opcheck(torch.ops.lm_kernels.grouped_gemm.default, given, test_utils="test_schema")

@@ -1,0 +1,343 @@
+"""Time the bundled grouped GEMM beside torch's, a loop of products and Transformer Engine, and print one table.
+
+    lightning-megatron kernels build
+    python benchmarks/grouped_gemm.py --out grouped_gemm.md
+
+A figure is the median of single calls with the chip idle before each; the variants take turns, so that none has the
+cooler chip. TFLOP/s count 2 x rows x n x k for each product, whatever a kernel computes beyond that. Operands are
+random normal. `weight grad +=` sums in float32: the kernels of this project add to the sum themselves, torch's grouped
+product makes a bfloat16 gradient that is added afterwards, and the loop calls `torch.addmm` with a float32 result for
+each group. Transformer Engine is timed where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.experts.product_choice import choose_product
+from lightning_megatron.experts.products import PRODUCTS
+from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.plan.grouped_gemm import Pass, choose_variant
+
+#: Groups, k, n and rows of the expert products of some models, as one rank of expert parallelism sees them.
+SHAPES = {
+    "Qwen3-30B-A3B gate+up": (32, 2048, 1536, 32768),
+    "Qwen3-30B-A3B down": (32, 768, 2048, 32768),
+    "Qwen3-30B-A3B gate+up, 128 rows": (32, 2048, 1536, 4096),
+    "DeepSeek-V3 gate+up": (32, 7168, 4096, 16384),
+    "DeepSeek-V3 down": (32, 2048, 7168, 16384),
+    "Mixtral-8x7B gate+up": (8, 4096, 28672, 16384),
+    "Mixtral-8x7B down": (8, 14336, 4096, 16384),
+}
+PASSES = {
+    Pass.FORWARD: "forward",
+    Pass.DATA_GRAD: "input grad",
+    Pass.WEIGHT_GRAD_BF16: "weight grad",
+    Pass.WEIGHT_GRAD_ADD: "weight grad +=",
+}
+OURS, TORCH, LOOP, ENGINE = "ours", "grouped_mm", "loop", "TE"
+#: Cycles that the chip idles before a call, for each millisecond.
+CYCLES = 1_900_000
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The operands of all passes of one shape.
+
+    Args:
+        rows: Input features ``(R, K)``.
+        grad: Gradient of the output ``(R, N)``.
+        weights: ``(E, N, K)``.
+        sums: Float32 gradients of weights, ``(E, N, K)``.
+        sizes: Rows of each group.
+    """
+
+    rows: Tensor
+    grad: Tensor
+    weights: Tensor
+    sums: Tensor
+    sizes: Sequence[int]
+    ends: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        ends = torch.tensor(self.sizes).cumsum(0).int().to(self.rows.device)
+        object.__setattr__(self, "ends", ends)
+
+    @property
+    def groups(self) -> list[slice]:
+        """The rows of each group."""
+        bounds = [0, *torch.tensor(self.sizes).cumsum(0).tolist()]
+        return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+    @property
+    def flops(self) -> int:
+        """Of one pass."""
+        return 2 * self.rows.shape[0] * self.weights.shape[1] * self.weights.shape[2]
+
+
+def draw(num_groups: int, k: int, n: int, sizes: Sequence[int], device: str = "cuda") -> Problem:
+    """Draw the operands of a shape."""
+    num_rows = sum(sizes)
+    rows, grad, weights = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16)
+        for shape in ((num_rows, k), (num_rows, n), (num_groups, n, k))
+    )
+    return Problem(rows, grad, weights.mul_(0.02), torch.zeros(num_groups, n, k, device=device), sizes)
+
+
+def group_sizes(num_rows: int, num_groups: int, skewed: bool, generator: torch.Generator) -> list[int]:
+    """Return equal sizes, or sizes in proportion to squares of uniform numbers, as of a router that is not balanced."""
+    if not skewed:
+        return [num_rows // num_groups] * num_groups
+    shares = torch.rand(num_groups, generator=generator).square() + 0.02
+    sizes = (shares / shares.sum() * num_rows).long().tolist()
+    sizes[0] += num_rows - sum(sizes)
+    return sizes
+
+
+def calls(problem: Problem, which: Pass, ours: str = "bundled") -> dict[str, Callable[[], Tensor]]:
+    """Return what to time for a pass; each call returns the result."""
+    rows, grad, ends, sums = problem.rows, problem.grad, problem.ends, problem.sums
+    weights = problem.weights.unbind()
+    products = {OURS: PRODUCTS[ours], TORCH: PRODUCTS["grouped_mm"]}  # type: ignore[index]
+    if which is Pass.FORWARD:
+        found = {
+            name: lambda product=product: product.output(rows, weights, ends) for name, product in products.items()
+        }
+        return {**found, **_engine_calls(problem), LOOP: lambda: loop_over_groups(problem, which)}
+    if which is Pass.DATA_GRAD:
+        found = {
+            name: lambda product=product: product.input_gradient(grad, weights, ends)
+            for name, product in products.items()
+        }
+        return {**found, LOOP: lambda: loop_over_groups(problem, which)}
+    if which is Pass.WEIGHT_GRAD_BF16:
+        return {
+            OURS: lambda: PRODUCTS[ours].weight_gradients(grad, rows, ends),  # type: ignore[index]
+            TORCH: lambda: F.grouped_mm(grad.t(), rows, offs=ends),
+            LOOP: lambda: loop_over_groups(problem, which),
+        }
+    slots = [GradientSlot(part, lambda: None) for part in sums]
+
+    def add() -> Tensor:
+        for slot in slots:
+            slot.is_empty = False
+        PRODUCTS[ours].add_weight_gradients(grad, rows, ends, slots)  # type: ignore[index]
+        return sums
+
+    return {
+        OURS: add,
+        TORCH: lambda: sums.add_(F.grouped_mm(grad.t(), rows, offs=ends)),
+        LOOP: lambda: loop_over_groups(problem, which),
+    }
+
+
+def loop_over_groups(problem: Problem, which: Pass) -> Tensor:
+    """Compute one product for each group, whose sizes the host knows already."""
+    rows, grad = problem.rows, problem.grad
+    result = {
+        Pass.FORWARD: torch.empty_like(grad),
+        Pass.DATA_GRAD: torch.empty_like(rows),
+        Pass.WEIGHT_GRAD_BF16: torch.empty_like(problem.weights),
+    }.get(which, problem.sums)
+    for number, group in enumerate(problem.groups):
+        if which is Pass.FORWARD:
+            torch.mm(rows[group], problem.weights[number].t(), out=result[group])
+        elif which is Pass.DATA_GRAD:
+            torch.mm(grad[group], problem.weights[number], out=result[group])
+        elif which is Pass.WEIGHT_GRAD_BF16:
+            torch.mm(grad[group].t(), rows[group], out=result[number])
+        elif rows.is_cuda:
+            left = grad[group].t()
+            torch.addmm(result[number], left, rows[group], out_dtype=torch.float32, out=result[number])
+        else:
+            result[number] += grad[group].t() @ rows[group]
+    return result
+
+
+def _engine_calls(problem: Problem) -> dict[str, Callable[[], Tensor]]:
+    if find_spec("transformer_engine") is None or not problem.rows.is_cuda:
+        return {}
+    num_groups, n, k = problem.weights.shape
+    engine = import_module("transformer_engine.pytorch")
+    layer = engine.GroupedLinear(num_groups, k, n, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        for number, weight in enumerate(problem.weights):
+            layer.get_parameter(f"weight{number}").copy_(weight)
+    sizes = list(problem.sizes)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return layer(problem.rows, sizes)
+
+    return {ENGINE: forward}
+
+
+def relative_error(problem: Problem, which: Pass, call: Callable[[], Tensor]) -> float:
+    """Return the distance from float64's result, relative to it."""
+    problem.sums.fill_(1.0)
+    found = call()
+    distance = size = 0.0
+    for number, group in enumerate(problem.groups):
+        rows, grad, weight = (
+            tensor.double() for tensor in (problem.rows[group], problem.grad[group], problem.weights[number])
+        )
+        if which is Pass.FORWARD:
+            expected, got = rows @ weight.t(), found[group]
+        elif which is Pass.DATA_GRAD:
+            expected, got = grad @ weight, found[group]
+        else:
+            expected, got = grad.t() @ rows + (1.0 if which is Pass.WEIGHT_GRAD_ADD else 0.0), found[number]
+        distance += float((got.double() - expected).square().sum())
+        size += float(expected.square().sum())
+    return (distance / size) ** 0.5
+
+
+def burst(variants: Mapping[str, Callable[[], Tensor]], guess: float, rounds: int) -> dict[str, list[float]]:
+    """Return milliseconds of single calls, which take turns.
+
+    Args:
+        variants: What to time.
+        guess: About what a call takes (milliseconds); the chip idles for longer before each.
+        rounds: Calls of each.
+    """
+    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in variants}
+    gap = int(CYCLES * min(8.0, max(0.8, 1.6 * guess)))
+    for call in variants.values():
+        call()
+    torch.cuda._sleep(60 * CYCLES)
+    for number in range(rounds):
+        for name in variants if number % 2 else reversed(variants):
+            torch.cuda._sleep(gap)
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            variants[name]()
+            stop.record()
+            pairs[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {name: [start.elapsed_time(stop) for start, stop in found] for name, found in pairs.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Args:
+        shape: Name of the shape.
+        skewed: Whether its groups are of unequal size.
+        which: The pass.
+        rates: TFLOP/s of each variant.
+        variant: What the rule chose.
+        errors: Relative errors of ours and torch's.
+        spread: How much torch's figure changes from one half of its calls to the other, relative.
+    """
+
+    shape: str
+    skewed: bool
+    which: Pass
+    rates: Mapping[str, float]
+    variant: str
+    errors: tuple[float, float]
+    spread: float
+
+    @property
+    def ratio(self) -> float:
+        """Ours to torch's grouped product."""
+        return self.rates[OURS] / self.rates[TORCH]
+
+
+def measure(shape: str, skewed: bool, rounds: int, generator: torch.Generator) -> list[Row]:
+    """Measure all passes of a shape."""
+    num_groups, k, n, num_rows = SHAPES[shape]
+    problem = draw(num_groups, k, n, group_sizes(num_rows, num_groups, skewed, generator))
+    rows = []
+    for which in PASSES:
+        variants = calls(problem, which)
+        errors = tuple(relative_error(problem, which, variants[name]) for name in (OURS, TORCH))
+        problem.sums.zero_()
+        times = burst(variants, problem.flops / 6e11, rounds)
+        rates = {name: problem.flops / statistics.median(found) / 1e9 for name, found in times.items()}
+        halves = [statistics.median(times[TORCH][half::2]) for half in range(2)]
+        variant = choose_variant(which, num_rows, num_groups, n, k).variant.removeprefix(f"{which}_")
+        rows.append(Row(shape, skewed, which, rates, variant, errors, abs(halves[0] / halves[1] - 1)))
+        del variants
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the table and the geometric means."""
+    columns = [name for name in (OURS, TORCH, LOOP, ENGINE) if any(name in row.rates for row in rows)]
+    head = [
+        "shape (groups, k, n, rows)",
+        "groups",
+        "pass",
+        *columns,
+        "ours / grouped_mm",
+        "variant",
+        "error ours, grouped_mm",
+    ]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for row in rows:
+        rates = " | ".join(f"{row.rates[name]:.0f}" if name in row.rates else "" for name in columns)
+        shape = f"{row.shape} {SHAPES[row.shape]}"
+        lines.append(
+            f"| {shape} | {'skewed' if row.skewed else 'equal'} | {PASSES[row.which]} | {rates} | {row.ratio:.2f} "
+            f"| {row.variant} | {row.errors[0]:.1e}, {row.errors[1]:.1e} |"
+        )
+    return "\n".join([*lines, "", *means(rows)])
+
+
+def means(rows: Sequence[Row]) -> list[str]:
+    """Return the geometric means of the ratios, each pass for itself and for equal and skewed groups."""
+    lines = ["| ours / grouped_mm, geometric mean | equal | skewed | both |", "|---|---|---|---|"]
+    parts = {name: {which} for which, name in PASSES.items()} | {
+        "forward and input grad": {Pass.FORWARD, Pass.DATA_GRAD}
+    }
+    for name, passes in parts.items():
+        cells = []
+        for kinds in ({False}, {True}, {False, True}):
+            ratios = [row.ratio for row in rows if row.which in passes and row.skewed in kinds]
+            cells.append(f"{prod(ratios) ** (1 / len(ratios)):.2f}" if ratios else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    spread = max(row.spread for row in rows)
+    return [*lines, "", f"grouped_mm's own figures differ by at most {spread:.1%} between the halves of its calls."]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the table to this file as well")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="calls of each variant (default: 10)")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="measure these only")
+    options = parser.parse_args()
+    choice = choose_product(torch.device("cuda", 0), torch.bfloat16, 8, 64, 64)
+    if choice.backend != "bundled":
+        parser.error(f"the bundled kernels cannot be used: {choice.reason}")
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    rows: list[Row] = []
+    for shape in options.shapes:
+        for skewed in (False, True):
+            rows += measure(shape, skewed, options.rounds, generator)
+            print(*table(rows[-len(PASSES) :]).splitlines()[2 : 2 + len(PASSES)], sep="\n", flush=True)
+            torch.cuda.empty_cache()
+    text = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, TFLOP/s\n\n{table(rows)}"
+    print(f"\n{text}")
+    if options.out is not None:
+        options.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+// Runs every variant once or twice on small exact numbers and compares with the host: a program for compute-sanitizer.
+//
+//   nvcc -I kernels/csrc kernels/run_variants.cpp -x none liblm_kernels.so -o run_variants
+//   compute-sanitizer --tool racecheck ./run_variants
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+#include "variants.h"
+
+using namespace lm_kernels;
+
+namespace {
+
+// Groups of which the first, one inside and the last are empty, and rows of no group.
+const std::vector<int> kEnds{0, 70, 200, 200, 271, 330, 330};
+constexpr int kRows = 350, kN = 136, kK = 200, kGap = 2 * kK, kSms = 8;
+const int kGroups = int(kEnds.size());
+constexpr int64_t kStep = int64_t(kN) * kK + kGap;
+
+uint16_t to_bf16(float value) {   // of numbers that fit
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+float from_bf16(uint16_t value) {
+  uint32_t bits = uint32_t(value) << 16;
+  float result;
+  memcpy(&result, &bits, 4);
+  return result;
+}
+
+std::vector<float> small_numbers(size_t size, unsigned seed) {
+  std::vector<float> found(size);
+  for (float& value : found) {
+    seed = seed * 1664525u + 1013904223u;
+    value = float(int(seed >> 24) % 3 - 1);
+  }
+  return found;
+}
+
+void check(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  printf("CUDA: %s\n", cudaGetErrorString(error));
+  exit(2);
+}
+
+template <class T>
+T* on_device(const std::vector<T>& values) {
+  T* found;
+  check(cudaMalloc(&found, values.size() * sizeof(T)));
+  check(cudaMemcpy(found, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return found;
+}
+
+std::vector<uint16_t> rounded(const std::vector<float>& values) {
+  std::vector<uint16_t> found;
+  for (float value : values) found.push_back(to_bf16(value));
+  return found;
+}
+
+struct Numbers {
+  std::vector<float> x = small_numbers(kRows * kK, 1), dy = small_numbers(kRows * kN, 2),
+                     w = small_numbers(kGroups * kStep, 3);
+};
+
+// What d holds afterwards, from what it held before.
+std::vector<float> expected(Kind kind, const Numbers& of, std::vector<float> d) {
+  for (int g = 0; g < kGroups; ++g) {
+    const int start = g ? kEnds[g - 1] : 0;
+    const float* w = of.w.data() + g * kStep;
+    if (is_weight_grad(kind)) {
+      for (int n = 0; n < kN; ++n)
+        for (int k = 0; k < kK; ++k) {
+          float sum = kind == Kind::kWeightGradAdd ? d[g * kStep + n * kK + k] : 0.f;
+          for (int r = start; r < kEnds[g]; ++r) sum += of.dy[r * kN + n] * of.x[r * kK + k];
+          d[g * kStep + n * kK + k] = sum;
+        }
+      continue;
+    }
+    for (int r = start; r < kEnds[g]; ++r) {
+      if (kind == Kind::kForward)
+        for (int n = 0; n < kN; ++n) {
+          float sum = 0;
+          for (int k = 0; k < kK; ++k) sum += of.x[r * kK + k] * w[n * kK + k];
+          d[r * kN + n] = sum;
+        }
+      else
+        for (int k = 0; k < kK; ++k) {
+          float sum = 0;
+          for (int n = 0; n < kN; ++n) sum += of.dy[r * kN + n] * w[n * kK + k];
+          d[r * kK + k] = sum;
+        }
+    }
+  }
+  return d;
+}
+
+int run(const char* name, Kind kind, Launch launch) {
+  const Numbers of;
+  const bool fp32 = is_fp32(kind);
+  const size_t size = is_weight_grad(kind) ? kGroups * kStep : size_t(kRows) * (kind == Kind::kForward ? kN : kK);
+  const std::vector<float> before = small_numbers(size, 4);
+  const std::vector<float> wanted = expected(kind, of, before);
+  uint16_t *x = on_device(rounded(of.x)), *dy = on_device(rounded(of.dy)), *w = on_device(rounded(of.w));
+  int* ends = on_device(kEnds);
+  uint8_t* workspace = on_device(std::vector<uint8_t>(kGroups * kBytesPerGroup + 9 * kWorkspaceAlignment + kSms * 1024));
+  const size_t workspace_bytes = kGroups * kBytesPerGroup + 9 * kWorkspaceAlignment + kSms * 1024;
+  void* d = fp32 ? (void*)on_device(before) : (void*)on_device(rounded(before));
+  const void* a = kind == Kind::kForward ? x : dy;
+  const void* b = is_weight_grad(kind) ? x : w;
+  int num_wrong = 0;
+  for (bool along_n : {false, true}) {
+    if (along_n && kind == Kind::kWeightGradAdd) continue;   // it would add twice
+    const Problem problem{kGroups, ends, kRows, kN, kK, kStep, a, b, d};
+    const Status status = launch(problem, {along_n, along_n ? 2 : 0, kSms, workspace, workspace_bytes, nullptr});
+    check(cudaGetLastError());
+    check(cudaDeviceSynchronize());
+    if (status != Status::kOk) ++num_wrong;
+    std::vector<float> found(size);
+    std::vector<uint16_t> half(size);
+    check(cudaMemcpy(fp32 ? (void*)found.data() : (void*)half.data(), d, size * (fp32 ? 4 : 2), cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < size; ++i) {
+      const float value = fp32 ? found[i] : from_bf16(half[i]);
+      num_wrong += value != (fp32 ? wanted[i] : from_bf16(to_bf16(wanted[i])));
+    }
+  }
+  for (void* memory : {(void*)x, (void*)dy, (void*)w, (void*)ends, (void*)workspace, d}) check(cudaFree(memory));
+  printf("%-50s %s (%d wrong)\n", name, num_wrong ? "FAILED" : "ok", num_wrong);
+  fflush(stdout);
+  return num_wrong != 0;
+}
+
+}  // namespace
+
+#define LM_RUN(kind, name) if (argc < 2 || strstr(#name, argv[1])) num_failed += run(#name, Kind::kind, lm_kernels::name);
+#define LM_RUN_FORWARD(name, ...) LM_RUN(kForward, name)
+#define LM_RUN_DATA_GRAD(name, ...) LM_RUN(kDataGrad, name)
+#define LM_RUN_BF16(name, ...) LM_RUN(kWeightGradBf16, name)
+#define LM_RUN_FP32(name, ...) LM_RUN(kWeightGradFp32, name)
+#define LM_RUN_ADD(name, ...) LM_RUN(kWeightGradAdd, name)
+
+int main(int argc, char** argv) {
+  int num_failed = 0;
+  LM_FORWARD_VARIANTS(LM_RUN_FORWARD)
+  LM_DATA_GRAD_VARIANTS(LM_RUN_DATA_GRAD)
+  LM_WEIGHT_GRAD_BF16_VARIANTS(LM_RUN_BF16)
+  LM_WEIGHT_GRAD_FP32_VARIANTS(LM_RUN_FP32)
+  LM_WEIGHT_GRAD_ADD_VARIANTS(LM_RUN_ADD)
+  printf("%d variants failed\n", num_failed);
+  return num_failed != 0;
+}

@@ -1,0 +1,202 @@
+"""On a GPU the products of experts run on the bundled kernels: eager, compiled, in graphs, and straight into slots."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.experts.grouped_linear import grouped_linear
+from lightning_megatron.experts.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.product_choice import Backend, choose_product
+from lightning_megatron.experts.products import Bundled, stacked
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.plan.experts import ExpertsConfig
+
+pytestmark = pytest.mark.gpu
+
+E, N, K, R = 6, 264, 320, 700
+SIZES = (
+    [100, 0, 333, 1, 127, 139],
+    [0, 128, 256, 64, 200, 0],
+    [0, 0, 0, 0, 0, 0],
+    [0, 0, 700, 0, 0, 0],
+    [1, 2, 3, 4, 5, 6],
+)
+HALF, SUM = 4e-3, 5e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library() -> None:
+    """Skip where the kernels are not built or cannot run."""
+    choice = choose_product(torch.device("cuda", 0), torch.bfloat16, E, K, N)
+    if choice.backend != "bundled":
+        pytest.skip(choice.reason)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def ends_of(sizes: list[int]) -> Tensor:
+    return torch.tensor(sizes, device="cuda").cumsum(0).int()
+
+
+def expected(rows: Tensor, weights: Tensor, outer: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute output, gradient of rows and gradients of weights in float64, of the rows that are in groups."""
+    bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    outputs, grad_rows, grad_weights = [], [], []
+    for weight, (start, stop) in zip(weights.double(), pairwise(bounds), strict=True):
+        x, dy = rows[start:stop].double(), outer[start:stop].double()
+        outputs.append(x @ weight.t())
+        grad_rows.append(dy @ weight)
+        grad_weights.append(dy.t() @ x)
+    return torch.cat(outputs), torch.cat(grad_rows), torch.stack(grad_weights)
+
+
+def assert_close(found: Tensor, wanted: Tensor, limit: float, what: str) -> None:
+    error = float((found.detach().double() - wanted.detach()).norm() / wanted.norm().clamp_min(1e-30))
+    assert error < limit, f"{what}: relative error {error:.1e}"
+
+
+def poisoned(rows: Tensor, sizes: list[int]) -> Tensor:
+    """Return rows of which those of no group are not numbers: whoever reads one spoils a sum."""
+    rows = rows.clone()
+    rows[sum(sizes) :] = torch.nan
+    return rows
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("backend", ["bundled", "grouped_mm", "loop"])
+def test_autograd_equals_float64(backend: Backend, sizes: list[int]) -> None:
+    weights = [draw(N, K).requires_grad_() for _ in range(E)]
+    rows, outer = poisoned(draw(R, K), sizes).requires_grad_(), poisoned(draw(R, N), sizes)
+    output = grouped_linear(rows, weights, ends_of(sizes), backend)
+    grads = torch.autograd.grad(output, (rows, *weights), outer)
+    wanted = expected(rows.detach(), stacked(weights).detach(), outer, sizes)
+    last = sum(sizes)
+    assert_close(output[:last], wanted[0], HALF, "output")
+    assert_close(grads[0][:last], wanted[1], HALF, "gradient of rows")
+    assert_close(torch.stack(grads[1:]), wanted[2], HALF, "gradients of weights")
+
+
+@pytest.mark.parametrize("backend", ["bundled", "loop"])
+@pytest.mark.parametrize("gap", [0, 2 * K, 64, None], ids=["dense", "whole rows", "any", "apart"])
+def test_microbatches_are_summed_in_float32_where_the_slots_are(gap: int | None, backend: Backend) -> None:
+    step = N * K + (gap or 0)
+    memory = draw(E * step)
+    weights = [nn.Parameter(memory[e * step : e * step + N * K].view(N, K)) for e in range(E)]
+    sums = torch.full((E, step), torch.nan, device="cuda")
+    slots = [sums[e, : N * K].view(N, K) for e in range(E)]
+    if gap is None:
+        slots = [slot.clone() for slot in slots]
+    arrived: list[int] = []
+    for number, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
+        set_slot(weight, GradientSlot(slot, lambda number=number: arrived.append(number)))
+    wanted = torch.zeros(E, N, K, device="cuda", dtype=torch.float64)
+    for sizes in (SIZES[1], SIZES[0], SIZES[2], SIZES[3]):
+        rows, outer = poisoned(draw(R, K), sizes), poisoned(draw(R, N), sizes)
+        grouped_linear(rows, weights, ends_of(sizes), backend).backward(outer)
+        wanted += expected(rows, stacked(weights).detach(), outer, sizes)[2]
+    assert arrived == list(range(E)) * 4
+    # Without a launch for all slots each product is rounded to bfloat16 before it is added.
+    limit = HALF if gap is None and backend == "bundled" else SUM
+    assert_close(torch.stack(slots), wanted, limit, "sums")
+    if gap:
+        assert sums[:, N * K :].isnan().all(), "what lies between the slots was written"
+
+
+def test_one_graph_serves_all_ends() -> None:
+    weights, ends = draw(E, N, K), ends_of(SIZES[0])
+    rows, outer, sums = draw(R, K), draw(R, N), torch.zeros(E, N, K, device="cuda")
+    slots = [GradientSlot(part, lambda: None) for part in sums]
+    replaced = torch.zeros(E, N, K, device="cuda")
+    fresh = [GradientSlot(part, lambda: None) for part in replaced]
+    results: list[Tensor] = []
+
+    def step() -> None:
+        for slot, other in zip(slots, fresh, strict=True):
+            slot.is_empty, other.is_empty = False, True
+        results[:] = [
+            Bundled.output(rows, weights.unbind(), ends),
+            Bundled.input_gradient(outer, weights.unbind(), ends),
+            Bundled.weight_gradients(outer, rows, ends),
+        ]
+        Bundled.add_weight_gradients(outer, rows, ends, slots)
+        Bundled.add_weight_gradients(outer, rows, ends, fresh)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for sizes in (*SIZES, *reversed(SIZES)):
+        last = sum(sizes)
+        rows.copy_(poisoned(draw(R, K), sizes))
+        outer.copy_(poisoned(draw(R, N), sizes))
+        ends.copy_(ends_of(sizes))
+        for tensor in (*results, replaced):
+            tensor.fill_(torch.nan)
+        sums.fill_(1.0)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        wanted = expected(rows, weights, outer, sizes)
+        assert_close(results[0][:last], wanted[0], HALF, "output")
+        assert_close(results[1][:last], wanted[1], HALF, "gradient of rows")
+        assert_close(results[2], wanted[2], HALF, "gradients of weights")
+        assert_close(sums, wanted[2] + 1, SUM, "sums")
+        assert_close(replaced, wanted[2], SUM, "replaced sums")
+        assert all(result[last:].isnan().all() for result in results[:2]), "rows of no group were written"
+
+
+def test_two_streams_do_not_disturb_each_other() -> None:
+    weights, ends = draw(E, N, K), ends_of(SIZES[0])
+    pairs = [(draw(R, K), torch.cuda.Stream()) for _ in range(2)]
+    alone = [Bundled.output(rows, weights.unbind(), ends)[: sum(SIZES[0])] for rows, _ in pairs]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        found = []
+        for rows, stream in pairs:
+            with torch.cuda.stream(stream):
+                found.append(Bundled.output(rows, weights.unbind(), ends)[: sum(SIZES[0])])
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
+
+
+def test_torch_accepts_the_operators_on_a_gpu() -> None:
+    sizes = [100, 0, 333, 1, 127, 139]
+    rows, outer, ends = draw(R, K).requires_grad_(), draw(R, N), ends_of(sizes)
+    weights: list[Any] = [draw(N, K).requires_grad_() for _ in range(E)]
+    ops = torch.ops.lightning_megatron
+    torch.library.opcheck(ops.grouped_linear.default, (rows, weights, ends, None), atol=1e-2, rtol=1e-2)
+    weights = [weight.detach() for weight in weights]
+    torch.library.opcheck(ops.grouped_linear_input_gradient.default, (outer, weights, ends, "bundled"))
+    torch.library.opcheck(ops.grouped_linear_weight_gradients.default, (outer, rows.detach(), ends, "bundled"))
+
+
+def test_compiled_experts_equal_eager_ones_in_one_graph() -> None:
+    config = ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=128)
+    wrapped = nn.ModuleDict({"experts": GroupedMLP(K, config, ParallelMesh.single()).bfloat16()})
+    wrapped.to_empty(device="cuda")
+    initialize_(wrapped, "cuda", 0)
+    module = wrapped["experts"]
+    sizes = [100, 0, 333, 1, 127, 139]
+    rows, probabilities, ends = draw(R, K).requires_grad_(), torch.rand(R, device="cuda"), ends_of(sizes)
+    leaves = (rows, *module.parameters())
+    results = []
+    for run in (module, torch.compile(module, fullgraph=True)):
+        output = run(rows, probabilities, ends)
+        results.append((output, *torch.autograd.grad(output.float().square().sum(), leaves)))
+    for one, other in zip(*results, strict=True):
+        assert_close(one, other.double(), 2e-2, "eager against compiled")
