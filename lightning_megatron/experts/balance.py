@@ -15,44 +15,22 @@ from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 
 
-def balance_loss(probabilities: Tensor, shares: Tensor, num_tokens: int) -> Tensor:
+def balance_loss(share_sums: Tensor, of_choices: Tensor, num_tokens: int) -> Tensor:
     """Return this rank's part of the loss that grows as tokens are spread unevenly.
 
     Equal, over all tokens, to E times the sum over experts of (share of the choices) x (mean probability): 1 where all
-    experts are alike, E where all tokens go to one. Shares are constants; gradients reach probabilities alone.
+    experts are alike, E where all tokens go to one. Shares of choices are constants; gradients reach probabilities.
 
-    Shapes: probabilities ``(S, B, E)``; shares ``(1, E)`` for all sequences or ``(B, E)``; output a number.
+    Shapes: both ``(1, E)`` for all sequences or ``(B, E)``; output a number.
 
     Args:
-        probabilities: Of each expert for this rank's tokens; those of a token add up to 1.
-        shares: How much of the choices each expert has; a row adds up to 1.
+        share_sums: Sums over this rank's tokens of the probabilities of each expert; those of a token add up to 1.
+        of_choices: How much of the choices each expert has; a row adds up to 1.
         num_tokens: Tokens of the microbatch on all tp ranks together (tokens).
 
     Source: Fedus et al. 2022, equation 4; DeepSeek-AI 2024, equations 17 to 20 (of each sequence).
     """
-    return probabilities.shape[-1] / num_tokens * (probabilities.sum(0) * shares).sum()
-
-
-def z_loss(logits: Tensor, num_tokens: int) -> Tensor:
-    """Return this rank's part of the mean squared logarithm of the sum of the exponentials of logits.
-
-    Shapes: logits ``(..., E)``; output a number.
-
-    Args:
-        logits: Of this rank's tokens.
-        num_tokens: Tokens of the microbatch on all tp ranks together (tokens).
-
-    Source: Zoph et al. 2022, equation 5.
-    """
-    return torch.logsumexp(logits, -1).square().sum() / num_tokens
-
-
-def entropy(probabilities: Tensor) -> Tensor:
-    """Return the mean entropy of tokens, without a gradient: the logarithm of E where experts are alike (nats).
-
-    Shapes: probabilities ``(..., E)``; output a number.
-    """
-    return torch.special.entr(probabilities.detach()).sum(-1).mean()
+    return share_sums.shape[-1] / num_tokens * (share_sums * of_choices).sum()
 
 
 def num_choices(experts: Tensor, num_experts: int) -> Tensor:

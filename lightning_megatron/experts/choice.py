@@ -17,6 +17,8 @@ from lightning_megatron.plan.experts import BEST_OF_GROUP, ExpertsConfig
 def choose_experts(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Tensor:
     """Return the experts with the highest scores, best first; of the best groups alone, where there are groups.
 
+    Of equal scores that of the lower number comes first, so that every device and layout chooses the same.
+
     Shapes: scores ``(T, E)``; bias ``(E,)``; output ``(T, k)`` int64.
 
     Args:
@@ -31,24 +33,24 @@ def choose_experts(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -
     if config.top_k_groups < config.num_groups:
         by_group = scores.unflatten(-1, (config.num_groups, -1))
         worth = by_group.topk(BEST_OF_GROUP, -1).values.sum(-1)
-        best = worth.topk(config.top_k_groups, -1).indices
+        best = _highest(worth, config.top_k_groups)
         is_out = torch.ones_like(worth, dtype=torch.bool).scatter_(-1, best, False)
         scores = by_group.masked_fill(is_out[..., None], -torch.inf).flatten(-2)
-    return scores.topk(config.top_k, -1).indices
+    return _highest(scores, config.top_k)
 
 
-def balanced_experts(num_tokens: int, config: ExpertsConfig, mesh: ParallelMesh) -> Tensor:
+def balanced_experts(num_tokens: int, first_turn: int, config: ExpertsConfig, device: torch.device) -> Tensor:
     """Deal the experts out to tokens in turn, whatever the scores are.
 
     Shapes: output ``(T, k)`` int64.
 
     Args:
         num_tokens: Tokens of this rank (tokens).
+        first_turn: The turn of the first choice: choices of earlier ranks.
         config: How many experts.
-        mesh: The groups and the device of this rank.
+        device: Where the tokens are.
     """
-    first = num_tokens * config.top_k * mesh.tp.rank if mesh.sequence_parallel else 0
-    turns = torch.arange(first, first + num_tokens * config.top_k, device=mesh.device)
+    turns = torch.arange(first_turn, first_turn + num_tokens * config.top_k, device=device)
     return (turns % config.num_experts).view(num_tokens, config.top_k)
 
 
@@ -90,3 +92,7 @@ def within_capacity(experts: Tensor, load: Tensor, capacity: int, mesh: Parallel
         start = start - gather_from_axis(load[None], mesh.tp, 0)[: mesh.tp.rank].sum(0)
     places = torch.arange(flat.numel(), device=flat.device) - start[flat[by_expert]]
     return torch.empty_like(flat, dtype=torch.bool).scatter_(0, by_expert, places < capacity).view_as(experts)
+
+
+def _highest(values: Tensor, count: int) -> Tensor:
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]

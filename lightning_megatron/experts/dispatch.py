@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import RankMismatchError
-from lightning_megatron.experts.permute import RowMap, map_rows, permute, permute_probabilities, unpermute
+from lightning_megatron.experts.permute import RowMap, map_rows, permute_both, unpermute
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import (
     all_gather_sequence,
@@ -117,7 +117,7 @@ class LocalDispatcher:
     def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
         """Sort the tokens that chose experts of this rank."""
         row_map = map_rows(experts, self.here.start, self.here.size)
-        return Dispatched(permute(hidden, row_map), permute_probabilities(probabilities, row_map), row_map)
+        return Dispatched(*permute_both(hidden, probabilities, row_map), row_map)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """Add up the outputs of every token."""
@@ -209,16 +209,14 @@ class AllToAllDispatcher:
         leaving = replace(leaving, pairs=leaving.pairs[: sum(sends)])
         exchange = Exchange(leaving, tuple(sends), tuple(receives))
         rows, scales = (
-            exchange_rows(tensor, sends, receives, self.axis)
-            for tensor in (permute(hidden, leaving), permute_probabilities(probabilities, leaving))
+            exchange_rows(tensor, sends, receives, self.axis) for tensor in permute_both(hidden, probabilities, leaving)
         )
         # They came sorted by rank, then by expert.
         num_here = counts.shape[1]
         numbers = torch.arange(num_here, device=counts.device).repeat(self.axis.size)
         found = torch.repeat_interleave(numbers, arriving.flatten(), output_size=sum(receives))
         row_map = map_rows(found.unsqueeze(1), 0, num_here)
-        sorted_scales = permute_probabilities(scales.unsqueeze(1), row_map)
-        return Dispatched(permute(rows, row_map), sorted_scales, row_map, exchange)
+        return Dispatched(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, exchange)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """Send outputs back and add up those of every token."""

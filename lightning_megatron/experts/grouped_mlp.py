@@ -10,6 +10,7 @@ from lightning_megatron.experts.grouped_linear import grouped_linear
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.init import Initializer, sharded_parameter
+from lightning_megatron.layers.kernel_choice import fused_kernels
 from lightning_megatron.layers.mlp import Activation, activate, is_gated
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.shards import ShardRange, even_range, gated_ranges
@@ -108,6 +109,24 @@ class GroupedMLP(nn.ModuleDict):
             probabilities: What each row's output is multiplied by.
             ends: One past the last row of every expert here (int32, on the device).
         """
-        inner = activate(grouped_linear(rows, self.weights(self.first_name), ends), self.activation)
-        weighted = (inner * probabilities.unsqueeze(-1)).to(inner.dtype)
+        inner = grouped_linear(rows, self.weights(self.first_name), ends)
+        weighted = weighted_activation(inner, probabilities, ends, self.activation)
         return grouped_linear(weighted, self.weights("down"), ends)
+
+
+def weighted_activation(inner: Tensor, probabilities: Tensor, ends: Tensor, activation: Activation) -> Tensor:
+    """Apply an activation to rows, and multiply each by its probability.
+
+    Shapes: inner ``(R, F)``, of gated activations ``(R, 2 F)``; probabilities ``(R)``; output ``(R, F)``. Rows past the
+    last end are undefined.
+
+    Args:
+        inner: What the activation is applied to.
+        probabilities: Of every row, in float32 or wider.
+        ends: One past the last row of every expert here.
+        activation: As of ``layers.mlp``.
+    """
+    kernels = fused_kernels(inner) if activation == "swiglu" else None
+    if kernels is not None:
+        return kernels.apply_weighted_swiglu(inner, probabilities, ends)
+    return (activate(inner, activation) * probabilities.unsqueeze(-1)).to(inner.dtype)

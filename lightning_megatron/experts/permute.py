@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_megatron.layers.kernel_choice import fused_kernels
+
 
 @dataclass(frozen=True)
 class RowMap:
@@ -35,6 +37,11 @@ class RowMap:
         """Count the choices of a token."""
         return self.rows.shape[1]
 
+    @property
+    def num_rows(self) -> int:
+        """Count the rows of the buffer."""
+        return self.pairs.shape[0]
+
 
 def map_rows(experts: Tensor, first: int, num_experts: int) -> RowMap:
     """Sort the choices of tokens by expert.
@@ -49,30 +56,61 @@ def map_rows(experts: Tensor, first: int, num_experts: int) -> RowMap:
         first: The first expert here.
         num_experts: Experts here, E.
     """
-    num_tokens, top_k = experts.shape
+    kernels = fused_kernels(experts)
+    if kernels is None or num_experts > kernels.MAX_SORTED_EXPERTS:
+        return sort_by_expert(experts, first, num_experts)
+    pairs, rows, ends = kernels.sort_choices(experts, first, num_experts)
+    return RowMap(pairs[: _num_rows(experts, num_experts)], rows, ends)
+
+
+def sort_by_expert(experts: Tensor, first: int, num_experts: int) -> RowMap:
+    """Do what :func:`map_rows` does by torch's operators."""
     local = experts.flatten() - first
     key = torch.where((local >= 0) & (local < num_experts), local, num_experts)
     ordered, pairs = torch.sort(key, stable=True)
     rows = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(pairs.shape[0], device=pairs.device))
     numbers = torch.arange(num_experts, device=key.device, dtype=key.dtype)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
-    return RowMap(pairs[: num_tokens * min(top_k, num_experts)], rows.view(num_tokens, top_k), ends)
+    return RowMap(pairs[: _num_rows(experts, num_experts)], rows.view_as(experts), ends)
+
+
+def _num_rows(experts: Tensor, num_experts: int) -> int:
+    num_tokens, top_k = experts.shape
+    return num_tokens * min(top_k, num_experts)
 
 
 def permute(hidden: Tensor, row_map: RowMap) -> Tensor:
     """Copy every token into the rows of its choices.
 
-    Equal to ``hidden[row_map.pairs // k]``; rows past the last end add nothing to gradients.
+    Equal to ``hidden[row_map.pairs // k]`` before the last end. Rows past it are undefined and have no
+    gradient.
 
     Shapes: hidden ``(T, D)``; output ``(R, D)``.
     """
+    kernels = fused_kernels(hidden)
+    if kernels is not None:
+        return kernels.permute_tokens(hidden, None, row_map.rows, row_map.ends, row_map.num_rows)[0]
     return _ToRows.apply(hidden, row_map, row_map.top_k)
+
+
+def permute_both(hidden: Tensor, probabilities: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
+    """Copy every token, and the probabilities of its choices, into the rows of the choices, in one pass.
+
+    Equal to :func:`permute` and :func:`permute_probabilities`.
+
+    Shapes: hidden ``(T, D)``; probabilities ``(T, k)``; outputs ``(R, D)`` and ``(R)``.
+    """
+    kernels = fused_kernels(hidden)
+    if kernels is not None:
+        return kernels.permute_tokens(hidden, probabilities, row_map.rows, row_map.ends, row_map.num_rows)
+    return permute(hidden, row_map), permute_probabilities(probabilities, row_map)
 
 
 def permute_probabilities(probabilities: Tensor, row_map: RowMap) -> Tensor:
     """Copy the probability of every choice into its row.
 
-    Equal to ``probabilities.flatten()[row_map.pairs]``; rows past the last end add nothing to gradients.
+    Equal to ``probabilities.flatten()[row_map.pairs]`` before the last end. Rows past it are undefined and have
+    no gradient.
 
     Shapes: probabilities ``(T, k)``; output ``(R)``.
     """
@@ -86,6 +124,9 @@ def unpermute(rows: Tensor, row_map: RowMap, probabilities: Tensor | None = None
 
     Shapes: rows ``(R, D)``; probabilities ``(T, k)``; output ``(T, D)`` in the dtype of rows.
     """
+    kernels = fused_kernels(rows)
+    if kernels is not None:
+        return kernels.unpermute_rows(rows, probabilities, row_map.rows, row_map.ends)
     chosen = _FromRows.apply(rows, row_map).unflatten(0, row_map.rows.shape)
     if probabilities is not None:
         chosen = chosen * probabilities.unsqueeze(-1)

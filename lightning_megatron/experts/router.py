@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from lightning_megatron.experts.balance import (
-    balance_loss,
-    entropy,
-    microbatch_shares,
-    num_choices,
-    num_choices_of_sequences,
-    update_bias_,
-    z_loss,
-)
-from lightning_megatron.experts.choice import balanced_experts, choose_experts, expert_capacity, within_capacity
+from lightning_megatron.experts.balance import balance_loss, microbatch_shares, num_choices, update_bias_
+from lightning_megatron.experts.choice import expert_capacity, within_capacity
+from lightning_megatron.experts.exact_linear import exact_dtype, exact_linear
+from lightning_megatron.experts.scores import Scored, score_tokens
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.layers.init import Initializer, sharded_parameter
+from lightning_megatron.layers.kernel_choice import fused_kernels
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.shards import whole_range
-
-#: Keeps scores that are all zero from being divided by zero.
-_TINY = 1e-20
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,16 +111,13 @@ class Router(nn.Module):
         config, places = self.config, hidden.shape[:2]
         # On all tp ranks together.
         num_tokens = places.numel() * self._num_parts
-        logits = _ExactLinear.apply(self._jittered(hidden), self.weight).flatten(0, 1)
-        scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
-        chosen = self._choose(scores)
-        load = num_choices(chosen, config.num_experts)
-        shares = scores if config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + _TINY)
-        probabilities, experts, counts, dropped = self._weigh(logits, scores, chosen), chosen, load, None
+        scored = self._score(hidden)
+        load = scored.load[0] if scored.load.shape[0] == 1 else scored.load.sum(0, dtype=torch.int32)
+        probabilities, experts, counts, dropped = scored.probabilities, scored.experts, load, None
         if config.capacity_factor is not None:
             capacity = expert_capacity(num_tokens, config)
-            is_out = ~within_capacity(chosen, load, capacity, self.mesh)
-            probabilities, experts = probabilities.masked_fill(is_out, 0.0), chosen.masked_fill(is_out, -1)
+            is_out = ~within_capacity(experts, load, capacity, self.mesh)
+            probabilities, experts = probabilities.masked_fill(is_out, 0.0), experts.masked_fill(is_out, -1)
             counts, dropped = num_choices(experts, config.num_experts), is_out.sum(dtype=torch.int32)
         return Routing(
             probabilities=probabilities,
@@ -141,9 +125,9 @@ class Router(nn.Module):
             counts=counts,
             load=load,
             dropped=dropped,
-            entropy=entropy(shares),
-            balance_loss=self._balance_loss(scores, shares, chosen, places) if self.training else None,
-            z_loss=config.z_loss * z_loss(logits, num_tokens) if self.training and config.z_loss else None,
+            entropy=scored.entropy_sum / places.numel(),
+            balance_loss=self._balance_loss(scored, num_tokens) if self.training else None,
+            z_loss=scored.square_sum * (config.z_loss / num_tokens) if self.training and config.z_loss else None,
         )
 
     @torch.no_grad()
@@ -179,7 +163,7 @@ class Router(nn.Module):
     def _jittered(self, hidden: Tensor) -> Tensor:
         if not self.training or not self.config.jitter:
             return hidden
-        wide = hidden.to(_exact_dtype(hidden))
+        wide = hidden.to(exact_dtype(hidden))
         num_places = wide.shape[0] * self._num_parts
         with self.mesh.random.fork("replicated", "router"):
             # For the places of all ranks, so that each token's numbers do not depend on who has it.
@@ -188,73 +172,21 @@ class Router(nn.Module):
             uniform = uniform.chunk(self._num_parts)[self.mesh.tp.rank]
         return wide * (1.0 + self.config.jitter * (2.0 * uniform - 1.0))
 
-    def _choose(self, scores: Tensor) -> Tensor:
+    def _score(self, hidden: Tensor) -> Scored:
+        config, (length, num_sequences) = self.config, hidden.shape[:2]
+        logits = exact_linear(self._jittered(hidden), self.weight).flatten(0, 1)
+        first_turn = None
         if self.forced_balance:
-            return balanced_experts(scores.shape[0], self.config, self.mesh)
-        return choose_experts(scores, self.expert_bias, self.config)
+            # The ranks that have the other tokens of a sequence deal out the turns before and after.
+            first_turn = length * num_sequences * config.top_k * self.mesh.tp.rank if self._num_parts > 1 else 0
+        classes = num_sequences if config.aux_loss_scope == "sequence" else 1
+        return score_tokens(logits, self.expert_bias, config, classes, first_turn, fused_kernels(hidden))
 
-    def _weigh(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return what the outputs of chosen experts are multiplied by."""
-        if not self.config.normalize_top_k:
-            weights = scores.gather(-1, chosen)
-        elif self.config.scoring == "softmax":
-            # Equal to dividing by the sum, which biases or groups could make zero.
-            weights = logits.gather(-1, chosen).softmax(-1)
-        else:
-            weights = scores.gather(-1, chosen)
-            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-        return weights * self.config.score_scale
-
-    def _balance_loss(self, scores: Tensor, shares: Tensor, chosen: Tensor, places: torch.Size) -> Tensor | None:
-        config = self.config
-        if not config.aux_loss:
+    def _balance_loss(self, scored: Scored, num_tokens: int) -> Tensor | None:
+        if not self.config.aux_loss:
             return None
         if self.step_shares is not None:
-            of_choices = self.step_shares.to(shares.dtype)[None]
+            of_choices = self.step_shares.to(scored.share_sums.dtype)[None]
         else:
-            if self.expert_bias is not None and not self.forced_balance:
-                chosen = choose_experts(scores, None, config)
-            if config.aux_loss_scope == "sequence":
-                load = num_choices_of_sequences(chosen.unflatten(0, places), config.num_experts)
-            else:
-                load = num_choices(chosen, config.num_experts)[None]
-            of_choices = microbatch_shares(load, self.mesh, shares.dtype)
-        return config.aux_loss * balance_loss(shares.unflatten(0, places), of_choices, places.numel() * self._num_parts)
-
-
-def _exact_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    kind = x.device.type
-    # Meta has none.
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
-
-
-class _ExactLinear(torch.autograd.Function):
-    """Multiply in float32 or wider, and keep the operands in the dtype that they have."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.slot = slot_of(weight)
-        dtype = torch.promote_types(_exact_dtype(hidden), weight.dtype)
-        with _without_autocast(hidden):
-            return F.linear(hidden.to(dtype), weight.to(dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
-        grad, grad_hidden, grad_weight = grads[0], None, None
-        with _without_autocast(grad):
-            if ctx.needs_input_grad[0]:
-                grad_hidden = (grad @ weight.to(grad.dtype)).to(hidden.dtype)
-            if ctx.needs_input_grad[1]:
-                rows = hidden.to(grad.dtype).flatten(0, -2)
-                grad_weight = grad.flatten(0, -2).t() @ rows
-        if grad_weight is not None and ctx.slot is not None:
-            ctx.slot.add(grad_weight)
-            return grad_hidden, None
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+            of_choices = microbatch_shares(scored.unbiased_load, self.mesh, scored.share_sums.dtype)
+        return self.config.aux_loss * balance_loss(scored.share_sums, of_choices, num_tokens)

@@ -1,24 +1,35 @@
-"""Fused elementwise kernels of a Transformer block, in Triton, which the CUDA builds of torch bring.
+"""Fused kernels of a Transformer block and of its experts, in Triton, which the CUDA builds of torch bring.
 
 Only ``layers.kernel_choice`` imports this room, when tensors are of a half type on a GPU. No kernel uses atomics: the
 same inputs give the same bits.
 """
 
 from lightning_megatron.kernels.adamw import AdamKernel
+from lightning_megatron.kernels.choice_sort import MAX_SORTED_EXPERTS, sort_choices
 from lightning_megatron.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
 from lightning_megatron.kernels.gelu import apply_gelu
 from lightning_megatron.kernels.norm import MAX_WIDTH as MAX_NORM_WIDTH
 from lightning_megatron.kernels.norm import add_norm
 from lightning_megatron.kernels.rotary import rotate_qkv
+from lightning_megatron.kernels.route import RouteSettings, route_tokens
 from lightning_megatron.kernels.swiglu import apply_swiglu
+from lightning_megatron.kernels.token_rows import permute_tokens, unpermute_rows
+from lightning_megatron.kernels.weighted_swiglu import apply_weighted_swiglu
 
 __all__ = [
     "AdamKernel",
     "MAX_NORM_WIDTH",
+    "MAX_SORTED_EXPERTS",
+    "RouteSettings",
     "add_norm",
     "cross_entropy_gradient",
     "cross_entropy_statistics",
     "apply_gelu",
     "rotate_qkv",
     "apply_swiglu",
+    "apply_weighted_swiglu",
+    "permute_tokens",
+    "route_tokens",
+    "sort_choices",
+    "unpermute_rows",
 ]

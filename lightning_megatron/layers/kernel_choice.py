@@ -35,14 +35,16 @@ def fused_kernels(tensor: Tensor) -> ModuleType | None:
 
 
 def is_served(tensor: Tensor) -> bool:
-    """Tell whether the kernels are made for a tensor: of a half type, on a GPU.
+    """Tell whether the kernels are made for a tensor: of a half type or of integers, on a GPU.
 
-    Under autocast the operators of torch choose the dtype of each step, so nothing is fused. Inside of
+    Under autocast the operators of torch choose the dtype of each step on floats, so none is fused. Inside of
     ``torch.compile`` the compiler fuses those operators itself.
     """
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cuda"):
+    if torch.compiler.is_compiling() or not tensor.is_cuda:
         return False
-    return tensor.is_cuda and tensor.dtype in _HALF_TYPES
+    if tensor.is_floating_point():
+        return tensor.dtype in _HALF_TYPES and not torch.is_autocast_enabled("cuda")
+    return True
 
 
 @cache

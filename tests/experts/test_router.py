@@ -132,7 +132,7 @@ def test_nothing_is_read_back_from_the_device(name: str) -> None:
     attached = attach_loss(routing.probabilities, losses_of(routing), 1.0)
     assert gradients(attached.sum(), hidden)[0].shape == hidden.shape
     router.update_(step_load(routing.load, mesh))
-    balanced_experts(S * B, router.config, mesh)
+    balanced_experts(S * B, 0, router.config, mesh.device)
 
 
 def test_scores_are_those_of_float32_under_autocast_and_in_half_precision() -> None:

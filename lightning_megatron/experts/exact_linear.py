@@ -1,0 +1,88 @@
+"""The router's product: in float32 or wider, whatever the dtype of its operands is."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lightning_megatron.layers.gradient_slot import slot_of
+
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+def exact_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a router computes on a tensor."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def exact_linear(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Multiply by the transpose of a weight in float32 or wider, and keep operands in the dtype that they have.
+
+    Operands of one half type on a GPU are multiplied by its tensor cores, which make exact products of them and add
+    those up in float32. The gradient of the result is then split into two numbers of that type, whose sum has all but
+    its last 2^-16 (bfloat16) and goes through the same cores.
+
+    Shapes: hidden ``(..., D)``; weight ``(E, D)``; output ``(..., E)``.
+    """
+    return _ExactLinear.apply(hidden, weight)
+
+
+class _ExactLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.slot = slot_of(weight)
+        with _without_autocast(hidden):
+            if _on_tensor_cores(hidden, weight):
+                logits = torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=torch.float32)
+                return logits.view(*hidden.shape[:-1], -1)
+            dtype = torch.promote_types(exact_dtype(hidden), weight.dtype)
+            return F.linear(hidden.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        grad, rows = grads[0].flatten(0, -2), hidden.flatten(0, -2)
+        grad_rows, grad_weight = None, None
+        with _without_autocast(grad):
+            if _on_tensor_cores(hidden, weight):
+                parts = _split(grad, hidden.dtype)
+                if ctx.needs_input_grad[0]:
+                    grad_rows = parts @ torch.cat([weight, weight])
+                if ctx.needs_input_grad[1]:
+                    both = torch.mm(parts.t(), rows, out_dtype=torch.float32)
+                    grad_weight = both.view(2, *weight.shape).sum(0)
+            else:
+                if ctx.needs_input_grad[0]:
+                    grad_rows = (grad @ weight.to(grad.dtype)).to(hidden.dtype)
+                if ctx.needs_input_grad[1]:
+                    grad_weight = grad.t() @ rows.to(grad.dtype)
+        grad_hidden = None if grad_rows is None else grad_rows.view_as(hidden)
+        if grad_weight is not None and ctx.slot is not None:
+            ctx.slot.add(grad_weight)
+            return grad_hidden, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def _on_tensor_cores(hidden: Tensor, weight: Tensor) -> bool:
+    return hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in _HALF_TYPES
+
+
+def _split(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Write each number as the sum of two of a half type; those of a row are followed by their remainders."""
+    parts = torch.empty((grad.shape[0], 2, grad.shape[1]), dtype=dtype, device=grad.device)
+    parts[:, 0] = grad
+    parts[:, 1] = grad - parts[:, 0]
+    return parts.flatten(1)
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    kind = x.device.type
+    # Meta has none.
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

@@ -1,0 +1,321 @@
+"""The router after its logits: scores, choices, weights and what the losses need, in one pass forward and one backward.
+
+A program takes some tokens at a time with the scores of all experts in registers; a choice is one maximum over keys
+that hold a score and, below it, how low the expert's number is: so ties go to the lower number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton import language as tl
+
+from lightning_megatron.kernels.launch import on_device_of, power_of_two
+
+# Scores and tokens that a program holds at a time.
+_TILE, _MAX_TOKENS = 1024, 32
+# Four for every multiprocessor of an H200; each adds up what it sees, so that few partial sums are left.
+_PROGRAMS = 528
+_MAX_EXPERTS, _MAX_CHOICES = 512, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteSettings:
+    """Say how experts are scored and chosen; ``plan.experts.ExpertsConfig`` says what the numbers mean.
+
+    Args:
+        num_experts: Experts of the layer, E.
+        top_k: Experts that a token goes to, k.
+        num_groups: Groups of experts, of which the best are eligible; 1 where all are.
+        top_k_groups: Groups that are eligible.
+        is_softmax: Whether scores are a softmax; otherwise they are sigmoids.
+        is_normalized: Whether the scores of the chosen experts are divided by their sum.
+        scale: What they are multiplied by.
+        num_sequences: Sequences whose sums are kept apart: token t is of sequence ``t % num_sequences``.
+        first_turn: If experts are dealt out in turn, whatever the scores are: the turn of the first choice; else None.
+        counts_unbiased: Whether the choices without biases are counted, too.
+    """
+
+    num_experts: int
+    top_k: int
+    num_groups: int
+    top_k_groups: int
+    is_softmax: bool
+    is_normalized: bool
+    scale: float
+    num_sequences: int
+    first_turn: int | None
+    counts_unbiased: bool
+
+    def is_served(self) -> bool:
+        """Tell whether the kernels are made for these numbers: the rows of scores must fit into registers."""
+        in_range = self.num_experts <= _MAX_EXPERTS and self.top_k <= _MAX_CHOICES
+        # Groups are a dimension of a tile, whose sizes are powers of two.
+        return in_range and (self.num_groups == 1 or power_of_two(self.num_experts) == self.num_experts)
+
+    def constants(self) -> dict[str, Any]:
+        """Return what both kernels are compiled for."""
+        block = power_of_two(self.num_experts)
+        return {
+            "E": self.num_experts, "K": self.top_k, "SOFTMAX": self.is_softmax, "NORMALIZE": self.is_normalized,
+            "TOKENS": max(min(_TILE // block, _MAX_TOKENS), 1), "BLOCK": block,
+        }  # fmt: skip
+
+
+def route_tokens(logits: Tensor, bias: Tensor | None, settings: RouteSettings) -> tuple[Tensor, ...]:
+    """Score all experts for every token, choose the best, and add up what balances them.
+
+    Gradients reach the logits from the probabilities, from the sums of shares and from the sum of squares.
+
+    Shapes: logits ``(T, E)`` float32; bias ``(E,)``; C is the number of sequences that are kept apart.
+
+    Args:
+        logits: Of the router.
+        bias: What is added to scores where experts are chosen; None stands for nothing.
+        settings: How experts are chosen.
+
+    Returns:
+        Probabilities of the chosen experts ``(T, k)``; their numbers, best first, ``(T, k)`` int64; how often every
+        expert is chosen ``(C, E)`` int32, and the same without biases if it is counted; sums over tokens of the scores
+        divided by their sum ``(C, E)``; the sum of the squared logarithms of sums of exponentials; the sum of entropies
+        (nats).
+    """
+    probabilities, experts, loads, *sums = _Route.apply(logits, bias, settings)
+    return probabilities, experts, loads[0], loads[-1], *sums
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, bias: Tensor | None, settings: RouteSettings) -> tuple[Tensor, ...]:
+        logits, device = logits.contiguous(), logits.device
+        num_tokens, num_experts = logits.shape
+        classes, top_k, constants = settings.num_sequences, settings.top_k, settings.constants()
+        probabilities = torch.empty((num_tokens, top_k), dtype=logits.dtype, device=device)
+        experts = torch.empty((num_tokens, top_k), dtype=torch.int64, device=device)
+        blocks = triton.cdiv(triton.cdiv(num_tokens, classes), constants["TOKENS"])
+        programs = min(blocks, max(_PROGRAMS // classes, 1))
+        kinds = 2 if settings.counts_unbiased else 1
+        loads = torch.empty((kinds, classes, programs, num_experts), dtype=torch.int32, device=device)
+        sums = torch.empty((classes, programs, num_experts + 2), dtype=torch.float32, device=device)
+        is_forced = settings.first_turn is not None
+        has_groups = settings.top_k_groups < settings.num_groups and not is_forced
+        if num_tokens:
+            with on_device_of(logits):
+                _forward[(programs, classes)](
+                    logits, logits if bias is None else bias, probabilities, experts, loads, sums, num_tokens,
+                    settings.first_turn or 0, settings.scale, HAS_BIAS=bias is not None and not is_forced,
+                    COUNTS_UNBIASED=settings.counts_unbiased, IS_FORCED=is_forced,
+                    GROUPS=settings.num_groups if has_groups else 1, TOP_GROUPS=settings.top_k_groups, **constants,
+                )  # fmt: skip
+        load, total = loads.sum(2, dtype=torch.int32), sums.sum(1)
+        ctx.save_for_backward(logits, experts)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(experts, load)
+        squares, entropies = total[:, num_experts:].sum(0).unbind()
+        ctx.mark_non_differentiable(entropies)
+        return probabilities, experts, load, total[:, :num_experts], squares, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, experts = ctx.saved_tensors
+        settings, constants = ctx.settings, ctx.settings.constants()
+        grad_probabilities, _, _, grad_shares, grad_squares, _ = grads
+        result = torch.empty_like(logits)
+        blocks = triton.cdiv(triton.cdiv(logits.shape[0], settings.num_sequences), constants["TOKENS"])
+        if logits.numel():
+            with on_device_of(logits):
+                _backward[(blocks, settings.num_sequences)](
+                    logits, experts, *(logits if grad is None else grad.contiguous() for grad in (
+                        grad_probabilities, grad_shares, grad_squares
+                    )), result, logits.shape[0], settings.scale, HAS_WEIGHTS=grad_probabilities is not None,
+                    HAS_SHARES=grad_shares is not None, HAS_SQUARES=grad_squares is not None, **constants,
+                )  # fmt: skip
+        return result, None, None
+
+
+@triton.jit
+def _keys(scores: tl.tensor, columns: tl.tensor, E: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    # Bits of a float in the order of integers; NaN is above all, as torch has it.
+    bits = scores.to(tl.int32, bitcast=True)
+    ordered = tl.where(scores != scores, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    keys = (ordered.to(tl.int64) << 32) | (BLOCK - 1 - columns).to(tl.int64)
+    return tl.where(columns < E, keys, -0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _value(keys: tl.tensor) -> tl.tensor:
+    ordered = (keys >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _best(
+    scores: tl.tensor, columns: tl.tensor, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return for every expert which choice it is, or -1."""
+    taken = -0x7FFFFFFFFFFFFFFF
+    keys = _keys(scores, columns, E, BLOCK)
+    if GROUPS > 1:
+        by_group = tl.reshape(keys, (TOKENS, GROUPS, BLOCK // GROUPS))
+        first = tl.max(by_group, axis=2)
+        second = tl.max(tl.where(by_group == first[:, :, None], taken, by_group), axis=2)
+        numbers = tl.arange(0, GROUPS)[None, :]
+        worth = _keys(_value(first) + _value(second), numbers, GROUPS, GROUPS)
+        is_in = tl.zeros((TOKENS, GROUPS), tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            hit = worth == tl.max(worth, axis=1)[:, None]
+            is_in = tl.where(hit, 1, is_in)
+            worth = tl.where(hit, taken, worth)
+        lowest = _keys(tl.full((TOKENS, BLOCK), float("-inf"), tl.float32), columns, E, BLOCK)
+        is_in = tl.broadcast_to(is_in[:, :, None], (TOKENS, GROUPS, BLOCK // GROUPS))
+        keys = tl.where(tl.reshape(is_in, (TOKENS, BLOCK)) != 0, keys, lowest)
+    place = tl.full((TOKENS, BLOCK), -1, tl.int32)
+    for choice in tl.static_range(K):
+        hit = keys == tl.max(keys, axis=1)[:, None]
+        place = tl.where(hit, choice, place)
+        keys = tl.where(hit, taken, keys)
+    return place
+
+
+@triton.jit
+def _forward(
+    logits: tl.tensor, bias: tl.tensor, probabilities: tl.tensor, experts: tl.tensor, loads: tl.tensor,
+    sums: tl.tensor, num_tokens: tl.tensor, first_turn: tl.tensor, scale: tl.tensor, HAS_BIAS: tl.constexpr,
+    COUNTS_UNBIASED: tl.constexpr, IS_FORCED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
+    columns = tl.arange(0, BLOCK)[None, :]
+    is_expert = columns < E
+    load = tl.zeros((TOKENS, BLOCK), tl.int32)
+    unbiased_load = tl.zeros((TOKENS, BLOCK), tl.int32)
+    share_sum = tl.zeros((TOKENS, BLOCK), tl.float32)
+    entropy_sum = tl.zeros((TOKENS,), tl.float32)
+    square_sum = tl.zeros((TOKENS,), tl.float32)
+    num_here = tl.cdiv(num_tokens - sequence, num_sequences)
+    for start in range(tl.program_id(0) * TOKENS, num_here, tl.num_programs(0) * TOKENS):
+        number = start + tl.arange(0, TOKENS)
+        token = number.to(tl.int64) * num_sequences + sequence
+        inside = (number < num_here)[:, None] & is_expert
+        x = tl.load(logits + token[:, None] * E + columns, mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(is_expert, x, float("-inf"))
+        peak = tl.max(x, axis=1)
+        powers = tl.exp(x - peak[:, None])
+        total = tl.sum(powers, axis=1)
+        normaliser = peak + tl.log(total)
+        square_sum += tl.where(number < num_here, normaliser * normaliser, 0.0)
+        if SOFTMAX:
+            scores = powers / total[:, None]
+            shares = scores
+        else:
+            scores = 1.0 / (1.0 + tl.exp(-x))
+            shares = scores / (tl.sum(scores, axis=1)[:, None] + 1e-20)
+        share_sum += tl.where(inside, shares, 0.0)
+        entropy_sum -= tl.sum(tl.where(inside & (shares != 0.0), shares * tl.log(shares), 0.0), axis=1)
+        if IS_FORCED:
+            turn = (first_turn + token * K) % E
+            place = (columns - turn[:, None] + E).to(tl.int32) % E
+            place = tl.where(is_expert & (place < K), place, -1)
+        else:
+            biased = scores
+            if HAS_BIAS:
+                biased += tl.load(bias + columns, mask=is_expert, other=0.0)
+            if COUNTS_UNBIASED:
+                unbiased = _best(scores, columns, E, K, GROUPS, TOP_GROUPS, TOKENS, BLOCK)
+                unbiased_load += tl.where(inside & (unbiased >= 0), 1, 0)
+            place = _best(biased, columns, E, K, GROUPS, TOP_GROUPS, TOKENS, BLOCK)
+        is_chosen = place >= 0
+        load += tl.where(inside & is_chosen, 1, 0)
+        weights = scores
+        if NORMALIZE:
+            if SOFTMAX:
+                chosen = tl.where(is_chosen, x, float("-inf"))
+                weights = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
+                weights /= tl.sum(weights, axis=1)[:, None]
+            else:
+                weights /= tl.sum(tl.where(is_chosen, scores, 0.0), axis=1)[:, None] + 1e-20
+        at = token[:, None] * K + place
+        tl.store(probabilities + at, weights * scale, mask=inside & is_chosen)
+        tl.store(experts + at, tl.broadcast_to(columns, (TOKENS, BLOCK)).to(tl.int64), mask=inside & is_chosen)
+    row = sequence * tl.num_programs(0) + tl.program_id(0)
+    numbers = tl.arange(0, BLOCK)
+    tl.store(loads + row * E + numbers, tl.sum(load, axis=0), mask=numbers < E)
+    if COUNTS_UNBIASED:
+        at = loads + (row + tl.num_programs(0) * num_sequences) * E + numbers
+        tl.store(at, tl.sum(unbiased_load, axis=0), mask=numbers < E)
+    target = sums + row * (E + 2)
+    tl.store(target + numbers, tl.sum(share_sum, axis=0), mask=numbers < E)
+    tl.store(target + E, tl.sum(square_sum, axis=0))
+    tl.store(target + E + 1, tl.sum(entropy_sum, axis=0))
+
+
+@triton.jit
+def _backward(
+    logits: tl.tensor, experts: tl.tensor, grad_probabilities: tl.tensor, grad_shares: tl.tensor,
+    grad_squares: tl.tensor, result: tl.tensor, num_tokens: tl.tensor, scale: tl.tensor, HAS_WEIGHTS: tl.constexpr,
+    HAS_SHARES: tl.constexpr, HAS_SQUARES: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
+    columns = tl.arange(0, BLOCK)[None, :]
+    is_expert = columns < E
+    number = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token = number.to(tl.int64) * num_sequences + sequence
+    is_token = token < num_tokens
+    inside = is_token[:, None] & is_expert
+    x = tl.load(logits + token[:, None] * E + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.where(is_expert, x, float("-inf"))
+    peak = tl.max(x, axis=1)
+    powers = tl.exp(x - peak[:, None])
+    total = tl.sum(powers, axis=1)
+    softmax = powers / total[:, None]
+    scores = softmax
+    if not SOFTMAX:
+        scores = 1.0 / (1.0 + tl.exp(-x))
+    change = tl.zeros((TOKENS, BLOCK), tl.float32)
+    grad_scores = tl.zeros((TOKENS, BLOCK), tl.float32)
+    if HAS_WEIGHTS:
+        is_chosen = tl.zeros((TOKENS, BLOCK), tl.int32)
+        outer = tl.zeros((TOKENS, BLOCK), tl.float32)
+        for choice in tl.static_range(K):
+            expert = tl.load(experts + token * K + choice, mask=is_token, other=-1)
+            grad = tl.load(grad_probabilities + token * K + choice, mask=is_token, other=0.0) * scale
+            hit = columns == expert[:, None]
+            is_chosen = tl.where(hit, 1, is_chosen)
+            outer = tl.where(hit, grad[:, None], outer)
+        if NORMALIZE and SOFTMAX:
+            chosen = tl.where((is_chosen != 0) & is_token[:, None], x, float("-inf"))
+            top = tl.where(is_token, tl.max(chosen, axis=1), 0.0)
+            weights = tl.exp(chosen - top[:, None])
+            weights /= tl.where(is_token, tl.sum(weights, axis=1), 1.0)[:, None]
+            change = weights * (outer - tl.sum(outer * weights, axis=1)[:, None])
+        elif NORMALIZE:
+            mass = (tl.sum(tl.where(is_chosen != 0, scores, 0.0), axis=1) + 1e-20)[:, None]
+            mean = tl.sum(outer * scores / mass, axis=1)[:, None]
+            grad_scores = tl.where(is_chosen != 0, (outer - mean) / mass, 0.0)
+        else:
+            grad_scores = outer
+    if HAS_SHARES:
+        share_grad = tl.load(grad_shares + sequence * E + columns, mask=is_expert, other=0.0)
+        if SOFTMAX:
+            grad_scores += share_grad
+        else:
+            mass = (tl.sum(scores, axis=1) + 1e-20)[:, None]
+            grad_scores += (share_grad - tl.sum(share_grad * scores / mass, axis=1)[:, None]) / mass
+    if SOFTMAX:
+        change += scores * (grad_scores - tl.sum(grad_scores * scores, axis=1)[:, None])
+    else:
+        change += grad_scores * scores * (1.0 - scores)
+    if HAS_SQUARES:
+        normaliser = peak + tl.log(total)
+        change += tl.load(grad_squares) * 2.0 * normaliser[:, None] * softmax
+    tl.store(result + token[:, None] * E + columns, change, mask=inside)

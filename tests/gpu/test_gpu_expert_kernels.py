@@ -1,0 +1,129 @@
+"""On a GPU the kernels of experts give float64's results, and a mixture on them that of torch's operators."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.experts.dispatch import choose_dispatcher
+from lightning_megatron.experts.exact_linear import exact_linear
+from lightning_megatron.experts.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.router import Router
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers import kernel_choice
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.plan.experts import ExpertsConfig
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton, which comes with the CUDA builds of torch", allow_module_level=True)
+
+from tests.kernels.checks import Draw
+from tests.kernels.expert_checks import CHECKS, REAL, SMALL
+
+if TYPE_CHECKING:
+    from tests.kernels.expert_checks import ExpertSizes
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda", 0)
+SIZE, LENGTH, BATCH = 256, 64, 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("sizes", [SMALL, REAL], ids=["small", "real"])
+@pytest.mark.parametrize("name", list(CHECKS))
+def test_kernels_equal_float64(name: str, sizes: ExpertSizes, dtype: torch.dtype) -> None:
+    if name in {"sort", "router"} and dtype != torch.float32:
+        pytest.skip("has no half type")
+    CHECKS[name](Draw(DEVICE, dtype), sizes)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_the_routers_product_is_that_of_float32(dtype: torch.dtype) -> None:
+    draw = Draw(DEVICE, dtype)
+    hidden, weight = draw(1000, 2, 2048).requires_grad_(), draw(128, 2048, scale=0.02).requires_grad_()
+    outer = torch.randn(1000, 2, 128, device=DEVICE)
+    # Rows whose sum is zero, as of a softmax's gradient: rounding them first would show.
+    outer -= outer.mean(-1, keepdim=True)
+    logits = exact_linear(hidden, weight)
+    wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    expected = wide_hidden @ wide_weight.t()
+    assert logits.dtype == torch.float32
+    assert float((logits - expected).abs().max() / expected.abs().max()) < 3e-6
+    found = torch.autograd.grad(logits, (hidden, weight), outer)
+    wanted = torch.autograd.grad(expected, (wide_hidden, wide_weight), outer.double())
+    for one, other, what in zip(found, wanted, ("hidden", "weight"), strict=True):
+        distance = float((one.double() - other).norm() / other.norm())
+        # One rounding to the dtype of the operand.
+        assert distance < {torch.bfloat16: 2.5e-3, torch.float16: 3e-4}[dtype], what
+
+
+def mixture(config: ExpertsConfig, hidden: Tensor) -> list[Tensor]:
+    """Return the output of a router and its experts, and all gradients."""
+    mesh = ParallelMesh.single(DEVICE, seed=0)
+    router, experts = Router(config, SIZE, mesh), GroupedMLP(SIZE, config, mesh)
+    initialize_(router, DEVICE, 1)
+    initialize_(experts, DEVICE, 2)
+    with torch.no_grad():
+        for parameter in (*router.parameters(), *experts.parameters()):
+            parameter.mul_(4.0)
+    router, experts = router.to(DEVICE, torch.bfloat16), experts.to(DEVICE, torch.bfloat16)
+    hidden = hidden.detach().requires_grad_()
+    routing = router(hidden)
+    dispatcher = choose_dispatcher(config.num_experts, config.top_k, mesh).dispatcher
+    sent = dispatcher.dispatch(hidden.flatten(0, 1), routing.probabilities, routing.experts)
+    output = dispatcher.combine(experts(sent.rows, sent.probabilities, sent.ends), sent)
+    losses = [loss for loss in (routing.balance_loss, routing.z_loss) if loss is not None]
+    outer = torch.randn(output.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
+    total = (output.float() * outer).sum() + sum(losses, start=torch.zeros((), device=DEVICE))
+    leaves = (hidden, *router.parameters(), *experts.parameters())
+    return [output, routing.load.float(), *losses, *torch.autograd.grad(total, leaves)]
+
+
+SETTINGS = {
+    "softmax": {"aux_loss": 10.0, "z_loss": 1.0},
+    "sequence": {"aux_loss": 10.0, "aux_loss_scope": "sequence", "normalize_top_k": False},
+    "DeepSeek-V3": {"scoring": "sigmoid", "num_groups": 4, "top_k_groups": 2, "expert_bias": True, "aux_loss": 1.0},
+    "capacity": {"capacity_factor": 0.8},
+}
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_a_mixture_agrees_with_that_on_the_operators_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ExpertsConfig(num_experts=16, top_k=4, ffn_hidden_size=128, **SETTINGS[name])
+    hidden = Draw(DEVICE, torch.bfloat16)(LENGTH, BATCH, SIZE)
+    fused, again = mixture(config, hidden), mixture(config, hidden)
+    assert all(torch.equal(one, other) for one, other in zip(fused, again, strict=True)), "other bits the second time"
+    monkeypatch.setattr(kernel_choice, "is_served", lambda tensor: False)
+    for number, (one, other) in enumerate(zip(fused, mixture(config, hidden), strict=True)):
+        distance = float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-12))
+        assert distance < 2e-2, f"{number}: {distance} from torch's operators"
+
+
+def test_a_captured_graph_follows_new_choices() -> None:
+    config = ExpertsConfig(num_experts=16, top_k=4, ffn_hidden_size=128)
+    mesh = ParallelMesh.single(DEVICE, seed=0)
+    dispatcher = choose_dispatcher(config.num_experts, config.top_k, mesh).dispatcher
+    draw = Draw(DEVICE, torch.bfloat16)
+    hidden, probabilities = draw(300, SIZE), torch.rand(300, 4, device=DEVICE)
+    experts = torch.rand(300, 16, device=DEVICE).topk(4).indices
+
+    def step() -> Tensor:
+        sent = dispatcher.dispatch(hidden, probabilities, experts)
+        return dispatcher.combine(sent.rows * sent.probabilities.unsqueeze(1).to(sent.rows.dtype), sent)
+
+    with torch.no_grad():
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for new in (torch.rand(300, 16, device=DEVICE).topk(4).indices, torch.full_like(experts, -1)):
+            experts.copy_(new)
+            graph.replay()
+            assert torch.equal(captured, step())
+    assert not captured.any()

@@ -1,0 +1,271 @@
+"""The kernels of experts against plain torch in float64, for tensors of any device: forward and all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron import kernels
+from lightning_megatron.experts.permute import RowMap, sort_by_expert
+from lightning_megatron.experts.scores import Scored, score_tokens, weigh_choices
+from lightning_megatron.plan.experts import ExpertsConfig
+from tests.kernels.checks import Draw, check_rounded, leaf, wide
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Sizes of all checks.
+
+    Args:
+        routings: Tokens, experts, choices, size of a token.
+        inner: Rows, inner features, rows past the last end.
+        routers: Sequences, their length, and what the configuration of the experts says.
+    """
+
+    routings: tuple[tuple[int, int, int, int], ...]
+    inner: tuple[tuple[int, int, int], ...]
+    routers: tuple[tuple[int, int, dict[str, object]], ...]
+
+
+ROUTERS: tuple[dict[str, object], ...] = (
+    {"num_experts": 8, "top_k": 2},
+    {"num_experts": 8, "top_k": 2, "normalize_top_k": False, "score_scale": 2.5},
+    {"num_experts": 20, "top_k": 3, "scoring": "sigmoid", "normalize_top_k": False},
+    {"num_experts": 16, "top_k": 5, "scoring": "sigmoid", "score_scale": 1.5, "aux_loss_scope": "sequence"},
+    {"num_experts": 16, "top_k": 4, "num_groups": 4, "top_k_groups": 2, "aux_loss_scope": "sequence"},
+    {
+        "num_experts": 32, "top_k": 4, "num_groups": 8, "top_k_groups": 3, "scoring": "sigmoid", "expert_bias": True,
+        "score_scale": 2.5,
+    },
+    {"num_experts": 11, "top_k": 1, "expert_bias": True},
+    {"num_experts": 4, "top_k": 4},
+    {"num_experts": 1, "top_k": 1},
+)  # fmt: skip
+SMALL = ExpertSizes(
+    routings=((7, 4, 2, 37), (1, 1, 1, 1), (40, 5, 3, 8), (5, 40, 8, 16), (0, 4, 2, 8)),
+    inner=((5, 37, 3), (1, 1, 0), (20, 64, 0), (0, 8, 4), (3, 200, 2)),
+    routers=tuple((2, 9, config) for config in ROUTERS) + ((1, 0, ROUTERS[0]), (3, 1, ROUTERS[3])),
+)
+# Qwen3-30B-A3B, Mixtral, DeepSeek-V3, and odd ones.
+REAL = ExpertSizes(
+    routings=((4096, 128, 8, 2048), (4096, 8, 2, 4096), (777, 256, 8, 7168), (1001, 10, 3, 1001), (40000, 1000, 16, 8)),
+    inner=((32768, 768, 999), (8192, 14336, 0), (1001, 1001, 77)),
+    routers=(
+        (1, 4096, {"num_experts": 128, "top_k": 8}),
+        (2, 777, {"num_experts": 512, "top_k": 16, "normalize_top_k": False, "aux_loss_scope": "sequence"}),
+        (1, 4096, {"num_experts": 8, "top_k": 2}),
+        (
+            3, 1001,
+            {
+                "num_experts": 256, "top_k": 8, "num_groups": 8, "top_k_groups": 4, "scoring": "sigmoid",
+                "expert_bias": True, "score_scale": 2.5, "aux_loss_scope": "sequence",
+            },
+        ),
+        *((2, 999, config) for config in ROUTERS),
+    ),
+)  # fmt: skip
+
+#: How tokens choose.
+ROUTINGS = ("random", "all to the same", "last experts empty", "some nowhere", "all nowhere")
+
+
+def choices(draw: Draw, tokens: int, num_experts: int, top_k: int, routing: str) -> Tensor:
+    """Draw the experts of tokens; a token chooses an expert at most once."""
+    scores = torch.rand(tokens, num_experts, generator=draw.generator, device=draw.device)
+    if routing == "all to the same":
+        scores[:] = torch.arange(num_experts, device=draw.device)
+    if routing == "last experts empty":
+        scores[:, top_k:] -= 1.0
+    experts = scores.topk(top_k, -1).indices
+    if routing == "some nowhere":
+        experts[torch.rand(experts.shape, generator=draw.generator, device=draw.device) < 0.5] = -1
+    return torch.full_like(experts, -1) if routing == "all nowhere" else experts
+
+
+def maps(draw: Draw, sizes: ExpertSizes) -> list[tuple[str, RowMap, int]]:
+    """List row maps of all routings: for all experts, and for some of them in the middle."""
+    found = []
+    for tokens, num_experts, top_k, width in sizes.routings:
+        for routing in ROUTINGS:
+            experts = choices(draw, tokens, num_experts, top_k, routing)
+            for first, here in ((0, num_experts), (num_experts // 3, (num_experts + 1) // 2)):
+                name = f"{tokens, num_experts, top_k, width}, {routing}, experts {first} to {first + here}"
+                found.append((name, sort_by_expert(experts, first, here), width))
+    return found
+
+
+def check_sort(draw: Draw, sizes: ExpertSizes) -> None:
+    """The row map is that of a stable sort, to the last number."""
+    for tokens, num_experts, top_k, _ in sizes.routings:
+        for routing in ROUTINGS:
+            experts = choices(draw, tokens, num_experts, top_k, routing)
+            for first, here in ((0, num_experts), (num_experts // 3, (num_experts + 1) // 2)):
+                expected = sort_by_expert(experts, first, here)
+                pairs, rows, ends = kernels.sort_choices(experts, first, here)
+                what = f"sort {tokens, num_experts, top_k}, {routing}, experts {first} to {first + here}"
+                assert torch.equal(ends, expected.ends), f"{what}: ends"
+                assert torch.equal(rows, expected.rows), f"{what}: rows"
+                assert torch.equal(pairs[: expected.pairs.shape[0]], expected.pairs), f"{what}: pairs"
+                assert ends.dtype == torch.int32, f"{what}: ends are {ends.dtype}"
+
+
+def tail_is_unread(row_map: RowMap, rows: Tensor) -> Tensor:
+    """Put NaN into the rows past the last end."""
+    past = torch.arange(rows.shape[0], device=rows.device) >= row_map.ends[-1]
+    return rows.masked_fill(past.view(-1, *[1] * (rows.dim() - 1)), torch.nan)
+
+
+def is_row(row_map: RowMap, num_rows: int) -> Tensor:
+    return torch.arange(num_rows, device=row_map.ends.device) < row_map.ends[-1]
+
+
+def check_permute(draw: Draw, sizes: ExpertSizes) -> None:
+    """Rows, scales and both gradients, with NaN in the rows past the last end."""
+    for name, row_map, width in maps(draw, sizes):
+        tokens, top_k = row_map.rows.shape
+        hidden, probabilities = leaf(draw(tokens, width)), leaf(draw(tokens, top_k).float())
+        num_rows = row_map.pairs.shape[0]
+        rows, scales = kernels.permute_tokens(hidden, probabilities, row_map.rows, row_map.ends, num_rows)
+        is_here = is_row(row_map, num_rows)
+        pairs = row_map.pairs[is_here]
+        assert torch.equal(rows[is_here], hidden[pairs // top_k]), f"permute {name}"
+        assert torch.equal(scales[is_here], probabilities.flatten()[pairs]), f"permute {name}: scales"
+        grads = tail_is_unread(row_map, draw(num_rows, width)), tail_is_unread(row_map, draw(num_rows).float())
+        torch.autograd.backward((rows, scales), grads)
+        expected = torch.zeros(tokens * top_k, width, dtype=torch.float64, device=draw.device)
+        expected[pairs] = grads[0][is_here].double()
+        check_grad(hidden.grad, expected.view(tokens, top_k, width).sum(1), f"permute {name}: gradient")
+        expected = torch.zeros(tokens * top_k, device=draw.device)
+        expected[pairs] = grads[1][is_here]
+        assert torch.equal(probabilities.grad, expected.view(tokens, top_k)), f"permute {name}: gradient of scales"
+        alone, nothing = kernels.permute_tokens(hidden, None, row_map.rows, row_map.ends, num_rows)
+        assert nothing is None, f"permute {name}: scales of nothing"
+        assert torch.equal(alone[is_here], rows[is_here]), f"permute {name}: without scales"
+
+
+def check_grad(actual: Tensor | None, expected: Tensor, what: str, noise: float = 4e-6) -> None:
+    if expected.numel():
+        check_rounded(actual, expected, what, noise)
+    else:
+        assert actual is not None, f"{what}: nothing"
+        assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}"
+
+
+def check_unpermute(draw: Draw, sizes: ExpertSizes) -> None:
+    """Sums with and without probabilities, and their gradients, with NaN in the rows past the last end."""
+    for name, row_map, width in maps(draw, sizes):
+        tokens, top_k = row_map.rows.shape
+        num_rows = row_map.pairs.shape[0]
+        is_here = is_row(row_map, num_rows)
+        pairs = row_map.pairs[is_here]
+        for is_weighed in (False, True):
+            what = f"unpermute {name}, weighed {is_weighed}"
+            rows = leaf(tail_is_unread(row_map, draw(num_rows, width)))
+            probabilities = leaf(draw(tokens, top_k).float()) if is_weighed else None
+            result = kernels.unpermute_rows(rows, probabilities, row_map.rows, row_map.ends)
+            outer = draw(tokens, width)
+            result.backward(outer)
+            slow = wide(rows.detach()[is_here])
+            chosen = slow.new_zeros(tokens * top_k, width).index_put((pairs,), slow).view(tokens, top_k, width)
+            weights = wide(torch.ones(tokens, top_k) if probabilities is None else probabilities)
+            expected = (chosen * weights.to(chosen.device).unsqueeze(-1)).sum(1)
+            expected.backward(outer.double())
+            check_grad(result, expected, what)
+            assert rows.grad is not None, f"{what}: no gradient"
+            check_grad(rows.grad[is_here], slow.grad, f"{what}: gradient")
+            if probabilities is not None:
+                check_grad(probabilities.grad, weights.grad, f"{what}: gradient of probabilities", noise=2e-5)
+
+
+def check_swiglu(draw: Draw, sizes: ExpertSizes) -> None:
+    """Rows before the last end alone, which a group without rows follows; what is past it is NaN."""
+    for num_rows, features, tail in sizes.inner:
+        what = f"weighted swiglu {num_rows, features, tail}"
+        ends = torch.tensor([num_rows // 3, num_rows, num_rows], dtype=torch.int32, device=draw.device)
+        past = torch.full((tail, 2 * features), torch.nan, device=draw.device, dtype=draw.dtype)
+        gate_up = leaf(torch.cat([draw(num_rows, 2 * features, scale=4.0), past]))
+        probabilities = leaf(torch.cat([draw(num_rows).float(), past[:, 0].float()]))
+        result = kernels.apply_weighted_swiglu(gate_up, probabilities, ends)
+        outer = torch.cat([draw(num_rows, features), past[:, :features]])
+        result.backward(outer)
+        slow, slow_probabilities = wide(gate_up[:num_rows]), wide(probabilities[:num_rows])
+        gate, up = slow.chunk(2, -1)
+        expected = F.silu(gate) * up * slow_probabilities.unsqueeze(-1)
+        expected.backward(outer[:num_rows].double())
+        assert gate_up.grad is not None, f"{what}: no gradient"
+        assert probabilities.grad is not None, f"{what}: no gradient of probabilities"
+        check_grad(result[:num_rows], expected, what)
+        check_grad(gate_up.grad[:num_rows], slow.grad, f"{what}: gradient")
+        check_grad(probabilities.grad[:num_rows], slow_probabilities.grad, f"{what}: of probabilities", noise=2e-5)
+
+
+def logits_of(draw: Draw, tokens: int, num_experts: int, kind: str) -> Tensor:
+    """Draw logits; ties are between numbers that float32 holds."""
+    logits = 2 * torch.randn(tokens, num_experts, generator=draw.generator, device=draw.device)
+    if kind == "ties":
+        return logits.round()
+    return torch.zeros_like(logits) if kind == "all alike" else logits
+
+
+def check_router(draw: Draw, sizes: ExpertSizes) -> None:
+    """Choices to the last one, also between equal scores; everything else to float32's precision."""
+    for num_sequences, length, settings in sizes.routers:
+        config = ExpertsConfig(ffn_hidden_size=4, aux_loss=0.1, **settings)  # type: ignore[arg-type]
+        for kind in ("random", "ties", "all alike"):
+            for first_turn in (None, 5):
+                what = f"router {num_sequences, length}, {settings}, {kind}, turn {first_turn}"
+                logits = leaf(logits_of(draw, num_sequences * length, config.num_experts, kind))
+                bias = None
+                if config.expert_bias:
+                    # Multiples of a power of two, so that ties of scores stay ties.
+                    bias = torch.randint(-4, 5, (config.num_experts,), generator=draw.generator, device=draw.device)
+                    bias = bias * 2.0**-5
+                check_routed(draw, logits, bias, config, num_sequences, first_turn, what)
+
+
+def check_routed(
+    draw: Draw, logits: Tensor, bias: Tensor | None, config: ExpertsConfig, num_sequences: int, first_turn: int | None,
+    what: str,
+) -> None:  # fmt: skip
+    """Compare a router with that of torch: choices with those in float32, all else in float64 for the same choices."""
+    classes = num_sequences if config.aux_loss_scope == "sequence" else 1
+    found = score_tokens(logits, bias, config, classes, first_turn, kernels)
+    same = score_tokens(logits.detach(), bias, config, classes, first_turn)
+    check_choices(found, same, logits.detach(), what)
+    slow = wide(logits)
+    expected = weigh_choices(slow, found.experts, found.experts, config, classes)
+    names = ("probabilities", "share_sums", "square_sum")
+    for name in (*names, "entropy_sum"):
+        check_grad(getattr(found, name), getattr(expected, name), f"{what}: {name}", noise=1e-5)
+    results, twins = ([getattr(one, name) for name in names] for one in (found, expected))
+    outer = [torch.randn(one.shape, generator=draw.generator, device=draw.device) for one in results]
+    torch.autograd.backward(results, outer, retain_graph=True)
+    torch.autograd.backward(twins, [one.double() for one in outer], retain_graph=True)
+    check_grad(logits.grad, slow.grad, f"{what}: gradient", noise=2e-5)
+    # Of probabilities alone, as in evaluation or without losses.
+    alone = torch.autograd.grad(results[0], logits, outer[0])[0]
+    check_grad(alone, torch.autograd.grad(twins[0], slow, outer[0].double())[0], f"{what}: part", noise=2e-5)
+
+
+def check_choices(found: Scored, expected: Scored, logits: Tensor, what: str) -> None:
+    """Demand the same choices, but between scores that are equal but for the rounding of exponentials."""
+    differ = found.experts != expected.experts
+    if not differ.any():
+        assert torch.equal(found.load, expected.load), f"{what}: load"
+        assert torch.equal(found.unbiased_load, expected.unbiased_load), f"{what}: load without biases"
+        return
+    gap = (logits.gather(-1, found.experts) - logits.gather(-1, expected.experts)).abs()
+    assert float(gap[differ].max()) < 1e-5, f"{what}: {int(differ.sum())} other choices"
+
+
+CHECKS: dict[str, Callable[[Draw, ExpertSizes], None]] = {
+    "sort": check_sort,
+    "permute": check_permute,
+    "unpermute": check_unpermute,
+    "weighted swiglu": check_swiglu,
+    "router": check_router,
+}

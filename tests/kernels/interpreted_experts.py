@@ -1,0 +1,38 @@
+"""Run the checks of the kernels of experts in Triton's interpreter, on the CPU; printed is what failed, as JSON.
+
+A program of its own, because Triton decides between interpreter and compiler when a kernel is defined.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from lightning_megatron.kernels import choice_sort, route, token_rows, weighted_swiglu
+from tests.kernels import interpreted  # noqa: F401  mends the interpreter
+from tests.kernels.checks import Draw
+from tests.kernels.expert_checks import CHECKS, SMALL
+from tests.kernels.program import report_checks
+
+# Small blocks and few programs, so that each has several of everything.
+choice_sort._BLOCK, choice_sort._EXPERTS, choice_sort._ROWS = 32, 2, 2
+route._TILE, route._PROGRAMS = 64, 3
+token_rows._BLOCK = 16
+weighted_swiglu._BLOCK, weighted_swiglu._PROGRAMS = 64, 3
+
+
+def main(selected: list[str]) -> None:
+    """Run the checks whose name has one of the words, or all."""
+    checks: dict[str, Callable[[], object]] = {
+        f"{name}, {dtype}": lambda check=check, dtype=dtype: check(Draw(torch.device("cpu"), dtype), SMALL)
+        for name, check in CHECKS.items()
+        # Scores have no half type.
+        for dtype in ((torch.float32,) if name in {"sort", "router"} else (torch.float32, torch.bfloat16))
+    }
+    report_checks({name: check for name, check in checks.items() if not selected or any(w in name for w in selected)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,24 @@
+"""The kernels of experts, run by Triton's interpreter on the CPU, against torch in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from tests.kernels.program import interpreted
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="needs triton, which comes with the CUDA builds of torch"
+    ),
+    pytest.mark.slow,
+]
+
+
+@pytest.mark.parametrize("name", ["sort", "permute", "swiglu", "router"])
+def test_interpreted_kernels_are_right(name: str) -> None:
+    results = interpreted("tests.kernels.interpreted_experts", name)
+    assert results, f"nothing is checked by the name {name}"
+    failed = [f"{name}:\n{report}" for name, report in results.items() if report]
+    assert not failed, "\n".join(failed)
