@@ -13,6 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.product_choice import choose_product
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.layers.attention_core import choose_core
 from lightning_megatron.layers.kernel_choice import fused_kernels
@@ -173,10 +174,14 @@ def estimate_of(
         layers = [[len(chunk) for chunk in chunks] for chunks in model.config.stage_layers(layout)]
         shape, table = model.config.memory_shape(), kept_by(model)
         return estimate_memory(shape, layout, training, table=table, stage_layers=layers)[stage]
-    names = strategy._state.main.names
-    count = sum(strategy._state.main.parameter(name).numel() for name in names)
-    static = static_bytes(count, strategy.mesh.data.size, training)
-    return StageMemory(stage=stage, moment="", in_flight=0, num_parameters=count, **static)
+    main = strategy._state.main
+    counts = {strategy.mesh.data.size: 0, strategy.mesh.edp.size: 0}
+    for name in main.names:
+        axis = strategy.mesh.edp if main.spec(name).is_expert else strategy.mesh.data
+        counts[axis.size] += main.parameter(name).numel()
+    parts = [static_bytes(count, num_ranks, training) for num_ranks, count in counts.items()]
+    static = {part: sum(held[part] for held in parts) for part in _STATIC}
+    return StageMemory(stage=stage, moment="", in_flight=0, num_parameters=sum(counts.values()), **static)
 
 
 def training_shape(strategy: ModelStrategy, module: LightningModule, optimizers: Sequence[Optimizer]) -> TrainingShape:
@@ -191,6 +196,7 @@ def training_shape(strategy: ModelStrategy, module: LightningModule, optimizers:
         schedule=options.schedule_name,
         microbatch_group_size=options.microbatch_group_size,
         sequence_parallel=strategy.mesh.sequence_parallel,
+        expert_transport=options.expert_transport,
         zero=options.zero,
         parameter_bytes=dtypes.parameters.itemsize,
         gradient_bytes=gradients.itemsize,
@@ -209,7 +215,16 @@ def kept_by(model: GPT) -> KeptActivations:
     table = make(model.config.memory_shape(), parameter.element_size())
     shares = model.config.kv_heads < model.config.num_heads
     repeats = shares and choose_core(parameter.device, parameter.dtype, model.config.attention_dropout).expand_kv
-    return replace(table, expanded_copies=int(repeats))
+    return replace(table, expanded_copies=int(repeats), expert_gradients=int(_makes_expert_gradients(model)))
+
+
+def _makes_expert_gradients(model: GPT) -> bool:
+    """Tell whether the gradients of all experts' matrices are made before they are added to earlier ones."""
+    for layer in model.mixtures().values():
+        first, *others = layer.experts.weights("down")
+        kind = choose_product(first.device, first.dtype, 1 + len(others), first.shape[1], first.shape[0])
+        return kind.backend == "grouped_mm"
+    return False
 
 
 def state_copies(optimizer: Optimizer) -> int:

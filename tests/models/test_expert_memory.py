@@ -16,12 +16,10 @@ from lightning_megatron.experts.dispatch import (
     LocalDispatcher,
     choose_dispatcher,
 )
-from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.activations import Recompute, activation_costs
@@ -64,24 +62,13 @@ def built(
     config: GPTConfig, dtype: torch.dtype, mesh: ParallelMesh | None = None, transport: Transport = "auto"
 ) -> GPT:
     """Build a model whose experts have all the same share of tokens."""
-    mesh = mesh or ParallelMesh.single()
     torch.set_default_dtype(dtype)
     try:
-        dense_layout = ParallelLayout(mesh.layout.world_size, tp=mesh.tp.size)
-        model = GPT(replace(config, experts=None), replace(mesh, layout=dense_layout), seed=1)
-        for name, block in model.layers.items():
-            if config.has_experts_in(int(name)):
-                block.mlp = MixtureOfExperts(
-                    config.hidden_size,
-                    config.experts,
-                    mesh,
-                    activation=config.activation,
-                    transport=transport,
-                    forced_balance=True,
-                )
-                initialize_(block.mlp, "cpu", seed=2)
+        model = GPT(config, mesh, seed=1)
     finally:
         torch.set_default_dtype(torch.float32)
+    for layer in model.mixtures().values():
+        layer.transport, layer.router.forced_balance = transport, True
     return model
 
 
@@ -152,10 +139,7 @@ def test_the_peak_of_a_step_is_what_the_estimate_says(
 ) -> None:
     config = replace(CONFIGS[kind], hidden_size=128, experts=replace(CONFIGS[kind].experts, ffn_hidden_size=inner))
     model = built(config, dtype)
-    model.recompute = "full" if recompute == "full" else "none"
-    for block in model.layers.values():
-        if isinstance(block.mlp, MixtureOfExperts):
-            block.mlp.recomputes_experts = recompute == "experts"
+    model.recompute = recompute
     memory, tokens = follow(model), tokens_of(config, 4)
     with memory:
         model(tokens, labels=tokens).mean().backward()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatron import GPTConfig, MegatronStrategy, UnsupportedError
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.strategy.memory_report import MemoryReport, StageReport, merge_ranks, state_copies, tokens_shape
 from tests.strategy.tiny import TinyLM, loader
 from tests.world import run_world
@@ -48,6 +49,15 @@ class LargerLM(TinyLM):
             self.net = GPT(self.config, mesh=self.device_mesh, seed=7)
 
 
+class ExpertsLM(LargerLM):
+    """The same with experts in every second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        experts = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=64, layers=2, shared_ffn_hidden_size=64)
+        self.config = GPTConfig.llama(**SIZES, ffn_hidden_size=128, experts=experts)
+
+
 def report_of_ranks(rank: int, size: int) -> list[tuple[StageReport, ...]]:
     found = []
     layouts: list[dict[str, Any]] = [
@@ -61,13 +71,17 @@ def report_of_ranks(rank: int, size: int) -> list[tuple[StageReport, ...]]:
         callback = MemoryReport()
         fit(LargerLM(), callback, size, **options)
         found.append(callback.reports)
+    for options in ({"ep": 2}, {"pp": 2}, {"tp": 2, "etp": 1}):
+        callback = MemoryReport()
+        fit(ExpertsLM(), callback, size, **options)
+        found.append(callback.reports)
     return found
 
 
 def test_two_data_ranks_hold_what_the_estimate_says():
     first, second = run_world(report_of_ranks, 2)
     assert first == second
-    sharded, whole, stages, single, narrow = first
+    sharded, whole, stages, single, narrow, *with_experts = first
     for reports, expected in ((sharded, 2 + 4 + 12 / 2), (whole, 18), (single, 4 + 4 + 8 / 2), (narrow, 2 + 2 + 6)):
         (report,) = reports
         # A few buckets, each padded to 256 elements at most; a scalar for each parameter that the optimizer trains.
@@ -81,6 +95,10 @@ def test_two_data_ranks_hold_what_the_estimate_says():
     for report in stages:
         assert report.bytes_per_parameter == pytest.approx(18, rel=0.01)
         assert report.estimate.num_parameters == pytest.approx(report.held["parameters"] / 2, rel=0.01)
+    assert [len(reports) for reports in with_experts] == [1, 2, 1]
+    for report in (report for reports in with_experts for report in reports):
+        for part, held in report.held.items():
+            assert getattr(report.estimate, part) == pytest.approx(held, rel=0.02), part
 
 
 def test_the_table_is_printed_once_with_what_is_not_known_named(capsys: pytest.CaptureFixture[str]):
