@@ -1,8 +1,37 @@
-"""What every Python that the tests start does first: look for garbage rarely, since nearly all that imports make stays.
+"""What every Python that the tests start does first, because most of what it then does is to import Lightning.
 
-With the usual thresholds that is a fifth of the seconds in which a program imports Lightning.
+It looks for garbage rarely, since nearly all that imports make stays: with the usual thresholds that is a fifth of the
+seconds. And torchmetrics does not import transformers and matplotlib, as it would wherever they are installed, for
+metrics that nobody here asks for: another fifth. Programs that use these import them.
 """
 
 import gc
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 
 gc.set_threshold(1_000_000)
+
+
+class WithoutExtras(MetaPathFinder):
+    """Tell torchmetrics that transformers and matplotlib are not there."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        """Find the module that says what is there, and correct it when it has run."""
+        if fullname != "torchmetrics.utilities.imports":
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        run = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            for name in vars(module):
+                if name.startswith(("_TRANSFORMERS_", "_MATPLOTLIB_")):
+                    setattr(module, name, False)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, WithoutExtras())
