@@ -1,0 +1,228 @@
+"""Time every kernel of experts beside the operators of torch and beside the bytes that it must move, on one GPU.
+
+    python benchmarks/expert_kernels.py --out expert_kernels.md
+
+A figure is the median of single calls with the chip idle and its cache emptied before each; the variants take turns, so
+that none has the cooler chip. Bytes are what the step must read and write at least; the time of them is that at the
+speed of a copy. "Host" is what it takes to queue the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.experts.exact_linear import exact_linear
+from lightning_megatron.experts.grouped_mlp import weighted_activation
+from lightning_megatron.experts.permute import map_rows, permute_both, unpermute
+from lightning_megatron.experts.router import Router
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers import kernel_choice
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.plan.experts import ExpertsConfig
+
+DTYPE, SIZE = torch.bfloat16, 2
+COPY_SPEED = 4.26e12  # bytes/s
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a layer of experts.
+
+    Args:
+        name: Whose they are.
+        hidden_size: Size of a token, D (elements).
+        config: Numbers and sizes of the experts.
+        num_tokens: Tokens (tokens).
+    """
+
+    name: str
+    hidden_size: int
+    config: ExpertsConfig
+    num_tokens: int
+
+
+QWEN3 = ExpertsConfig(num_experts=128, top_k=8, ffn_hidden_size=768, aux_loss=0.001)
+MIXTRAL = ExpertsConfig(num_experts=8, top_k=2, ffn_hidden_size=14336, aux_loss=0.001)
+SHAPES = (
+    Shape("Qwen3-30B-A3B", 2048, QWEN3, 4096),
+    Shape("Qwen3-30B-A3B", 2048, QWEN3, 16384),
+    Shape("Mixtral", 4096, MIXTRAL, 4096),
+    Shape("Mixtral", 4096, MIXTRAL, 16384),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step of a layer of experts.
+
+    Args:
+        name: Row of the table.
+        step: Computes tensors from inputs, on fused kernels or not as ``layers.kernel_choice`` says.
+        inputs: What it takes; those that want gradients get them.
+        moved: Bytes that forward, and that backward must move (bytes).
+        plain: What it is compared with; None means the same step without fused kernels.
+    """
+
+    name: str
+    step: Callable[..., Any]
+    inputs: tuple[Tensor, ...]
+    moved: tuple[int, int]
+    plain: Callable[..., Any] | None = None
+
+
+def drawn(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    """Draw a tensor with gradients."""
+    return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
+
+
+def cases_of(shape: Shape) -> list[Case]:
+    """List the steps of a layer with random choices."""
+    config, tokens, width = shape.config, shape.num_tokens, shape.hidden_size
+    num_experts, top_k, inner = config.num_experts, config.top_k, config.ffn_hidden_size
+    mesh = ParallelMesh.single("cuda", seed=0)
+    router = Router(config, width, mesh)
+    initialize_(router, torch.device("cuda"), 0)
+    router = router.to("cuda", DTYPE)
+    hidden, probabilities = drawn(tokens, width), torch.rand(tokens, top_k, device="cuda").requires_grad_()
+    experts = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
+    row_map = map_rows(experts, 0, num_experts)
+    rows, token, row, scores = tokens * top_k, tokens * width * SIZE, tokens * top_k * width * SIZE, tokens * top_k * 4
+    logits = tokens * num_experts * 4
+    gate_up, scales = drawn(rows, 2 * inner), torch.rand(rows, device="cuda").requires_grad_()
+
+    def route(x: Tensor) -> tuple[Tensor, ...]:
+        routing = router(x.unsqueeze(1))
+        assert routing.balance_loss is not None, "the auxiliary loss is on"
+        return routing.probabilities, routing.balance_loss
+
+    def plain_product(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x.float(), weight.float())
+
+    moved = (token + logits, 2 * token + logits)
+    return [
+        Case("router's product", exact_linear, (hidden, router.weight), moved, plain_product),
+        Case("router", route, (hidden,), (token + 3 * scores, token + logits + 3 * scores)),
+        Case("row map", lambda e: map_rows(e, 0, num_experts).rows, (experts,), (6 * scores, 0)),
+        Case(
+            "permute + probabilities",
+            lambda x, p: permute_both(x, p, row_map),
+            (hidden, probabilities),
+            (token + row + 2 * scores, token + row + 2 * scores),
+        ),
+        Case("unpermute", lambda x: unpermute(x, row_map), (drawn(rows, width),), (token + row, token + row)),
+        Case(
+            "unpermute x probability",
+            lambda x, p: unpermute(x, row_map, p),
+            (drawn(rows, width), probabilities),
+            (token + row + scores, token + 2 * row + 2 * scores),
+        ),
+        Case(
+            "SwiGLU x probability",
+            lambda x, p: weighted_activation(x, p, row_map.ends, "swiglu"),
+            (gate_up, scales),
+            (3 * rows * inner * SIZE + scores, 5 * rows * inner * SIZE + 2 * scores),
+        ),
+    ]
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Return the microseconds of one call on the device alone, with nothing of use in its cache."""
+    torch.empty(2**28, dtype=torch.int8, device="cuda").zero_()
+    torch.cuda.synchronize()
+    # While the device sleeps, the host queues the whole call.
+    torch.cuda._sleep(4_000_000)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * start.elapsed_time(end)
+
+
+def host_time(call: Callable[[], Any]) -> float:
+    """Return the microseconds that the host needs to queue one call."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(40_000_000)
+    start = time.perf_counter()
+    for _ in range(10):
+        call()
+    taken = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e5 * taken
+
+
+def passes(step: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Callable[[], Any]]:
+    """Return the forward pass of a step as a call, and the backward pass if there is one."""
+    outputs = step(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if not wanted:
+        return [lambda: step(*inputs)]
+    grads = [torch.randn_like(output) for output in outputs]
+    return [lambda: step(*inputs), lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True)]
+
+
+def measure(case: Case, rounds: int) -> list[str]:
+    """Time a case with and without kernels in turns, and return its rows of the table."""
+    served = kernel_choice.is_served
+    choices: dict[str, Callable[[Tensor], bool]] = {"fused": served, "torch": lambda tensor: False}
+    calls = {}
+    for name, step in (("fused", case.step), ("torch", case.plain or case.step)):
+        kernel_choice.is_served = choices[name]
+        calls[name] = passes(step, case.inputs)
+    rows = []
+    for index, kind in enumerate(("forward", "backward")[: len(calls["fused"])]):
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        hosts: dict[str, float] = {}
+        for turn in range(rounds + 2):
+            for name, both in calls.items():
+                kernel_choice.is_served = choices[name]
+                microseconds = timed(both[index])
+                if turn >= 2:
+                    found[name].append(microseconds)
+                elif turn == 1:
+                    hosts[name] = host_time(both[index])
+        fused, plain = (statistics.median(times) for times in found.values())
+        least = 1e6 * case.moved[index] / COPY_SPEED
+        rows.append(
+            f"| {case.name} | {kind} | {case.moved[index] / 1e6:.1f} | {fused:.1f} | {plain:.1f} | {plain / fused:.1f} "
+            f"| {least:.1f} | {least / fused:.2f} | {hosts['fused']:.0f} | {hosts['torch']:.0f} |"
+        )
+    kernel_choice.is_served = served
+    return rows
+
+
+def main() -> None:
+    """Measure all cases and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="timed calls of each variant")
+    parser.add_argument("--out", type=Path, help="file that the table is written to as well")
+    options = parser.parse_args()
+    lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}: microseconds"]
+    print(lines[0], flush=True)
+    for shape in SHAPES:
+        heads = ("step", "pass", "MB", "fused", "torch", "times", "at 4.26 TB/s", "reached", "host", "host of torch")
+        title = f"\n{shape.name}, {shape.num_tokens} tokens\n\n| {' | '.join(heads)} |\n|{' --- |' * len(heads)}"
+        lines.append(title)
+        print(lines[-1], flush=True)
+        for case in cases_of(shape):
+            rows = measure(case, options.rounds)
+            lines += rows
+            print("\n".join(rows), flush=True)
+            torch.cuda.empty_cache()
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
