@@ -79,6 +79,8 @@ def run_peer(args: Any) -> list[str]:
         str(args.batch or layout.batch(args.model)),
     ]
     line += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    line += ["--ep", str(layout.ep)] if layout.ep > 1 else []
+    line += ["--force-balance"] if args.forced_balance else []
     line += ["--layers", str(args.layers)] if args.layers else []
     output = launch(
         line,

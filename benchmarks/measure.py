@@ -20,15 +20,22 @@ def flops_per_token(config: GPTConfig, seq_length: int) -> float:
     """Count model FLOPs of forward and backward for a token by the causal-half rule.
 
     Matrix products count twice their elements, attention scores and their use count half (a token sees half of the
-    sequence on average), logits count with the padded vocabulary, backward counts twice the forward; embeddings, norms
-    and recomputation count nothing.
+    sequence on average), logits count with the padded vocabulary, backward counts twice the forward; of experts those
+    count that a token goes to, and the router's logits; embeddings, norms and recomputation count nothing.
     """
     width, head = config.hidden_size, config.head_size
     projections = 2 * width * head * (2 * config.num_heads + 2 * config.kv_heads)
     attention = 2 * 2 * seq_length * config.num_heads * head / 2
-    mlp = 2 * width * config.ffn_size * (3 if config.activation == "swiglu" else 2)
+    products = 2 * width * (3 if config.is_gated else 2)
+    mlp, mixture = products * config.ffn_size, 0
+    if config.experts is not None:
+        shared = config.experts.shared_ffn_hidden_size or 0
+        inner = config.experts.top_k * config.experts.ffn_hidden_size + shared
+        mixture = products * inner + 2 * width * config.experts.num_experts
+    num_mixtures = sum(config.has_experts_in(layer) for layer in range(config.num_layers))
+    networks = num_mixtures * mixture + (config.num_layers - num_mixtures) * mlp
     logits = 2 * width * padded_vocab_size(config.vocab_size, 1, config.vocab_multiple)
-    return 3 * (config.num_layers * (projections + attention + mlp) + logits)
+    return 3 * (config.num_layers * (projections + attention) + networks + logits)
 
 
 def mark_on_device() -> torch.cuda.Event:

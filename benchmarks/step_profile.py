@@ -22,6 +22,8 @@ COMMUNICATION = "communication"
 _CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (COMMUNICATION, ("nccl", "symm_mem", "one_shot", "two_shot")),
     ("attention", ("flash", "fmha", "sdpa", "attention")),
+    ("router", ("_route_",)),
+    ("permutes", ("_spread", "_collect", "_weighed", "_count_choices", "_add_up_counts", "_place_choices")),
     ("optimizer", ("multi_tensor_apply", "adam", "lpnorm", "fusedoptimizer", "_update", "_advance")),
     ("matmul", ("gemm", "nvjet", "cublas", "cutlass", "gemv", "splitk", "matmul", "s16816", "wgmma")),
     ("copy and fill", ("memcpy", "memset", "fillfunctor", "copy_kernel", "direct_copy", "catarray")),

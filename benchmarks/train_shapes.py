@@ -39,9 +39,25 @@ SHAPES: dict[str, GPTConfig] = {
     "gpt2_1_2b": GPTConfig.gpt2(
         vocab_size=51200, max_seq_length=1024, num_layers=40, hidden_size=1536, num_heads=16
     ),
+    "mixtral_s": GPTConfig.llama(
+        vocab_size=32768, max_seq_length=4096, num_layers=4, hidden_size=4096, num_heads=32, num_kv_heads=8,
+        ffn_hidden_size=14336, experts={"num_experts": 8, "top_k": 2, "ffn_hidden_size": 14336, "aux_loss": 0.01},
+    ),
+    "qwen3_30b_s": GPTConfig.llama(
+        vocab_size=151552, max_seq_length=4096, num_layers=12, hidden_size=2048, num_heads=32, num_kv_heads=4,
+        ffn_hidden_size=6144, experts={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768, "aux_loss": 0.01},
+    ),
+    "tiny_moe": GPTConfig.llama(
+        vocab_size=51200, max_seq_length=1024, num_layers=12, hidden_size=1024, num_heads=16,
+        ffn_hidden_size=2816, experts={"num_experts": 32, "top_k": 4, "ffn_hidden_size": 704, "aux_loss": 0.01},
+    ),
     "tiny_llama": GPTConfig.llama(
         vocab_size=512, max_seq_length=64, num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2,
         ffn_hidden_size=96,
+    ),
+    "tiny_mixtral": GPTConfig.llama(
+        vocab_size=512, max_seq_length=64, num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2,
+        ffn_hidden_size=96, experts={"num_experts": 4, "top_k": 2, "ffn_hidden_size": 64, "aux_loss": 0.01},
     ),
     "tiny_gpt2": GPTConfig.gpt2(vocab_size=512, max_seq_length=64, num_layers=2, hidden_size=64, num_heads=4),
 }  # fmt: skip
@@ -61,6 +77,7 @@ class Layout:
     tp: int
     llama_batch: int
     gpt2_batch: int = 8
+    ep: int = 1
 
     def batch(self, model: str) -> int:
         """Return the samples of one data-parallel rank in a step."""
@@ -73,6 +90,8 @@ LAYOUTS = {
     "dp4": Layout(4, 1, 1),
     "tp2": Layout(2, 2, 2),
     "tp4": Layout(4, 4, 4),
+    "ep2": Layout(2, 1, 1, ep=2),
+    "ep4": Layout(4, 1, 1, ep=4),
 }
 
 
@@ -92,17 +111,24 @@ class Tokens(Dataset):
 
 
 class Trained(LightningModule):
-    """A GPT and its mean loss; it logs nothing."""
+    """A GPT and its mean loss; it logs nothing.
 
-    def __init__(self, config: GPTConfig) -> None:
+    Args:
+        config: Shape of the model.
+        forced_balance: Whether experts are dealt out in turn instead of being chosen.
+    """
+
+    def __init__(self, config: GPTConfig, forced_balance: bool = False) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.forced_balance = config, forced_balance
         self.model: GPT | None = None
 
     def configure_model(self) -> None:
         """Build this rank's part."""
         if self.model is None:
             self.model = GPT(self.config, mesh=self.device_mesh, seed=1234)
+            for layer in self.model.mixtures().values():
+                layer.router.forced_balance = self.forced_balance
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss."""
@@ -276,7 +302,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=layout.devices,
-        strategy=MegatronStrategy(tp=layout.tp, microbatch_size=batch, **options),
+        strategy=MegatronStrategy(tp=layout.tp, ep=layout.ep, microbatch_size=batch, **options),
         precision="bf16-mixed",
         max_steps=steps,
         gradient_clip_val=1.0,
@@ -289,7 +315,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     data_ranks = layout.devices // layout.tp
     data = DataLoader(Tokens(config, steps * batch * data_ranks), batch_size=batch, drop_last=True)
-    trainer.fit(Trained(config), data)
+    trainer.fit(Trained(config, args.forced_balance), data)
     found: dict[str, Any] = {}
     for callback in callbacks:
         if isinstance(callback, Measure):
@@ -318,6 +344,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--time-optimizer", action="store_true", help="time the optimizer's step alone")
     result.add_argument("--async-save", default="", help="save in the background to this folder")
     result.add_argument("--save-steps", type=int, default=20, help="steps to look at after each save")
+    result.add_argument("--forced-balance", action="store_true", help="deal experts out in turn")
     result.add_argument("--out", default="runs/train_shapes.json", help="file for rank 0's figures")
     return result
 
