@@ -95,4 +95,5 @@ def within_capacity(experts: Tensor, load: Tensor, capacity: int, mesh: Parallel
 
 
 def _highest(values: Tensor, count: int) -> Tensor:
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    # A copy: the backward pass keeps these numbers, and with a view of them the order of all experts.
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()

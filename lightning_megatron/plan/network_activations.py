@@ -110,8 +110,8 @@ def mixture_costs(
     recomputed = (table.ffn_copies + table.expert_copies) * features
     kept = recomputed + vectors + rows.buffer * batch.wide_bytes + rows.map_bytes
     kept += batch.stream_tokens * _routing_bytes(experts, hidden, batch) + _shared_bytes(experts, hidden, table, batch)
-    # Outputs of experts, those of every choice beside zeros for what is not here; behind an all-to-all all twice.
-    forward = vectors + 2 * choices + (vectors + choices if rows.are_exchanged else 0)
+    # Outputs of experts, and those of every choice; behind an all-to-all both again.
+    forward = vectors + table.choice_copies * choices + (vectors + choices if rows.are_exchanged else 0)
     forward += element * batch.stream_tokens * hidden if experts.shared_ffn_hidden_size else 0
     gathered = element * rows.tokens * hidden if rows.tokens > batch.own_tokens else 0
     # Those of all experts' matrices, where they are made before they are added to those of earlier microbatches.
@@ -124,16 +124,18 @@ def mixture_costs(
         # Probabilities, in a wide type. What the second product kept has been given up; but a narrow gradient comes to
         # what the product with probabilities keeps, unless that is given up, too, as soon as it is read.
         3 * wide - (features if wide == features or recomputes else 0) if table.expert_copies else 0,
+        # Activation, if it is one kernel.
+        firsts * features,
         # First product, when experts have given up all features; the sum over every token's choices.
         vectors + firsts * (features + matrix) - recomputed,
-        2 * choices - recomputed,
+        table.choice_copies * choices - recomputed,
     )
     return NetworkCosts(
         kept=kept,
         recomputed=recomputed,
         forward=max(forward, wide if table.expert_copies else 0),
         backward=max(moments),
-        backward_start=gathered + choices + vectors,
+        backward_start=gathered + min(1, table.choice_copies) * choices + vectors,
     )
 
 
