@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from lightning_megatron.groups.collectives import (
     reduce_scatter_sequence,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.experts import Transport, transport_over_ep
 from lightning_megatron.plan.shards import ShardRange, even_range
-
-#: ``auto``: all-gather where a token goes to as many experts as there are ranks or more, else all-to-all.
-Transport = Literal["auto", "all_gather", "all_to_all"]
 
 
 @dataclass(frozen=True)
@@ -270,7 +268,7 @@ def _over_ep(
         return LocalDispatcher(here), "no dispatch: ep is 1, so that this rank has all experts"
     compared = f"top_k ({top_k}) is {'at least' if top_k >= ep.size else 'below'} ep ({ep.size})"
     why = compared if transport == "auto" else "asked for"
-    if transport == "all_gather" or (transport == "auto" and top_k >= ep.size):
+    if transport_over_ep(top_k, ep.size, transport) == "all_gather":
         return GatherDispatcher(LocalDispatcher(here), (ep,)), f"all-gather over ep, of static sizes: {why}"
     return AllToAllDispatcher(num_experts, ep), f"all-to-all over ep, of sizes that the host reads: {why}"
 
