@@ -97,7 +97,7 @@ def trainer_of(layout: dict[str, Any] | None, devices: int, microbatch_size: int
     return Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy="auto" if layout is None else MegatronStrategy(microbatch_size=microbatch_size, **layout),
+        strategy="auto" if layout is None else MegatronStrategy(**{"microbatch_size": microbatch_size, **layout}),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
