@@ -19,9 +19,10 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.layout_names import Layout, layout_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3_8b": {
@@ -35,38 +36,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 128,
     },
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Say how many ranks share the work.
-
-    Args:
-        devices: Ranks.
-        tp: Size of the tensor axis.
-        pp: Size of the pipeline axis.
-    """
-
-    devices: int
-    tp: int = 1
-    pp: int = 1
-
-    @property
-    def data_ranks(self) -> int:
-        """Count the ranks that have samples of their own."""
-        return self.devices // (self.tp * self.pp)
-
-
-LAYOUTS = {
-    "single": Layout(1),
-    "tp2": Layout(2, tp=2),
-    "pp2": Layout(2, pp=2),
-    "dp2": Layout(2),
-    "tp4": Layout(4, tp=4),
-    "tp2_pp2": Layout(4, tp=2, pp=2),
-    "tp2_dp2": Layout(4, tp=2),
-    "dp4": Layout(4),
-}
 TABLE = [
     "| layout | ms a step | fastest | tokens/s/GPU | TFLOP/s/GPU | GiB a GPU | start to first step, s | losses |",
     "|---|---|---|---|---|---|---|---|",
@@ -87,7 +56,7 @@ def create(folder: Path, shape: str, tokenizer: str) -> None:
     print(f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1e9:.1f} GB", flush=True)
 
 
-def options_of(args: argparse.Namespace, layout: Layout, name: str) -> list[str]:
+def options_of(args: argparse.Namespace, layout: Layout) -> list[str]:
     """Return what is said to the recipe on the command line."""
     given = {
         "model.path": args.folder,
@@ -100,9 +69,9 @@ def options_of(args: argparse.Namespace, layout: Layout, name: str) -> list[str]
         "trainer.strategy.pp": layout.pp,
         "trainer.max_steps": args.steps,
         "trainer.log_every_n_steps": 1,
-        "trainer.default_root_dir": f"{args.out}/{name}",
+        "trainer.default_root_dir": f"{args.out}/{layout.name}",
         "data.seq_length": args.seq_length,
-        "data.batch_size": args.batch // layout.data_ranks,
+        "data.batch_size": args.batch // layout.dp,
         "data.data_dir": f"{args.out}/data",
         "data.tokenizer": args.folder,
     }
@@ -111,7 +80,7 @@ def options_of(args: argparse.Namespace, layout: Layout, name: str) -> list[str]
     else:
         measure = {
             "class_path": "benchmarks.measure.Measure",
-            "init_args": {"path": f"{args.out}/{name}.json", "label": name, "warmup": args.warmup},
+            "init_args": {"path": f"{args.out}/{layout.name}.json", "label": layout.name, "warmup": args.warmup},
         }
         measure["init_args"] |= {"seq_length": args.seq_length}
         given |= {
@@ -126,18 +95,18 @@ def options_of(args: argparse.Namespace, layout: Layout, name: str) -> list[str]
     return [f"--{key}={value}" for key, value in given.items()] + args.options
 
 
-def train(args: argparse.Namespace, name: str) -> dict[str, Any]:
+def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     """Run the recipe under a layout and return the figures of its steps."""
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", args.recipe]
     begin = time.perf_counter()
-    subprocess.run(line + options_of(args, LAYOUTS[name], name), check=True, timeout=args.timeout)
+    subprocess.run(line + options_of(args, layout), check=True, timeout=args.timeout)
     took = time.perf_counter() - begin
     if args.export:
-        print(f"{name}: trained and saved in {took:.0f} s", flush=True)
+        print(f"{layout.name}: trained and saved in {took:.0f} s", flush=True)
         return {}
-    figures: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    figures: dict[str, Any] = json.loads((out / f"{layout.name}.json").read_text())
     return figures
 
 
@@ -178,7 +147,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama3_8b", choices=list(SHAPES), help="of those weights")
     parser.add_argument("--tokenizer", help="tokenizer.json to put there")
     parser.add_argument("--folder", help="what to fine-tune")
-    parser.add_argument("--layouts", nargs="+", default=["tp4", "tp2_pp2", "dp4"], choices=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", type=layout_of, default=list(map(layout_of, ("tp4", "tp2_pp2", "dp4"))))
     parser.add_argument("--recipe", default=str(Path(__file__).parents[1] / "recipes" / "finetune_hf.yaml"))
     parser.add_argument("--steps", type=int, default=12, help="steps in all")
     parser.add_argument("--warmup", type=int, default=4, help="steps left out of the median")
@@ -196,9 +165,9 @@ def main() -> None:
     if args.create:
         create(Path(args.create), args.shape, args.tokenizer)
         return
-    found = {name: train(args, name) for name in args.layouts}
+    found = {layout.name: train(args, layout) for layout in args.layouts}
     if args.export:
-        export(args, args.layouts[-1])
+        export(args, args.layouts[-1].name)
         return
     lines = [*TABLE, *(row(name, figures) for name, figures in found.items())]
     print("\n".join(lines), flush=True)

@@ -1,6 +1,6 @@
 """Train one recipe under several layouts in one run; print a table and draw their loss curves into one picture.
 
-    python benchmarks/layouts.py --devices 4 --steps 200 --out runs/layouts
+    python -m benchmarks.layouts --layouts dp4 tp4 tp2_pp2 pp4 --steps 200 --out runs/layouts
 
 Each layout sees the same samples in the same order, so the curves must lie on each other.
 """
@@ -9,42 +9,33 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.layout_names import Layout, layout_of
 from lightning_megatron.extras import import_extra
 
-LAYOUTS: dict[str, dict[str, int]] = {
-    "dp4": {"tp": 1, "pp": 1},
-    "tp4+sp": {"tp": 4, "pp": 1},
-    "tp2 pp2": {"tp": 2, "pp": 2},
-    "pp4": {"tp": 1, "pp": 4},
-}
+FOUR_GPUS = ("dp4", "tp4", "tp2_pp2", "pp4")
 
 
-def command(recipe: str, label: str, args: argparse.Namespace) -> list[str]:
+def command(recipe: str, layout: Layout, args: argparse.Namespace) -> list[str]:
     """Return the command that trains ``recipe`` under one layout."""
-    folder, options = _folder(args, label), LAYOUTS[label]
+    folder = Path(args.out) / layout.name
     line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", recipe]
-    line += [f"--trainer.strategy.init_args.{name}={value}" for name, value in options.items()]
-    data_ranks = args.devices // (options["tp"] * options["pp"])
     line += [
-        f"--trainer.devices={args.devices}",
+        f"--trainer.strategy.init_args.tp={layout.tp}",
+        f"--trainer.strategy.init_args.pp={layout.pp}",
+        f"--trainer.devices={layout.devices}",
         f"--trainer.max_steps={args.steps}",
         f"--trainer.val_check_interval={args.steps}",
-        f"--data.init_args.batch_size={args.batch // data_ranks}",
+        f"--data.init_args.batch_size={args.batch // layout.dp}",
         f"--trainer.default_root_dir={folder}",
         "--trainer.callbacks+=benchmarks.measure.Measure",
         f"--trainer.callbacks.path={folder.with_suffix('.json')}",
-        f"--trainer.callbacks.label={label}",
+        f"--trainer.callbacks.label={layout.name}",
     ]
     return line + args.extra
-
-
-def _folder(args: argparse.Namespace, label: str) -> Path:
-    return Path(args.out) / re.sub(r"\W+", "_", label)
 
 
 def table(rows: list[dict[str, object]]) -> str:
@@ -89,19 +80,18 @@ def main() -> None:
     """Train, measure, print and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="recipes/gpt_speeches_gpu.yaml")
-    parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=32, help="samples of an optimizer step over all ranks")
-    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", type=layout_of, default=list(map(layout_of, FOUR_GPUS)))
     parser.add_argument("--out", default="runs/layouts")
     parser.add_argument("extra", nargs="*", help="further options for the command, after --")
     args = parser.parse_args()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     rows = []
-    for label in args.layouts:
-        subprocess.run(command(args.recipe, label, args), check=True)
-        rows.append(json.loads(_folder(args, label).with_suffix(".json").read_text()))
+    for layout in args.layouts:
+        subprocess.run(command(args.recipe, layout, args), check=True)
+        rows.append(json.loads((out / f"{layout.name}.json").read_text()))
     print(table(rows))
     (out / "table.md").write_text(table(rows) + "\n")
     draw(rows, out / "loss_curves.png")

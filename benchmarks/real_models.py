@@ -18,7 +18,6 @@ import csv
 import hashlib
 import logging
 import math
-import re
 import time
 import warnings
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from benchmarks.layout_names import layout_of
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.data.installed import locate_installed
 
@@ -103,10 +103,12 @@ class Critic(L.LightningModule):
 
 def trainer_of(layout: str, batch: int, **options: Any) -> L.Trainer:
     """Return a Trainer for a layout such as ``single``, ``tp3`` or ``tp2_pp2``."""
-    sizes = {name: int(size) for name, size in re.findall(r"(tp|pp)(\d+)", layout)}
-    strategy: Any = "auto" if layout == "single" else MegatronStrategy(**sizes, microbatch_size=batch)
+    sizes = layout_of(layout)
+    strategy: Any = "auto"
+    if layout != "single":
+        strategy = MegatronStrategy(tp=sizes.tp, pp=sizes.pp, microbatch_size=batch)
     return L.Trainer(
-        devices=math.prod(sizes.values()), strategy=strategy, logger=False,
+        devices=sizes.devices, strategy=strategy, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
 
