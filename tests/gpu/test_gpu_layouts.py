@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,50 +31,52 @@ LAYOUTS = {
         "dp4": {},
     },
 }
-KINDS = ("gpt2-tied", "llama-untied")
+TWINS = {kind: Job(kind, "32-true") for kind in ("gpt2-tied", "llama-untied")}
 # Half precision rounds at 2^-8 and 2^-11; the losses are near 5.7.
 TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 3e-2, "16-mixed": 1e-2}
 
 
-def _jobs(size: int) -> dict[tuple[str, str, str], Job]:
-    return {
-        (kind, name, precision): Job(kind, precision, layout)
-        for kind in KINDS
-        for name, layout in LAYOUTS[size].items()
-        for precision in TOLERANCE
-    }
+Case = tuple[str, str, str]
 
 
-def _world(rank: int, size: int) -> dict[tuple[str, str, str], Report]:
-    return {name: train(job, size, "gpu") for name, job in _jobs(size).items()}
+def _world(rank: int, size: int, jobs: dict[Case, Job]) -> dict[Case, Report]:
+    return {name: train(job, size, "gpu") for name, job in jobs.items()}
 
 
-def _compare(size: int) -> None:
+def compare(size: int, twins: dict[str, Job], layouts: dict[str, dict[str, Any]]) -> None:
+    """Train every kind under every layout and in every precision, and compare with the kind's own job on one GPU."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
-    twins = {kind: train(Job(kind, "32-true"), 1, "gpu") for kind in KINDS}
-    for rank, reports in enumerate(run_world(_world, size, backend="nccl")):
+    jobs = {
+        (kind, name, precision): Job(kind, precision, layout)
+        for kind in twins
+        for name, layout in layouts.items()
+        for precision in TOLERANCE
+    }
+    twin_reports = {kind: train(job, 1, "gpu") for kind, job in twins.items()}
+    for rank, reports in enumerate(run_world(_world, size, jobs, backend="nccl")):
         for (kind, layout, precision), report in reports.items():
             where = f"{kind}, {layout}, {precision}, rank {rank}"
-            gaps = [abs(a - b) for a, b in zip(report.losses, twins[kind].losses, strict=True)]
+            twin = twin_reports[kind]
+            gaps = [abs(a - b) for a, b in zip(report.losses, twin.losses, strict=True)]
             assert max(gaps) < TOLERANCE[precision], f"{where}: {gaps}"
-            norms = [abs(a - b) / b for a, b in zip(report.norms, twins[kind].norms, strict=True)]
+            norms = [abs(a - b) / b for a, b in zip(report.norms, twin.norms, strict=True)]
             assert max(norms) < 10 * TOLERANCE[precision], f"{where}: {norms}"
 
 
 @pytest.mark.gpu
 def test_one_gpu_trains_as_plain_lightning():
-    _compare(1)
+    compare(1, TWINS, LAYOUTS[1])
 
 
 @pytest.mark.gpu2
 def test_layouts_of_two_gpus_train_as_one():
-    _compare(2)
+    compare(2, TWINS, LAYOUTS[2])
 
 
 @pytest.mark.gpu4
 def test_layouts_of_four_gpus_train_as_one():
-    _compare(4)
+    compare(4, TWINS, LAYOUTS[4])
 
 
 # Ranks: the layout that saves, and those that go on.

@@ -1,0 +1,49 @@
+"""On GPUs experts train as on one GPU, in every grid and by every way of tokens to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu.test_gpu_layouts import compare
+from tests.proof.training import Job
+
+GRIDS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one": {}, "experts again": {"recompute": "experts"}},
+    2: {
+        "ep2": {"ep": 2},
+        "ep2, all-to-all": {"ep": 2, "expert_transport": "all_to_all"},
+        "tp2 +sp, ep2": {"tp": 2, "ep": 2, "etp": 1},
+        "tp2, etp2": {"tp": 2, "sequence_parallel": False},
+        "pp2": {"pp": 2},
+    },
+    4: {
+        "ep4": {"ep": 4},
+        "ep4, all-to-all": {"ep": 4, "expert_transport": "all_to_all"},
+        "ep2 edp2": {"ep": 2},
+        "tp2 +sp, ep2": {"tp": 2, "ep": 2, "etp": 1},
+        "tp2, etp2 ep2": {"tp": 2, "ep": 2, "sequence_parallel": False},
+        "tp2 pp2 +sp, ep2": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
+    },
+}
+#: The router's bias and the shares of the last step are the strategy's to change.
+TWINS = {
+    "experts": Job("experts", "32-true"),
+    "experts, whole step": Job("experts, whole step", "32-true", {}),
+}
+
+
+@pytest.mark.gpu
+def test_one_gpu_trains_experts_as_plain_lightning():
+    compare(1, TWINS, GRIDS[1])
+
+
+@pytest.mark.gpu2
+def test_expert_grids_of_two_gpus_train_as_one():
+    compare(2, TWINS, GRIDS[2])
+
+
+@pytest.mark.gpu4
+def test_expert_grids_of_four_gpus_train_as_one():
+    compare(4, TWINS, GRIDS[4])
