@@ -133,8 +133,9 @@ def compare(checkpoint: str, folder: str, name: str | None = None) -> float:
     parallelize(root, ParallelMesh.single())
     ours: Any = root["model"]
     full = dict(saved.merged_tensors())
-    for key, parameter in ours.body.named_parameters():
-        parameter[: full[key].shape[0]] = full[key]
+    for key, tensor in (*ours.body.named_parameters(), *ours.body.named_buffers()):
+        if key in full or isinstance(tensor, nn.Parameter):
+            tensor[: full[key].shape[0]] = full[key]
     config = saved.family.config(saved.config)
     count = min(_NUM_TOKENS, config.max_seq_length)
     tokens = torch.randint(0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
+
+
+@contextmanager
+def float32_as_float64() -> Iterator[None]:
+    """Let Hugging Face's routers compute in float64, although they round to float32 whatever they are given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "float", Tensor.double)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch, "float32", torch.float64)
+        yield
 
 
 def gather_full(local: Tensor, spec: ShardSpec, mesh: ParallelMesh, *, sum_copies: bool = False) -> Tensor:

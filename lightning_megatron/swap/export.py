@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.swap.families.expert_names import SETTINGS, is_of_training
 from lightning_megatron.swap.families.family import Family, ModelConfig
 from lightning_megatron.swap.low_rank import Adapter
 from lightning_megatron.swap.mapping import named
@@ -38,7 +39,7 @@ def foreign_tensors(
 
     Args:
         full_tensors: Names of our parameters and their full values, without padding, in any order; a tied head may be
-            among them.
+            among them, and what only a training needs.
         family: How the tensors are named and cut.
         config: Configuration of the model.
 
@@ -48,7 +49,7 @@ def foreign_tensors(
     table = {tensor.target: tensor for tensor in family.tensors(config)}
     left = dict(table)
     for name, full in full_tensors:
-        if name == "head.weight" and config.tie_embeddings:
+        if (name == "head.weight" and config.tie_embeddings) or is_of_training(name):
             continue
         if name not in left:
             problem = "given twice" if name in table else "unknown"
@@ -94,7 +95,8 @@ def export_folder(
         hf_config: What ``config.to_dict()`` returns or ``config.json`` holds.
         folder: Where to; made if it is not there.
         max_file_bytes: A file ends before the tensor that would exceed this (bytes).
-        dtype: Of the floating-point weights; None keeps what is given.
+        dtype: Of the floating-point weights, but of those that are always kept in one of their own; None keeps what is
+            given.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
@@ -108,9 +110,11 @@ def export_folder(
             "be mixed. Give another folder, or remove them."
         )
     place.mkdir(parents=True, exist_ok=True)
-    shapes = {name: shape for tensor in family.tensors(config) for name, shape in tensor.source_shapes.items()}
+    table = family.tensors(config)
+    shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
+    kept = {source.name: tensor.dtype for tensor in table if tensor.dtype is not None for source in tensor.sources}
     writer = _Writer(place, max_file_bytes, shapes)
-    writer.write(foreign_tensors(full_tensors, family, config), dtype)
+    writer.write(foreign_tensors(full_tensors, family, config), dtype, kept)
     found = writer.floating.most_common(1)
     written = _config(hf_config, family, found[0][0] if found else torch.float32)
     _write(place / CONFIG, (json.dumps(written, indent=2, sort_keys=True, default=_plain) + "\n").encode())
@@ -175,16 +179,24 @@ class _Writer:
         room = _base_size() + max(max(entries, default=0), min(_LARGEST_ROOM, sum(entries)))
         self._room = -(-room // 8) * 8
 
-    def write(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> None:
+    def write(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None = None,
+        kept: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
         """Write tensors one after the other; where one fails, nothing is left.
 
         Args:
             tensors: Names and values.
             dtype: Of the floating-point ones; None keeps what is given.
+            kept: That of tensors which have one of their own.
         """
+        own = kept or {}
         try:
             for name, tensor in tensors:
-                self.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+                wanted = own.get(name, dtype)
+                self.add(name, tensor.to(wanted) if wanted is not None and tensor.is_floating_point() else tensor)
                 # The next one may be gathered into this one's memory.
                 del tensor
             self.close_file()
@@ -281,9 +293,9 @@ def _entry_size(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _config(hf_config: Mapping[str, Any], family: Family, dtype: torch.dtype) -> dict[str, Any]:
-    # The code that an auto_map names is not in the folder.
-    outdated = ("torch_dtype", "auto_map")
-    kept = {name: value for name, value in hf_config.items() if not name.startswith("_") and name not in outdated}
+    # The code that an auto_map names is not in the folder, and settings of a training are not the model's.
+    left = ("torch_dtype", "auto_map", SETTINGS)
+    kept = {name: value for name, value in hf_config.items() if not name.startswith("_") and name not in left}
     return kept | {"model_type": family.model_type, "architectures": [family.architecture], "dtype": _plain(dtype)}
 
 

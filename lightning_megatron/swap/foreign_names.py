@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families import family_of
+from lightning_megatron.swap.families.expert_names import is_of_training
 from lightning_megatron.swap.load import full_tensors
 from lightning_megatron.swap.low_rank import Adapter, full_factors, without_adapters
 from lightning_megatron.swap.mapping import TensorMap
@@ -41,6 +42,8 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
             found |= {f"{layers}{target}": tensor for target, tensor in own}
             factors = full_factors(foreign, part.adapter, part.family.tensors(config))
             found |= {f"{layers}{target}": tensor for target, tensor in factors}
+            # What other strategies do not have keeps its value.
+            found |= {f"{layers}{key}": buffer for key, buffer in part.body.named_buffers() if is_of_training(key)}
     return found
 
 
@@ -80,6 +83,8 @@ def to_foreign_names(models: Mapping[str, Mapping[str, Any]], state: Mapping[str
         found |= {f"{prefix}{key}": part for key, part in pack(theirs, family.packed).items()}
         if "adapter" in model:
             found |= _wrapped(Adapter(**model["adapter"]), family.tensors(config), found, prefix, layers)
+        for key in [key for key in found if key.startswith(layers) and is_of_training(key)]:
+            del found[key]
         found.pop(f"{layers}head.weight", None)
         if config.tie_embeddings:
             found[f"{prefix}{family.head}"] = found[f"{prefix}{family.embedding}"]

@@ -29,9 +29,10 @@ def load_from(
     seed: int | None = None,
     shows_progress: bool = False,
 ) -> tuple[str, ...]:
-    """Fill the parameters that this rank holds, converted to their dtype; those on the meta device move to the mesh's.
+    """Fill the parameters and buffers that this rank holds, converted to their dtype.
 
-    Names and shapes are compared before anything is changed. Padding is zero.
+    Parameters on the meta device move to the mesh's. Buffers that are not among the tensors are of the training alone,
+    and keep their values. Names and shapes are compared before anything is changed. Padding is zero.
 
     Args:
         model: Any rank's part of a model whose configuration the family made.
@@ -55,12 +56,12 @@ def load_from(
     if seed is not None:
         initialize_(model, model.mesh.device, seed, drawn)
     copies: list[Copy] = []
-    for name, parameter in list(model.named_parameters()):
+    for name, parameter in _values_of(model, table).items():
         spec = shard_spec_of(parameter, model.mesh.tp.rank)
         tensor = table[spec.tied_to or name]
         if tensor.target in drawn:
             continue
-        if parameter.is_meta:
+        if isinstance(parameter, nn.Parameter) and parameter.is_meta:
             parameter = _materialised(model, name, parameter)
         with torch.no_grad():
             if spec.full_shape and parameter.shape[spec.dim] != spec.local_extent:
@@ -82,7 +83,7 @@ def full_tensors(
         tensors: A folder of safetensors files, or a state dict.
         family: How the tensors are named and cut.
         config: Configuration of the model.
-        dtype: Of the result.
+        dtype: Of the result, but of tensors that are always kept in one of their own.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, left over or of another shape.
@@ -90,7 +91,7 @@ def full_tensors(
     reader, table = reader_of(tensors, family), family.tensors(config)
     check_tensors(reader, table, family, config.tie_embeddings)
     for tensor in table:
-        yield tensor.target, tensor.full(reader, dtype)
+        yield tensor.target, tensor.full(reader, tensor.dtype or dtype)
 
 
 @dataclass(frozen=True)
@@ -196,9 +197,15 @@ def check_tensors(
     return lacking
 
 
+def _values_of(model: nn.Module, table: Mapping[str, TensorMap]) -> dict[str, Tensor]:
+    """Return what is filled of a model by name: all parameters, and the buffers that have a source."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in table}
+    return {**dict(model.named_parameters()), **buffers}
+
+
 def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
     targets = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in _values_of(model, table).items():
         spec = shard_spec_of(parameter)
         target = spec.tied_to or name
         targets[name] = target
@@ -221,8 +228,11 @@ def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
 
 
 def _part(name: str) -> tuple[str, ...]:
+    """Name what a rank holds all parameters of, or none: a layer but its experts, one of these, or another module."""
     parts = name.split(".")
-    return tuple(parts[:2]) if parts[0] == "layers" else (parts[0],)
+    if parts[0] != "layers":
+        return (parts[0],)
+    return tuple(parts[: 5 if parts[2:4] == ["mlp", "experts"] else 2])
 
 
 def _check_tied(parameter: Tensor, reader: RenamedTensors, family: Family) -> None:

@@ -123,6 +123,7 @@ class TensorMap:
         target: Name of the parameter of ours.
         shape: Its full shape, without padding (elements).
         sources: Where its rows are, in order.
+        dtype: What it is kept in, whatever the weights are; None means as they are.
 
     Raises:
         ValueError: If the sources have more or fewer rows than the target.
@@ -131,6 +132,7 @@ class TensorMap:
     target: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         given = sum(source.num_rows for source in self.sources)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
-import torch
-from torch import Tensor
+
+from tests.oracles import float32_as_float64
 
 
 @pytest.fixture
-def float32_is_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def float32_is_float64() -> Iterator[None]:
     """Let Hugging Face's routers compute in float64, although they round to float32 whatever they are given."""
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-    monkeypatch.setattr(torch, "float", torch.float64)
-    monkeypatch.setattr(torch, "float32", torch.float64)
+    with float32_as_float64():
+        yield

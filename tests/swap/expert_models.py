@@ -8,9 +8,13 @@ import torch
 from torch import nn
 
 from tests.swap.families import transformers
+from tests.swap.test_language_models import normalise_exactly
 
 _SIZES = {"vocab_size": 53, "hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 6}
 _SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
+
+#: The cases that are computed as a whole.
+WHOLE = ("mixtral", "qwen3_moe")
 
 #: Name of a case: class of the model, and the settings in which it differs from its defaults.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -43,3 +47,18 @@ def twin_of(case: str) -> nn.Module:
         for tensor in twin.state_dict().values():
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return twin
+
+
+def exact_twin_of(case: str, **changes: Any) -> nn.Module:
+    """Return a float64 model whose experts can be shared out among four ranks, and their features between two."""
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8, "attn_implementation": "sdpa"}
+    sizes |= {"num_local_experts": 4} if case == "mixtral" else {}
+    config = config_of(case, **{**sizes, **changes})
+    # Their fused form has no float64.
+    config._experts_implementation = "eager"
+    twin: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
+    return normalise_exactly(twin)

@@ -15,13 +15,19 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.adapter import ReplacedModel
-from lightning_megatron.swap.mapping import TensorsInMemory
+from lightning_megatron.swap.load import reader_of
 
 
 def mesh_of(tp: int = 1, pp: int = 1, tp_rank: int = 0, pp_rank: int = 0) -> ParallelMesh:
     """Return the mesh of a rank without processes, for what happens before any communication."""
     axes = {"tp": MeshAxis("tp", tuple(range(tp)), tp_rank), "pp": MeshAxis("pp", tuple(range(pp)), pp_rank)}
     return replace(ParallelMesh.single(), layout=ParallelLayout(tp * pp, tp=tp, pp=pp), **axes)
+
+
+def expert_mesh_of(ep: int, etp: int, ep_rank: int, etp_rank: int) -> ParallelMesh:
+    """Return the mesh of a rank of an expert grid without processes, which holds everything but experts whole."""
+    axes = {"ep": MeshAxis("ep", tuple(range(ep)), ep_rank), "etp": MeshAxis("etp", tuple(range(etp)), etp_rank)}
+    return replace(ParallelMesh.single(), layout=ParallelLayout(ep * etp, ep=ep, etp=etp), **axes)
 
 
 def part_on_meta(config: Any, mesh: ParallelMesh) -> GPT:
@@ -42,5 +48,5 @@ def full_tensors(model: GPT) -> dict[str, Tensor]:
 
 def expected_gradients(model: ReplacedModel, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of our full tensors, made of those of theirs by the family's table."""
-    reader, table = TensorsInMemory(gradients), model.family.tensors(model.body.config)
+    reader, table = reader_of(gradients, model.family), model.family.tensors(model.body.config)
     return {tensor.target: tensor.full(reader, torch.float64) for tensor in table}

@@ -27,10 +27,8 @@ from lightning_megatron.swap.mapping import Slices, TensorsInMemory
 from lightning_megatron.swap.packed import Packed, pack
 from lightning_megatron.swap.pretrained import building_on_meta
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
-from tests.swap.expert_models import CASES, config_of, twin_of
+from tests.swap.expert_models import CASES, WHOLE, config_of, twin_of
 from tests.swap.families import transformers
-
-WHOLE = ("mixtral", "qwen3_moe")
 
 #: As it is published, with what its first release had beside it.
 DEEPSEEK_V3: dict[str, Any] = {
@@ -134,7 +132,7 @@ def test_layers_without_experts_have_an_mlp_and_shared_experts_are_one() -> None
     ]
     table = {tensor.target: tensor for tensor in family_of("deepseek_v3").tensors(config_with_experts("deepseek_v3"))}
     assert table["layers.1.mlp.shared.gate_up.weight"].shape == (2 * 2 * 14, 24)
-    assert table["layers.1.mlp.router.bias"].shape == (6,)
+    assert table["layers.1.mlp.router.expert_bias"].shape == (6,)
     assert not any(name.startswith("layers.0.") for name in table)
 
 

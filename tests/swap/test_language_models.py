@@ -42,15 +42,20 @@ class Exact(nn.Module):
 
 def exact_twin(case: str, **changes: Any) -> nn.Module:
     """Return a float64 model of a case that computes in float64 throughout."""
-    twin = twin_of(case, torch.float64, attn_implementation="sdpa", **changes).eval()
+    twin = normalise_exactly(twin_of(case, torch.float64, attn_implementation="sdpa", **changes).eval())
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.1)
+    return twin
+
+
+def normalise_exactly(twin: nn.Module) -> nn.Module:
+    """Let all norms of a model compute in the dtype of their input, in place."""
     for module in list(twin.modules()):
         for name, child in module.named_children():
             if type(child).__name__.endswith("RMSNorm"):
                 eps = getattr(child, "variance_epsilon", None) or child.eps
                 setattr(module, name, Exact(child, eps, 1.0 if "Gemma" in type(child).__name__ else 0.0))
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.mul_(0.1)
     return twin
 
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.swap.mapping import Source, TensorMap
+
+#: Field of a configuration for settings of a training that Hugging Face has no fields for.
+SETTINGS = "expert_settings"
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,15 @@ class ExpertNames:
         found = [_joined(f"{ours}.router.weight", (count, size), self.router.format(layer))]
         if experts.expert_bias:
             name = self.bias.format(layer)
-            found.append(TensorMap(f"{ours}.router.bias", (count,), (Source(name, count),)))
+            # Its steps would be rounded away in a half type.
+            bias = TensorMap(f"{ours}.router.expert_bias", (count,), (Source(name, count),), torch.float32)
+            found.append(bias)
         return found
+
+
+def is_of_training(name: str) -> bool:
+    """Tell whether a tensor of ours is no weight: how a router spread the tokens of the last step."""
+    return name.endswith(".mlp.router.step_shares")
 
 
 def _mlp(target: str, up: tuple[str, ...], down: str, config: GPTConfig, inner: int) -> list[TensorMap]:

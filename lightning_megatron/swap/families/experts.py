@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.swap.families.expert_names import ExpertNames
+from lightning_megatron.swap.families.expert_names import SETTINGS, ExpertNames
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, refusal
 from lightning_megatron.swap.families.llama import LLAMA_NAMES
@@ -23,6 +24,9 @@ from lightning_megatron.swap.families.llama_fields import (
 from lightning_megatron.swap.families.rotary import rotary_fields
 from lightning_megatron.swap.packed import Packed
 
+#: What may be among the settings of a training that Hugging Face has no fields for.
+OF_TRAINING = ("aux_loss", "aux_loss_scope", "z_loss", "jitter", "capacity_factor", "expert_bias_rate")
+
 _MLP, _MOE = "model.layers.{}.mlp", "model.layers.{}.block_sparse_moe"
 _GATE_UP, _DOWN = f"{_MLP}.experts.gate_up_proj", f"{_MLP}.experts.down_proj"
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -33,23 +37,55 @@ _PACKED = (
     Packed(_DOWN, (f"{_EXPERT[2]}.weight",)),
 )
 
-_BALANCE = (
-    Field(
-        "output_router_logits",
-        False,
-        only=(False, None),
-        why="the model returns loss and logits alone, and no balancing loss over the tokens of all layers at once",
-    ),
-    # Counts where output_router_logits is on.
-    Field("router_aux_loss_coef", 0.001),
-)
-
 
 def _sparse_layers(values: Values) -> Mapping[str, Any]:
     step, dense, num_layers = values["decoder_sparse_step"], values["mlp_only_layers"], values["num_hidden_layers"]
     if not dense:
         return {"layers": step}
     return {"layers": tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))}
+
+
+def _all_layers(values: Values) -> Mapping[str, Any]:
+    return {"layers": 1}
+
+
+def _balanced(layers: Callable[[Values], Mapping[str, Any]]) -> tuple[Field, ...]:
+    """Return the rules of fields that keep experts evenly loaded.
+
+    Args:
+        layers: Says which layers have experts.
+    """
+
+    def rule(values: Values) -> Mapping[str, Any]:
+        if not values["output_router_logits"]:
+            return {}
+        count = values["num_hidden_layers"]
+        where = layers(values)["layers"]
+        num_layers = sum(where) if isinstance(where, tuple) else count // where
+        weight = values["router_aux_loss_coef"] * values["num_experts_per_tok"] / max(num_layers, 1)
+        raise UnsupportedError(
+            "output_router_logits must be False: it is True. It adds a loss over the tokens of all layers at once, "
+            "which pipeline stages do not see together; here every layer has a loss of its own. Set it to False, and "
+            f"{SETTINGS} of the configuration to {{'aux_loss': {weight:.6g}}}, which weighs as much where layers are "
+            "loaded alike (router_aux_loss_coef times num_experts_per_tok, for each layer with experts)."
+        )
+
+    # The coefficient counts where output_router_logits is on.
+    return Field("output_router_logits", False, rule), Field("router_aux_loss_coef", 0.001), _OWN
+
+
+def _own_settings(values: Values) -> Mapping[str, Any]:
+    given = values[SETTINGS] or {}
+    if not isinstance(given, Mapping) or not given.keys() <= set(OF_TRAINING):
+        raise UnsupportedError(
+            f"{SETTINGS} of a configuration must be a mapping with some of {', '.join(OF_TRAINING)}: it is {given!r}. "
+            "They are fields of ExpertsConfig that no weights depend on; Hugging Face's fields say the others. Leave "
+            "out what is not among them."
+        )
+    return given
+
+
+_OWN = Field(SETTINGS, None, _own_settings)
 
 
 def _window_of_all(values: Values) -> Mapping[str, Any]:
@@ -83,7 +119,6 @@ MIXTRAL = Family(
             ACTIVATION,
             HEAD_DIM,
             Field("sliding_window", None, window),
-            *_BALANCE,
             Field(
                 "router_jitter_noise",
                 0.0,
@@ -96,9 +131,11 @@ MIXTRAL = Family(
             "experts": ConfigTable(
                 "Mixtral",
                 (
+                    Field("num_hidden_layers", 32),
                     Field("num_local_experts", 8, "num_experts", also=("num_experts",)),
                     Field("num_experts_per_tok", 2, "top_k"),
                     Field("intermediate_size", 14336, "ffn_hidden_size"),
+                    *_balanced(_all_layers),
                 ),
                 {"scoring": "softmax", "normalize_top_k": True},
                 builds=ExpertsConfig,
@@ -135,7 +172,6 @@ QWEN3_MOE = Family(
             Field("use_sliding_window", False),
             Field("sliding_window", 4096, _window_of_all),
             Field("max_window_layers", None),
-            *_BALANCE,
         ),
         {**FIXED, "qk_norm": True},
         parts={
@@ -149,6 +185,7 @@ QWEN3_MOE = Family(
                     Field("norm_topk_prob", False, "normalize_top_k"),
                     Field("decoder_sparse_step", 1, _sparse_layers),
                     Field("mlp_only_layers", None),
+                    *_balanced(_sparse_layers),
                 ),
                 {"scoring": "softmax"},
                 builds=ExpertsConfig,
@@ -183,7 +220,7 @@ DEEPSEEK_V3 = Family(
             HEAD_DIM,
             ATTENTION_BIAS,
             Field("rope_interleave", True, only=(False, None), why="halves of heads are rotated, not neighbours"),
-            _BALANCE[0],
+            Field("output_router_logits", False, only=(False, None), why="the model returns loss and logits alone"),
         ),
         FIXED,
         # Layers that predict later tokens are left out of training; the others are of other code.
@@ -205,6 +242,7 @@ DEEPSEEK_V3 = Family(
                     Field("topk_group", 4, "top_k_groups"),
                     Field("scoring_func", "sigmoid", only=("sigmoid",), why=_NO_CODE),
                     Field("topk_method", "noaux_tc", only=("noaux_tc",), why=_NO_CODE),
+                    _OWN,
                 ),
                 {"scoring": "sigmoid", "expert_bias": True},
                 builds=ExpertsConfig,

@@ -1,0 +1,211 @@
+"""Hugging Face models with experts, replaced in place: their logits, losses and gradients, in every expert grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.families import family_of
+from lightning_megatron.swap.language_model import HuggingFaceLM
+from lightning_megatron.swap.load import full_tensors, load_from
+from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from tests.oracles import assert_equal, float32_as_float64
+from tests.swap.expert_models import CASES, WHOLE, config_of, exact_twin_of
+from tests.swap.parts import expected_gradients, expert_mesh_of
+from tests.swap.test_language_models import Truth, expected_of, inputs
+from tests.world import run_world
+
+pytest.importorskip("transformers")
+
+#: Layout, whether it shares sequences, and how tokens come to their experts.
+GRIDS: tuple[tuple[dict[str, Any], bool, str], ...] = (
+    ({"ep": 4}, False, "auto"),
+    ({"ep": 4}, False, "all_to_all"),
+    ({"tp": 2, "ep": 2, "etp": 1}, True, "auto"),
+    ({"tp": 2, "ep": 2, "etp": 2}, False, "all_to_all"),
+)
+
+#: All kinds of calls are compared in one process.
+KINDS = ("padded left", "packed", "odd")
+
+
+def inputs_of(rank: int) -> dict[str, dict[str, Tensor]]:
+    """Return calls of every kind, with the rows in another order for every data rank."""
+    return {kind: {key: x.roll(rank, 0) for key, x in call.items()} for kind, call in inputs().items()}
+
+
+@pytest.fixture(scope="module")
+def truths() -> dict[str, dict[str, Truth]]:
+    """Return what Hugging Face's models compute."""
+    with float32_as_float64():
+        twins = {case: exact_twin_of(case) for case in WHOLE}
+        return {
+            case: {kind: expected_of(twin, call) for kind, call in inputs().items()} for case, twin in twins.items()
+        }
+
+
+def replaced(case: str, mesh: ParallelMesh, transport: Any = "auto", **changes: Any) -> HuggingFaceLM:
+    root = nn.ModuleDict({"model": exact_twin_of(case, **changes)})
+    parallelize(root, mesh)
+    model = root["model"]
+    assert isinstance(model, HuggingFaceLM)
+    for layer in model.gpt.mixtures().values():
+        layer.transport = transport
+    return model
+
+
+def assert_same_parts(gpt: GPT, mesh: ParallelMesh, expected: dict[str, Tensor], what: str) -> None:
+    """Compare the gradients of what is here, averaged over the data ranks as the training does."""
+    for name, parameter in gpt.named_parameters():
+        spec, gradient = shard_spec_of(parameter), parameter.grad
+        assert gradient is not None, f"{what}: {name} has no gradient"
+        all_reduce_(gradient, mesh.copies(spec.is_expert)).div_(mesh.data.size)
+        if spec.partial:
+            all_reduce_(gradient, mesh.tp)
+        part = spec.shard(expected[spec.tied_to or name], gradient.shape[spec.dim])
+        assert_equal(gradient, part, f"{what}: gradient of {name}", 1e-9)
+
+
+def compare(case: str, mesh: ParallelMesh, expected: dict[str, Truth], transport: str = "auto") -> None:
+    model = replaced(case, mesh, transport)
+    calls = inputs_of(mesh.dp.rank)
+    for kind in KINDS if mesh.world.size > 1 else calls:
+        call = calls[kind]
+        what = f"{case}, {kind}, {mesh.layout}, {transport}"
+        logits, loss, gradients = expected[kind]
+        logits = logits.roll(mesh.dp.rank, 0)
+        model.zero_grad()
+        output = model(**call)
+        seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+        assert_equal(output.logits[seen], logits[seen], f"{what}: logits", 1e-9)
+        assert_equal(output.loss, loss, f"{what}: loss", 1e-9)
+        output.loss.backward()
+        assert_same_parts(model.gpt, mesh, expected_gradients(model, gradients), what)
+
+
+def compare_stages(case: str, mesh: ParallelMesh, expected: dict[str, Truth]) -> None:
+    model, call = replaced(case, mesh), inputs_of(mesh.dp.rank)["padded left"]
+    _, loss, gradients = expected["padded left"]
+    microbatch = Microbatch(call, len(call["input_ids"]))
+    results = PipelineExecutor(mesh, model.gpt).run(
+        lambda data: model(**data).loss, [microbatch], backward=True, loss_of=lambda loss, _: loss
+    )
+    assert len(results) == (1 if mesh.pp.is_last else 0)
+    for result in results:
+        assert_equal(result.detach(), loss, f"{case}: loss", 1e-9)
+    assert_same_parts(model.gpt, mesh, expected_gradients(model, gradients), f"{case}, {mesh.layout}")
+
+
+def check_grids(rank: int, size: int, file: str) -> None:
+    truths = torch.load(file)
+    for sizes, shares_sequence, transport in GRIDS:
+        mesh = ParallelMesh.create(ParallelLayout(size, **sizes), sequence_parallel=shares_sequence)
+        for case, expected in truths.items():
+            if case == "mixtral" or transport == "auto":
+                compare(case, mesh, expected, transport)
+        mesh.destroy()
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=2, ep=2))
+    for case, expected in truths.items():
+        compare_stages(case, mesh, expected)
+    mesh.destroy()
+
+
+def test_one_process_computes_what_hugging_face_does(truths: dict[str, dict[str, Truth]]) -> None:
+    for case, expected in truths.items():
+        compare(case, ParallelMesh.single(), expected)
+
+
+def test_every_expert_grid_computes_what_hugging_face_does(truths: dict[str, dict[str, Truth]], tmp_path: Path) -> None:
+    torch.save(truths, tmp_path / "truths.pt")
+    run_world(check_grids, 4, str(tmp_path / "truths.pt"))
+
+
+def test_the_balancing_loss_of_one_layer_has_the_gradients_of_hugging_face() -> None:
+    coefficient, call = 0.3, inputs()["whole"]
+    with float32_as_float64():
+        twin = exact_twin_of("mixtral", num_hidden_layers=1, output_router_logits=True)
+        twin.router_aux_loss_coef = coefficient
+        output = twin(**call)
+        output.loss.backward()
+    # Theirs counts every choice of a token by itself, ours is 1 where experts are alike.
+    settings = {"aux_loss": 2 * coefficient}
+    model = replaced("mixtral", ParallelMesh.single(), num_hidden_layers=1, expert_settings=settings).train()
+    found = model(**call).loss
+    assert_equal(found, output.loss - coefficient * output.aux_loss, "main loss", 1e-9)
+    found.backward()
+    gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
+    assert_same_parts(model.gpt, model.gpt.mesh, expected_gradients(model, gradients), "with a balancing loss")
+
+
+def test_the_balancing_loss_of_all_layers_is_refused_with_what_to_set_instead() -> None:
+    for case, weight in (("mixtral", "0.02"), ("qwen3_moe", "0.03")):
+        config = config_of(case, output_router_logits=True, router_aux_loss_coef=0.02).to_dict()
+        # Two layers of experts in both, two or three choices.
+        with pytest.raises(UnsupportedError, match=f"expert_settings of the configuration to {{'aux_loss': {weight}}}"):
+            family_of(CASES[case][0]).config(config)
+
+
+def test_settings_of_a_training_are_used_and_others_refused() -> None:
+    config = config_of("mixtral", expert_settings={"aux_loss": 0.02, "z_loss": 0.001, "aux_loss_scope": "global"})
+    found = family_of("mixtral").config(config.to_dict())
+    assert isinstance(found, GPTConfig)
+    assert found.experts == ExpertsConfig(
+        num_experts=5, top_k=2, ffn_hidden_size=20, aux_loss=0.02, z_loss=0.001, aux_loss_scope="global"
+    )
+    for given in ({"top_k": 1}, 0.02):
+        with pytest.raises(UnsupportedError, match="expert_settings of a configuration must be a mapping with some of"):
+            family_of("mixtral").config(config_of("mixtral", expert_settings=given).to_dict())
+
+
+class ListingFolder(SafetensorsFolder):
+    """List what is read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.read_names: set[str] = set()
+        self.num_elements = 0
+
+    def read(self, name: str, slices: Any = None) -> Tensor:
+        part = super().read(name, slices)
+        self.read_names.add(name)
+        self.num_elements += part.numel()
+        return part
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_every_rank_reads_its_part_of_its_experts_alone(is_packed: bool, tmp_path: Path) -> None:
+    twin = exact_twin_of("mixtral")
+    twin.save_pretrained(tmp_path, save_original_format=not is_packed)
+    family = family_of("mixtral")
+    whole = dict(full_tensors(twin.state_dict(), family, family.config(twin.config.to_dict()), torch.float64))
+    for ep_rank, etp_rank in [(ep, etp) for ep in range(2) for etp in range(2)]:
+        mesh = expert_mesh_of(2, 2, ep_rank, etp_rank)
+        folder = ListingFolder(tmp_path)
+        with torch.device("meta"):
+            part = GPT(family.config(folder.config), mesh)
+        load_from(part, folder, family)
+        held = 0
+        for name, parameter in part.named_parameters():
+            spec = shard_spec_of(parameter)
+            assert torch.equal(parameter.double(), spec.shard(whole[name], parameter.shape[spec.dim])), name
+            held += parameter.numel() if spec.is_expert else 0
+        experts = {name.split(".experts.")[1][0] for name in folder.read_names if ".experts." in name and not is_packed}
+        assert experts == (set() if is_packed else {str(2 * ep_rank), str(2 * ep_rank + 1)})
+        assert held == 4 * 2 * 3 * 24 * 10
+        dense = sum(tensor.numel() for name, tensor in whole.items() if ".experts." not in name)
+        assert folder.num_elements == dense + held
