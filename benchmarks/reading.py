@@ -1,0 +1,121 @@
+"""Time how one process reads its part of a Hugging Face folder, and how much host memory that takes beside the part.
+
+    python -m benchmarks.reading --create FOLDER
+    python -m benchmarks.reading --folder FOLDER --tp 8 --cold --accelerator cuda
+
+``--create`` writes 4 GB of random weights of a Llama in bfloat16, in four files. Seconds are the middle one of
+``--runs``. With ``--cold`` the pages of the files leave the page cache before each. Memory is the peak of the process
+over what it had before, less the part where that is in host memory (Linux).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap.export import export_folder
+from lightning_megatron.swap.families import family_of
+from lightning_megatron.swap.load import load_from
+from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+
+LLAMA = {
+    "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096,
+}  # fmt: skip
+SMALL = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512}
+FAMILY = family_of("llama")
+MIB = 2**20
+
+
+def create(folder: Path, sizes: dict[str, int]) -> None:
+    """Write random weights in four files."""
+    config, dtype = FAMILY.config(sizes), torch.bfloat16
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for tensor in FAMILY.tensors(config):
+            yield tensor.target, torch.empty(tensor.shape, dtype=dtype).uniform_(-1, 1)
+
+    num_bytes = sum(torch.Size(tensor.shape).numel() for tensor in FAMILY.tensors(config)) * dtype.itemsize
+    export_folder(tensors(), FAMILY, sizes, folder, max_file_bytes=num_bytes * 7 // 25)
+    files = sorted(folder.glob("*.safetensors"))
+    print(f"{folder}: {sum(file.stat().st_size for file in files) / 1e9:.2f} GB in {len(files)} files")
+
+
+def forget(folder: Path) -> None:
+    """Let the page cache drop the files of a folder."""
+    for file in folder.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def host_memory(key: str) -> int:
+    """Return a line of /proc/self/status (bytes)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024
+
+
+def part_on_meta(folder: SafetensorsFolder, tp: int, device: torch.device) -> GPT:
+    """Return what one rank of tp holds, without values."""
+    axis = MeshAxis("tp", tuple(range(tp)), tp - 1)
+    mesh = replace(ParallelMesh.single(device), layout=ParallelLayout(tp, tp=tp), tp=axis)
+    with torch.device("meta"):
+        return GPT(FAMILY.config(folder.config), mesh)
+
+
+def read(path: Path, tp: int, device: torch.device) -> tuple[float, int, int]:
+    """Read once; return seconds, the bytes of the part and those of host memory beside it."""
+    folder = SafetensorsFolder(path)
+    model = part_on_meta(folder, tp, device)
+    # The peak is counted from here.
+    Path("/proc/self/clear_refs").write_text("5")
+    before, begin = host_memory("VmRSS"), time.perf_counter()
+    load_from(model, folder, FAMILY)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - begin
+    part = sum(parameter.nbytes for parameter in model.parameters())
+    return seconds, part, host_memory("VmHWM") - before - (part if device.type == "cpu" else 0)
+
+
+def main() -> None:
+    """Create the folder, or read it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--create", metavar="FOLDER", help="write random weights")
+    parser.add_argument("--small", action="store_true", help="of a few megabytes")
+    parser.add_argument("--folder", help="what to read")
+    parser.add_argument("--tp", type=int, default=1, help="read the part of one of so many ranks")
+    parser.add_argument("--cold", action="store_true", help="from the disk instead of the page cache")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--accelerator", default="cpu", choices=["cuda", "cpu"])
+    args = parser.parse_args()
+    torch.set_default_dtype(torch.bfloat16)
+    if args.create:
+        create(Path(args.create), LLAMA | SMALL if args.small else LLAMA)
+        return
+    found = []
+    for _ in range(args.runs):
+        if args.cold:
+            forget(Path(args.folder))
+        found.append(read(Path(args.folder), args.tp, torch.device(args.accelerator)))
+    seconds = statistics.median(run[0] for run in found)
+    part, beside = found[0][1] / MIB, max(run[2] for run in found) / MIB
+    case = f"tp{args.tp}, {args.accelerator}, {'cold' if args.cold else 'warm'}"
+    print(f"| {case} | {seconds:.2f} s | {part:.0f} MiB | {beside:.0f} MiB beside it |")
+
+
+if __name__ == "__main__":
+    main()
