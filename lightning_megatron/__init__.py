@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM as HuggingFaceCausalLM
     from lightning_megatron.plan.layout import ParallelLayout as ParallelLayout
     from lightning_megatron.strategy.cli import MegatronCLI as MegatronCLI
+    from lightning_megatron.strategy.expert_load import ExpertLoad as ExpertLoad
     from lightning_megatron.strategy.loss_curve import LossCurve as LossCurve
     from lightning_megatron.strategy.megatron_strategy import MegatronStrategy as MegatronStrategy
     from lightning_megatron.strategy.memory_report import MemoryReport as MemoryReport
@@ -39,6 +40,7 @@ _HOMES = {
     "CheckpointMismatchError": "errors",
     "CheckpointSaveError": "errors",
     "CorruptDataError": "errors",
+    "ExpertLoad": "strategy.expert_load",
     "GPT": "models.gpt",
     "GPTConfig": "models.config",
     "HuggingFaceCausalLM": "models.hugging_face_lm",

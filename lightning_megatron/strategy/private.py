@@ -69,6 +69,7 @@ TRAINER_ATTRIBUTES = (
     ("fit_loop", "_should_accumulate"),
     ("fit_loop", "_skip_backward"),
     ("fit_loop", "_combined_loader"),
+    ("", "log_every_n_steps"),
     ("", "_signal_connector"),
     ("_signal_connector", "_sigterm_notifier_fn"),
     ("_signal_connector", "_slurm_sigusr_handler_fn"),
@@ -76,6 +77,7 @@ TRAINER_ATTRIBUTES = (
     ("_accelerator_connector", "cluster_environment"),
     ("_checkpoint_connector", "hpc_save_path"),
     ("fit_loop.epoch_loop", "advance"),
+    ("fit_loop.epoch_loop", "_batches_that_stepped"),
     ("", "_checkpoint_connector"),
     ("_checkpoint_connector", "_parse_ckpt_path"),
     ("_checkpoint_connector", "resume_start"),
@@ -103,6 +105,18 @@ def skips_backward(trainer: Trainer) -> bool:
 def accumulates(trainer: Trainer) -> bool:
     """Tell whether the optimizer steps at a later batch."""
     return bool(trainer.fit_loop._should_accumulate())
+
+
+def logged_step(trainer: Trainer) -> int:
+    """Return the step under which Lightning logs what this batch logs: batches before it that did not accumulate."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def is_logged(trainer: Trainer) -> bool:
+    """Tell whether Lightning gives what this batch logs to the loggers; the same on all ranks."""
+    # What Lightning asks itself also depends on should_stop, which one rank may set before the others.
+    every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return every > 0 and (logged_step(trainer) + 1) % every == 0
 
 
 def total_batch_index(trainer: Trainer) -> int:

@@ -1,0 +1,189 @@
+"""How evenly experts are loaded: logged for every layer, and drawn when training ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.errors import MissingExtraError, UnsupportedError
+from lightning_megatron.experts.statistics import StepStatistics
+from lightning_megatron.extras import import_extra
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.strategy.model_strategy import ModelStrategy
+from lightning_megatron.strategy.private import accumulates, is_logged, logged_step
+
+#: What is logged for a layer, and as a mean over layers.
+_FIGURES = ("max_over_mean", "dropped", "entropy", "balance_loss", "z_loss")
+
+
+class ExpertLoad(Callback):
+    """Log how the routers spread the tokens of a step, and draw it when `fit` ends, into the folder of the logger.
+
+    For every layer with experts, as `experts/layer_3/...`, and as a mean over these layers, as `experts/...`:
+
+    * `max_over_mean`: the load of the busiest expert over the mean; 1 is even, the number of experts is the worst.
+    * `dropped`: the share of choices that were dropped because experts were full.
+    * `entropy`: mean entropy of a token's scores (nats).
+    * `balance_loss` and `z_loss`: the router's losses without their coefficients; 0 where the model has none.
+
+    For a layer also `experts/layer_3/load/expert_5`, the share of the choices that went to an expert, dropped ones
+    included. Numbers are those of one optimizer step, on all ranks and in all of its microbatches. They are read from
+    the device, and logged, at the steps at which the Trainer logs: `Trainer(log_every_n_steps=...)`.
+
+    Args:
+        per_expert: Whether the load of every single expert is logged, too.
+        filename: Name of the picture, beside the logger's other files.
+
+    Raises:
+        UnsupportedError: Under other strategies, or for models without experts.
+
+    Communication: at a step that is logged, a gather of numbers over pp on the CPU.
+    """
+
+    def __init__(self, per_expert: bool = True, filename: str = "expert_load.png") -> None:
+        self.per_expert = per_expert
+        self.filename = filename
+        #: What is drawn: the layers at the last logged step, and the load of their busiest experts at all of them.
+        self._last: dict[int, dict[str, Tensor]] = {}
+        self._busiest: dict[int, Tensor] = {}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, ModelStrategy):
+            raise UnsupportedError(
+                "ExpertLoad logs what MegatronStrategy counts: the strategy is "
+                f"{type(trainer.strategy).__name__}. Use strategy=MegatronStrategy(...), or leave the callback out."
+            )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last, self._busiest = {}, {}
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if accumulates(trainer) or not is_logged(trainer):
+            return
+        strategy = trainer.strategy
+        assert isinstance(strategy, ModelStrategy), "setup has checked the strategy"
+        layers = gather_layers(strategy.expert_statistics or {}, strategy.mesh.pp_cpu)
+        if not layers:
+            raise UnsupportedError(
+                "ExpertLoad needs a model with experts: no router has counted a token in this step. It logs what "
+                "routers do. Leave the callback out."
+            )
+        self._last = layers
+        self._busiest[logged_step(trainer)] = torch.stack([layer["max_over_mean"] for layer in layers.values()])
+        pl_module.log_dict(names_of(layers, self.per_expert), on_step=True, on_epoch=False)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        folder = next((logger.log_dir for logger in trainer.loggers if logger.log_dir is not None), None)
+        if folder is None or not self._last:
+            why = "this Trainer has no logger with a folder" if folder is None else "no step was logged"
+            rank_zero_info(f"No picture of the experts' load: {why}.")
+            return
+        picture = Path(folder) / self.filename
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            draw_load(self._last, self._busiest, picture)
+        except MissingExtraError as error:
+            rank_zero_info(f"No picture of the experts' load: {error}")
+        else:
+            rank_zero_info(f"Load of experts: {picture}")
+
+
+def gather_layers(statistics: Mapping[int, StepStatistics], pp: MeshAxis) -> dict[int, dict[str, Tensor]]:
+    """Return what is logged of the layers of all stages, on every rank: figures by name, and `load` of each expert.
+
+    Args:
+        statistics: Of the layers of this stage.
+        pp: The stages, for Python objects.
+
+    Communication: a gather over pp on the CPU.
+    """
+    here = {number: figures_of(step) for number, step in statistics.items()}
+    joined = {number: figures for stage in all_gather_objects(here, pp) for number, figures in stage.items()}
+    # With several chunks on a stage, its layers are not neighbours.
+    return dict(sorted(joined.items()))
+
+
+def figures_of(step: StepStatistics) -> dict[str, Tensor]:
+    """Return what is logged of a layer, on the CPU: each figure by name, and under `load` the share of every expert."""
+    numbers = torch.stack([step.dropped.double(), step.entropy, step.balance_loss, step.z_loss])
+    read = torch.cat([numbers, step.load.double()]).cpu()
+    load = read[4:]
+    total = load.sum().clamp(min=1.0)
+    dropped, entropy, balance_loss, z_loss = read[:4].unbind()
+    return {
+        "load": load / total,
+        "max_over_mean": load.max() * load.numel() / total,
+        "dropped": dropped / total,
+        "entropy": entropy,
+        "balance_loss": balance_loss,
+        "z_loss": z_loss,
+    }
+
+
+def names_of(layers: Mapping[int, Mapping[str, Tensor]], per_expert: bool) -> dict[str, Tensor]:
+    """Return all values under the names that they are logged by.
+
+    Args:
+        layers: Figures of every layer.
+        per_expert: Whether the share of each expert is among them.
+    """
+    values = {f"experts/{name}": torch.stack([layer[name] for layer in layers.values()]).mean() for name in _FIGURES}
+    for number, layer in layers.items():
+        values.update({f"experts/layer_{number}/{name}": layer[name] for name in _FIGURES})
+        if per_expert:
+            shares = enumerate(layer["load"].unbind())
+            values.update({f"experts/layer_{number}/load/expert_{expert}": share for expert, share in shares})
+    return values
+
+
+def draw_load(layers: Mapping[int, Mapping[str, Tensor]], busiest: Mapping[int, Tensor], picture: Path) -> None:
+    """Draw the load of every expert over the mean at the last step, and of the busiest ones over all steps.
+
+    Shapes: busiest one of ``(layers)`` for each step.
+
+    Args:
+        layers: Figures of every layer at the last step.
+        busiest: By step the load over the mean of the busiest expert of every layer.
+        picture: File to write, its ending says the format.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    figure = import_extra("matplotlib.figure", "plot").Figure(figsize=(11, 4.2), layout="constrained")
+    centred = import_extra("matplotlib.colors", "plot").TwoSlopeNorm
+    steps = list(busiest)
+    now = torch.stack([layer["load"] * layer["load"].numel() for layer in layers.values()])
+    experts, training = figure.subplots(1, 2)
+    # White is the mean.
+    norm = centred(1.0, vmin=0.0, vmax=max(2.0, float(now.max())))
+    image = experts.imshow(now.numpy(), aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=norm)
+    figure.colorbar(image, ax=experts, label="load over mean")
+    experts.set(title=f"step {steps[-1]}", xlabel="expert")
+    over_time = torch.stack(list(busiest.values()), 1)
+    width = steps[1] - steps[0] if len(steps) > 1 else 1
+    extent = (steps[0] - width / 2, steps[-1] + width / 2, len(layers) - 0.5, -0.5)
+    image = training.imshow(over_time.numpy(), aspect="auto", interpolation="nearest", vmin=1.0, extent=extent)
+    figure.colorbar(image, ax=training, label="load of the busiest expert over mean")
+    training.set(title="training", xlabel="optimizer step")
+    every = -(-len(layers) // 24)
+    for axes in (experts, training):
+        axes.set_yticks(range(0, len(layers), every), [str(number) for number in layers][::every])
+        axes.set_ylabel("layer")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.savefig(picture, dpi=150)

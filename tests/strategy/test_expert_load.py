@@ -1,0 +1,164 @@
+"""What the callback of experts logs and draws, on one process and on the stages of a pipeline."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_megatron import ExpertLoad, MegatronStrategy, UnsupportedError
+from lightning_megatron.errors import MissingExtraError
+from lightning_megatron.experts.statistics import StepStatistics
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.strategy import expert_load
+from lightning_megatron.strategy.expert_load import draw_load, gather_layers, names_of
+from tests.strategy.tiny import TinyLM, loader
+from tests.world import run_world
+
+LAYERS, NUM_EXPERTS = (1, 3), 4
+FIGURES = {"max_over_mean", "dropped", "entropy", "balance_loss", "z_loss"}
+# As hyperparameters of a module hold it.
+EXPERTS = {
+    "num_experts": NUM_EXPERTS,
+    "top_k": 2,
+    "ffn_hidden_size": 8,
+    "layers": 2,
+    "aux_loss": 0.01,
+    "z_loss": 0.001,
+    "capacity_factor": 1.0,
+}
+
+
+def module_of(**options: Any) -> TinyLM:
+    return TinyLM(num_layers=4, mlp_bias=False, ffn_hidden_size=16, **{"experts": EXPERTS, **options})
+
+
+def fit(folder: Path | str, callback: ExpertLoad | None = None, module: TinyLM | None = None, **options: Any) -> None:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    settings = {"accelerator": "cpu", "devices": 1, "max_steps": 5, "log_every_n_steps": 2, **quiet}
+    # One sequence in a microbatch: the same ones in every layout.
+    strategy = options.pop("strategy", None) or MegatronStrategy(microbatch_size=1, **options.pop("layout", {}))
+    batch_size = options.pop("batch_size", 4)
+    logger = options.pop("logger", CSVLogger(folder, name="", version=""))
+    callbacks = [callback or ExpertLoad()]
+    trainer = Trainer(**{**settings, **options}, strategy=strategy, logger=logger, callbacks=callbacks)
+    trainer.fit(module or module_of(), loader(batch_size=batch_size))
+
+
+def logged(folder: Path | str) -> dict[int, dict[str, float]]:
+    """Read what was logged of experts, by step."""
+    rows: dict[int, dict[str, float]] = {}
+    with Path(folder, "metrics.csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            values = {name: float(value) for name, value in row.items() if name.startswith("experts/") and value}
+            if values:
+                rows[int(row["step"])] = values
+    return rows
+
+
+def check_rows(rows: dict[int, dict[str, float]]) -> None:
+    assert list(rows) == [1, 3]
+    for row in rows.values():
+        expected = {f"experts/{name}" for name in FIGURES}
+        for layer in LAYERS:
+            expected |= {f"experts/layer_{layer}/{name}" for name in FIGURES}
+            expected |= {f"experts/layer_{layer}/load/expert_{expert}" for expert in range(NUM_EXPERTS)}
+            shares = [row[f"experts/layer_{layer}/load/expert_{expert}"] for expert in range(NUM_EXPERTS)]
+            assert sum(shares) == pytest.approx(1.0)
+            assert row[f"experts/layer_{layer}/max_over_mean"] == pytest.approx(NUM_EXPERTS * max(shares))
+            assert 0.0 < row[f"experts/layer_{layer}/entropy"] <= math.log(NUM_EXPERTS)
+            assert 0.9 < row[f"experts/layer_{layer}/balance_loss"] < NUM_EXPERTS
+            assert 0.0 <= row[f"experts/layer_{layer}/dropped"] < 0.5
+        assert set(row) == expected
+        for name in FIGURES:
+            mean = sum(row[f"experts/layer_{layer}/{name}"] for layer in LAYERS) / len(LAYERS)
+            assert row[f"experts/{name}"] == pytest.approx(mean)
+    assert any(row["experts/dropped"] > 0 for row in rows.values())
+
+
+def fit_cut(rank: int, size: int, folder: str) -> None:
+    for name, layout in (("pp", {"pp": 2}), ("vpp", {"pp": 2, "vpp": 2}), ("ep", {"ep": 2})):
+        # Two data ranks take a batch of four together.
+        fit(f"{folder}/{name}", batch_size=2 if name == "ep" else 4, devices=size, layout=layout)
+
+
+def test_every_layout_logs_what_one_process_logs(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason='needs pip install "lightning-megatron[plot]"')
+    fit(tmp_path / "one")
+    expected = logged(tmp_path / "one")
+    check_rows(expected)
+    run_world(fit_cut, 2, str(tmp_path))
+    for name in ("pp", "vpp", "ep"):
+        rows = logged(tmp_path / name)
+        assert list(rows) == list(expected), name
+        for step, row in expected.items():
+            assert rows[step] == pytest.approx(row, rel=1e-4), f"{name}, step {step}"
+    for name in ("one", "pp", "vpp", "ep"):
+        assert (tmp_path / name / "expert_load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_single_experts_can_be_left_out_and_accumulated_batches_are_one_step(tmp_path: Path) -> None:
+    fit(tmp_path, ExpertLoad(per_expert=False), accumulate_grad_batches=2, log_every_n_steps=1, max_steps=3)
+    rows = logged(tmp_path)
+    assert list(rows) == [0, 1, 2]
+    assert not [name for row in rows.values() for name in row if "/load/" in name]
+
+
+def step_of(load: list[int], dropped: int = 0) -> StepStatistics:
+    number = torch.tensor(0.5, dtype=torch.float64)
+    return StepStatistics(torch.tensor(load), torch.tensor(dropped), number, 2 * number, 4 * number)
+
+
+def test_figures_are_those_of_the_counts() -> None:
+    layers = gather_layers({2: step_of([6, 2, 0, 0], 2), 0: step_of([1, 1, 1, 1])}, MeshAxis("pp"))
+    assert list(layers) == [0, 2]
+    values = {name: float(value) for name, value in names_of(layers, per_expert=True).items()}
+    assert values["experts/layer_2/max_over_mean"] == 3.0
+    assert values["experts/layer_2/dropped"] == 0.25
+    assert values["experts/layer_2/load/expert_1"] == 0.25
+    assert values["experts/max_over_mean"] == 2.0
+    assert (values["experts/entropy"], values["experts/balance_loss"], values["experts/z_loss"]) == (0.5, 1.0, 2.0)
+    assert len(values) == 5 * 3 + 2 * 4
+
+
+def test_one_step_of_one_layer_and_even_loads_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason='needs pip install "lightning-megatron[plot]"')
+    layers = gather_layers({7: step_of([5, 5])}, MeshAxis("pp"))
+    draw_load(layers, {99: torch.ones(1)}, tmp_path / "one.png")
+    assert (tmp_path / "one.png").stat().st_size > 1000
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect what the callback tells the user."""
+    messages: list[str] = []
+    monkeypatch.setattr(expert_load, "rank_zero_info", messages.append)
+    return messages
+
+
+def test_without_matplotlib_or_a_folder_training_ends_well_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    def missing(module: str, extra: str) -> None:
+        raise MissingExtraError(f'pip install "lightning-megatron[{extra}]"')
+
+    monkeypatch.setattr(expert_load, "import_extra", missing)
+    fit(tmp_path)
+    assert 'pip install "lightning-megatron[plot]"' in said[-1]
+    fit(tmp_path, logger=False)
+    assert "no logger with a folder" in said[-1]
+    fit(tmp_path / "silent", max_steps=1)
+    assert "no step was logged" in said[-1]
+
+
+def test_other_strategies_and_models_without_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"the strategy is SingleDeviceStrategy.*MegatronStrategy"):
+        fit(tmp_path, strategy="auto")
+    with pytest.raises(UnsupportedError, match="needs a model with experts"):
+        fit(tmp_path, module=module_of(experts=None))
