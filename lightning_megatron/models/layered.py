@@ -89,12 +89,17 @@ class LayeredModule(PipelinedModule):
                 found[int(name.removeprefix("layers.").partition(".")[0])] = part
         return found
 
-    def _check_tokens(self, num_tokens: int) -> None:
-        """Refuse microbatches of different sizes where ranks gather each other's tokens."""
+    @property
+    def has_shared_experts(self) -> bool:
+        """Tell whether tokens of other data come to experts of this rank, on all stages alike."""
         # Ranks of one tp group have the same sequences.
         data_ranks = {self.mesh.layout.coordinates(rank)["dp"] for rank in self.mesh.experts_cpu.ranks}
+        return getattr(self.config, "experts", None) is not None and len(data_ranks) > 1
+
+    def _check_tokens(self, num_tokens: int) -> None:
+        """Refuse microbatches of different sizes where ranks gather each other's tokens."""
         is_needed = any(layer.choice.dispatcher.needs_equal_counts for layer in self._mixtures.values())
-        if is_needed and len(data_ranks) > 1:
+        if is_needed and self.has_shared_experts:
             check_equal_counts(num_tokens, self.mesh)
 
     def _build(self) -> None:

@@ -57,9 +57,9 @@ class ReplacedModel(nn.Module):
         self.body.recompute = "none"
 
 
-def lengthened(ids: Tensor | None, extra: int, value: int) -> Tensor | None:
-    """Append places to rows, if there are any.
+def lengthened(ids: Tensor | None, extra: int, value: int, num_rows: int = 0) -> Tensor | None:
+    """Append places to rows, and rows, if there are any.
 
-    Shapes: ids ``(B, S)``; result ``(B, S + extra)``.
+    Shapes: ids ``(B, S)``; result ``(B + num_rows, S + extra)``.
     """
-    return None if ids is None else F.pad(ids, (0, extra), value=value)
+    return None if ids is None else F.pad(ids, (0, extra, 0, num_rows), value=value)

@@ -108,17 +108,19 @@ class HuggingFaceLM(ReplacedModel):
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         span = span_of(attention_mask, position_ids, cu_seq_lens_q, given.shape[:2], shift_labels)
-        extra = -length % (self.gpt.mesh.tp.size if self.gpt.mesh.sequence_parallel else 1)
-        if extra:
+        rows, extra = self._padding(*given.shape[:2])
+        if rows or extra:
             # Positions behind the last token change none of those before; their own results are cut off.
-            input_ids, shift_labels = lengthened(input_ids, extra, 0), lengthened(shift_labels, extra, IGNORED)
-            inputs_embeds = None if inputs_embeds is None else F.pad(inputs_embeds, (0, 0, 0, extra))
-            span = None if span is None else _padded_span(span, extra)
+            input_ids = lengthened(input_ids, extra, 0, rows)
+            shift_labels = lengthened(shift_labels, extra, IGNORED, rows)
+            inputs_embeds = None if inputs_embeds is None else F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
+            span = None if span is None else _padded_span(span, extra, rows)
         kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
 
         def run() -> tuple[Tensor | None, Tensor]:
             losses, shard = self.gpt(input_ids, shift_labels, ignore_index=IGNORED, span=span, embeddings=inputs_embeds)
-            return None if losses is None else _mean(losses, shift_labels, num_items_in_batch), shard[kept]
+            loss = None if losses is None else _mean(losses, shift_labels, num_items_in_batch)
+            return loss, shard[kept, : len(given)]
 
         if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
             return self._from_last_stage(run, given.shape[0], kept.stop - kept.start, shift_labels is not None)
@@ -141,6 +143,10 @@ class HuggingFaceLM(ReplacedModel):
         if has_labels:
             broadcast_(loss, pp, pp.size - 1)
         return CausalLMOutput(loss if has_labels else None, lambda: logits)
+
+    def _padding(self, num_sequences: int, length: int) -> tuple[int, int]:
+        """Say how many rows and places are appended to those that are given."""
+        return 0, -length % (self.gpt.mesh.tp.size if self.gpt.mesh.sequence_parallel else 1)
 
     def _gather(self, shard: Tensor) -> Tensor:
         full = gather_from_axis(shard, self.gpt.mesh.tp, dim=-1)
@@ -210,7 +216,9 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def _padded_span(span: AttentionSpan, extra: int) -> AttentionSpan:
-    valid = None if span.valid is None else F.pad(span.valid, (0, extra), value=False)
-    documents = None if span.documents is None else F.pad(span.documents, (0, extra), value=-1)
-    return AttentionSpan(valid=valid, positions=lengthened(span.positions, extra, 0), documents=documents)
+def _padded_span(span: AttentionSpan, extra: int, num_rows: int) -> AttentionSpan:
+    return AttentionSpan(
+        valid=lengthened(span.valid, extra, False, num_rows),
+        positions=lengthened(span.positions, extra, 0, num_rows),
+        documents=lengthened(span.documents, extra, -1, num_rows),
+    )

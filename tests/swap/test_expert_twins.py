@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lightning_megatron.swap.load import full_tensors, load_from
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 from tests.oracles import assert_equal, float32_as_float64
 from tests.swap.expert_models import CASES, WHOLE, config_of, exact_twin_of
+from tests.swap.families import V
 from tests.swap.parts import expected_gradients, expert_mesh_of
 from tests.swap.test_language_models import Truth, expected_of, inputs
 from tests.world import run_world
@@ -111,6 +113,23 @@ def compare_stages(case: str, mesh: ParallelMesh, expected: dict[str, Truth]) ->
     assert_same_parts(model.gpt, mesh, expected_gradients(model, gradients), f"{case}, {mesh.layout}")
 
 
+def check_generation(mesh: ParallelMesh) -> None:
+    """Let every data rank continue its own prompts, which end at different times."""
+    changes = {"pad_token_id": 0, "eos_token_id": 7}
+    with float32_as_float64():
+        twin = exact_twin_of("mixtral", **changes)
+    model = replaced("mixtral", mesh, **changes).eval()
+    rank = mesh.dp.rank
+    prompts = torch.randint(8, V, (1 + rank % 2, 3 + rank), generator=torch.Generator().manual_seed(rank))
+    for how in ({}, {"num_beams": 2}, {"do_sample": True, "top_k": 5})[: 3 if mesh.pp.size > 1 else 1]:
+        found = []
+        for one in (twin, model):
+            torch.manual_seed(5 + rank)
+            with float32_as_float64() if one is twin else nullcontext():
+                found.append(one.generate(input_ids=prompts, max_new_tokens=3 * rank + 4, **how))
+        assert torch.equal(*found), f"{how}, {mesh.layout}, rank {mesh.rank}"
+
+
 def check_grids(rank: int, size: int, file: str) -> None:
     truths = torch.load(file)
     for sizes, shares_sequence, transport in GRIDS:
@@ -118,16 +137,19 @@ def check_grids(rank: int, size: int, file: str) -> None:
         for case, expected in truths.items():
             if case == "mixtral" or transport == "auto":
                 compare(case, mesh, expected, transport)
+        check_generation(mesh)
         mesh.destroy()
     mesh = ParallelMesh.create(ParallelLayout(size, pp=2, ep=2))
     for case, expected in truths.items():
         compare_stages(case, mesh, expected)
+    check_generation(mesh)
     mesh.destroy()
 
 
 def test_one_process_computes_what_hugging_face_does(truths: dict[str, dict[str, Truth]]) -> None:
     for case, expected in truths.items():
         compare(case, ParallelMesh.single(), expected)
+    check_generation(ParallelMesh.single())
 
 
 def test_every_expert_grid_computes_what_hugging_face_does(truths: dict[str, dict[str, Truth]], tmp_path: Path) -> None:
