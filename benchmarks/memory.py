@@ -68,7 +68,15 @@ CASES: dict[str, Case] = {
     "llama16_tp2_pp2": Case("llama8b_half", 4, 8, 1, options={"tp": 2, "pp": 2}),
     "llama16_pp4": Case("llama8b_half", 4, 16, 1, options={"pp": 4}),
     "llama16_pp4_vpp2": Case("llama8b_half", 4, 16, 1, options={"pp": 4, "vpp": 2}),
+    "moe": Case("tiny_moe", 1, 8, 8),
+    "moe_experts": Case("tiny_moe", 1, 8, 8, options={"recompute": "experts"}),
+    "moe_full": Case("tiny_moe", 1, 8, 8, options={"recompute": "full"}),
+    "moe_ep2": Case("tiny_moe", 2, 8, 8, options={"ep": 2}),
+    "moe_ep2_all_to_all": Case("tiny_moe", 2, 8, 8, options={"ep": 2, "expert_transport": "all_to_all"}),
+    "moe_tp2_ep2": Case("tiny_moe", 2, 8, 8, options={"tp": 2, "ep": 2, "etp": 1}),
+    "moe_pp2": Case("tiny_moe", 2, 8, 4, options={"pp": 2}),
     "tiny": Case("tiny_llama", 1, 4, 2),
+    "tiny_moe": Case("tiny_mixtral", 1, 4, 2),
     "tiny_pp2": Case("tiny_gpt2", 2, 4, 1, options={"pp": 2}),
 }
 

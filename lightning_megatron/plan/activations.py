@@ -84,8 +84,9 @@ def activation_costs(
     # (half, joined, and float32 sums for Q).
     attention = element * (3 * query + 4 * key) + 4 * num_tokens * query - network.kept - norms // 2
     # What is recomputed is not kept, but its features exist while it runs.
-    forward = max(gathered + whole, network.forward) + (network.kept if recompute == "full" else 0)
-    forward = max(forward, network.recomputed if recompute == "experts" else 0)
+    running = {"none": 0, "selective": 0, "experts": network.recomputed, "full": network.kept}[recompute]
+    others = network.kept - network.recomputed if recompute == "full" else 0
+    forward = max(others + gathered + whole, others + network.forward, running)
     start = network.backward_start + (again if recompute == "full" else 0)
     backward = max(start, again + network.backward, again + attention + 2 * gathered)
     logits = num_tokens * model.vocab_rows(batch.tp)

@@ -284,17 +284,17 @@ def _moments(schedule: Schedule, stage: int, chunks: Sequence[Sequence[_Block]])
         at_head = (stage, action.chunk) == head
         loss = costs.loss_kept if at_head else 0
         in_forward, in_backward = workspaces[action.chunk]
+        # When the last block runs, head and loss have not begun, or are done.
+        not_held = costs.head if at_head else 0
         if action.kind == "F":
             held, num_held, losses = held + kept[action.chunk], num_held + 1, losses + loss
-            yield _Moment("forward", num_held, held, losses, in_forward)
+            yield _Moment("forward", num_held, held - not_held, losses - loss, in_forward)
             if loss:
                 yield _Moment("forward", num_held, held, losses + costs.loss_forward, 0)
             continue
         if loss:
             yield _Moment("backward", num_held, held, losses + costs.loss_backward, costs.head_backward)
-        # By the time that the last block runs backward, loss and head are done.
-        before = held - (costs.head if at_head else 0)
-        yield _Moment("backward", num_held, before, losses - loss, in_backward)
+        yield _Moment("backward", num_held, held - not_held, losses - loss, in_backward)
         if action.kind != "I":
             held, num_held, losses = held - kept[action.chunk], num_held - 1, losses - loss
 
