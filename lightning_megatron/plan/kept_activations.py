@@ -26,6 +26,7 @@ class KeptActivations:
             is multiplied by probabilities; 0 where a kernel does both.
         expert_gradients: 1 where the gradients of all experts' matrices are made before they are added to those of
             earlier microbatches, 0 where they are added one by one or in place.
+        router_keeps_logits: whether a router keeps its logits alone, from which a kernel makes all else again.
         choice_copies: tensors of D features for every choice of a token, while outputs of experts are added up.
         ffn_backward: tensors of F features that backward of the activation adds to what is kept.
         loss_kept: bytes a logit from forward to backward.
@@ -40,6 +41,7 @@ class KeptActivations:
     ffn_copies: int = 2
     expert_copies: int = 1
     expert_gradients: int = 0
+    router_keeps_logits: bool = False
     choice_copies: int = 2
     ffn_backward: int = 1
     loss_kept: int = 4
@@ -87,6 +89,7 @@ def fused_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
         rotated_copies=1 if model.qk_norm or model.partly_rotated else 0,
         ffn_copies=3 if model.gated and model.activation == "swiglu" else eager.ffn_copies,
         expert_copies=0 if model.gated and model.activation == "swiglu" else eager.expert_copies,
+        router_keeps_logits=True,
         choice_copies=0,
         ffn_backward=eager.ffn_backward,
         loss_kept=activation_bytes,

@@ -109,7 +109,8 @@ def mixture_costs(
     vectors, choices = element * rows.buffer * hidden, element * rows.choices * hidden
     recomputed = (table.ffn_copies + table.expert_copies) * features
     kept = recomputed + vectors + rows.buffer * batch.wide_bytes + rows.map_bytes
-    kept += batch.stream_tokens * _routing_bytes(experts, hidden, batch) + _shared_bytes(experts, hidden, table, batch)
+    kept += batch.stream_tokens * _routing_bytes(experts, hidden, table, batch)
+    kept += _shared_bytes(experts, hidden, table, batch)
     # Outputs of experts, and those of every choice; behind an all-to-all both again.
     forward = vectors + table.choice_copies * choices + (vectors + choices if rows.are_exchanged else 0)
     forward += element * batch.stream_tokens * hidden if experts.shared_ffn_hidden_size else 0
@@ -170,20 +171,25 @@ class _RowCounts:
         return 2 * _INDEX * (self.choices + (self.buffer if self.are_exchanged else 0))
 
 
-def _routing_bytes(experts: ExpertsConfig, hidden: int, batch: MicrobatchShape) -> int:
+def _routing_bytes(experts: ExpertsConfig, hidden: int, table: KeptActivations, batch: MicrobatchShape) -> int:
     """Return what the router keeps for a token of its own."""
-    wide, top_k, is_sigmoid = batch.wide_bytes, experts.top_k, experts.scoring == "sigmoid"
+    wide, top_k = batch.wide_bytes, experts.top_k
     size = _INDEX * top_k + (top_k if experts.capacity_factor is not None else 0)
-    if experts.normalize_top_k:
-        size += wide * (top_k + is_sigmoid)
-    if experts.aux_loss or is_sigmoid or not experts.normalize_top_k:
-        size += wide * (experts.num_experts + (is_sigmoid and experts.aux_loss > 0))
-    if experts.z_loss:
-        size += wide * (experts.num_experts + 1)
+    size += wide * (experts.num_experts if table.router_keeps_logits else _num_scores(experts))
     if experts.jitter:
         # The factors and the product, in the place of the input.
         size += 2 * wide * hidden - (0 if experts.shared_ffn_hidden_size else batch.activation_bytes * hidden)
     return size
+
+
+def _num_scores(experts: ExpertsConfig) -> int:
+    """Count the numbers that operators on a token's scores keep."""
+    is_sigmoid, count = experts.scoring == "sigmoid", 0
+    if experts.normalize_top_k:
+        count += experts.top_k + is_sigmoid
+    if experts.aux_loss or is_sigmoid or not experts.normalize_top_k:
+        count += experts.num_experts + (is_sigmoid and experts.aux_loss > 0)
+    return count + (experts.num_experts + 1 if experts.z_loss else 0)
 
 
 def _shared_bytes(experts: ExpertsConfig, hidden: int, table: KeptActivations, batch: MicrobatchShape) -> int:
