@@ -72,15 +72,15 @@ class AdamKernel:
             weight_decay: Strength of the decay.
             is_decoupled: Whether the decay shrinks parameters; otherwise it adds to the gradients.
         """
-        rows = list(zip(parameters, gradients, averages, squares, steps, halves, strict=True))
         log1, log2 = _two_floats(_log(beta1)), _two_floats(_log(beta2))
-        for is_aligned in (True, False):
-            # Slices that begin between the borders of vectors would make all accesses narrow.
-            same = [row for row in rows if _is_aligned(row) == is_aligned]
-            if not same:
-                continue
-            table = self._tables[is_aligned] = _table_of(same, self._tables.get(is_aligned))
-            parameter, gradient, average, _, _, half = same[0]
+        # Slices that begin between the borders of vectors would make all accesses narrow.
+        keys: dict[bool, list[_Key]] = {}
+        for row in zip(parameters, gradients, averages, squares, steps, halves, strict=True):
+            key = _key_of(row)
+            keys.setdefault(not (key[0] | key[1] | key[2] | key[3] | key[5]) & 15, []).append(key)
+        parameter, gradient, average, half = parameters[0], gradients[0], averages[0], halves[0]
+        for is_aligned, same in keys.items():
+            table = self._tables[is_aligned] = _table_of(same, parameter.device, self._tables.get(is_aligned))
             with on_device_of(parameter):
                 _advance[(len(same),)](table.rows, table.scales, lr, *log1, *log2, num_warps=1)
                 _update[(table.num_programs,)](
@@ -97,6 +97,7 @@ class AdamKernel:
 
 
 _Slice = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+_Key = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -111,21 +112,26 @@ class _Table:
         num_programs: How many programs cover all slices.
     """
 
-    key: tuple[tuple[int, ...], ...]
+    key: list[_Key]
     rows: Tensor
     owners: Tensor
     scales: Tensor
     num_programs: int
 
 
-def _table_of(slices: Sequence[_Slice], known: _Table | None) -> _Table:
-    """Return the table that is known if it is that of these slices, else make theirs without a wait of the host."""
-    key = tuple(
-        (*(0 if part is None else part.data_ptr() for part in one), one[0].numel()) for one in slices
+def _key_of(row: _Slice) -> _Key:
+    """Return addresses and size of a slice. Every slice is asked in every step."""
+    parameter, gradient, average, square, step, half = row
+    return (
+        parameter.data_ptr(), gradient.data_ptr(), average.data_ptr(), square.data_ptr(), step.data_ptr(),
+        0 if half is None else half.data_ptr(), parameter.numel(),
     )  # fmt: skip
+
+
+def _table_of(key: list[_Key], device: torch.device, known: _Table | None) -> _Table:
+    """Return the table that is known if it is that of these slices, else make theirs without a wait of the host."""
     if known is not None and known.key == key:
         return known
-    first = slices[0][0]
     counts = [triton.cdiv(size, _CHUNK) for *_, size in key]
     starts = [sum(counts[:index]) for index in range(len(counts))]
     rows = torch.tensor([(*row, start) for row, start in zip(key, starts, strict=True)], dtype=torch.int64)
@@ -133,17 +139,13 @@ def _table_of(slices: Sequence[_Slice], known: _Table | None) -> _Table:
 
     def send(tensor: Tensor) -> Tensor:
         # From pinned memory, so that the host does not wait for the device.
-        return tensor.pin_memory().to(first.device, non_blocking=True) if first.is_cuda else tensor
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     if known is not None and [row[-1] for row in known.key] == [row[-1] for row in key]:
         # Only addresses have changed, as those of converted gradients do in every step.
         return _Table(key, send(rows), known.owners, known.scales, known.num_programs)
-    scales = torch.empty((len(counts), 3), dtype=torch.float32, device=first.device)
+    scales = torch.empty((len(counts), 3), dtype=torch.float32, device=device)
     return _Table(key, send(rows), send(owners), scales, len(owners))
-
-
-def _is_aligned(one: _Slice) -> bool:
-    return all(part is None or part.data_ptr() % 16 == 0 for index, part in enumerate(one) if index != 4)
 
 
 def _log(beta: float) -> float:

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 #: Updates slices of one group in place; its arguments are those of ``kernels.AdamKernel``.
 Kernel = Callable[..., None]
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
@@ -84,10 +85,12 @@ class FusedUpdate:
                     return f"group {number} of {type(optimizer).__name__} says {name}=True"
             if isinstance(group["lr"], Tensor) or any(isinstance(beta, Tensor) for beta in group["betas"]):
                 return f"the learning rate or the betas of group {number} are tensors"
-        names = {name for group in main.names_of(optimizer) for name in group}
-        for name, one in main.slices.items():
-            if name in names and one.main.dtype != torch.float32:
-                return f"the main parameter of {name!r} is {str(one.main.dtype).removeprefix('torch.')}"
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.dtype != torch.float32 and parameter.requires_grad and parameter.numel():
+                    name = next(name for name, one in main.slices.items() if one.main is parameter)
+                    dtype = str(parameter.dtype).removeprefix("torch.")
+                    return f"the main parameter of {name!r} is {dtype}"
         make, reason = self._find(main.mesh.device)
         return reason if make is None else None
 
@@ -139,10 +142,12 @@ class FusedUpdate:
                 continue
             parameter.grad = None
             state = self._state_of(optimizer, parameter)
-            moments = (state["exp_avg"], state["exp_avg_sq"])
             # A kernel takes one type of each; mains are of one by what `serves` has found.
             key = (gradient.dtype, None if one.half is None else one.half.dtype)
-            rows.setdefault(key, []).append((parameter, gradient.contiguous(), *moments, state["step"], one.half))
+            row = (parameter, gradient.contiguous(), state["exp_avg"], state["exp_avg_sq"], state["step"], one.half)
+            if key not in rows:
+                rows[key] = []
+            rows[key].append(row)
         return rows
 
     def _state_of(self, optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -150,14 +155,16 @@ class FusedUpdate:
         state = optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in _MOMENTS:
                 state[name] = torch.zeros_like(parameter, dtype=self.moments_dtype)
         # A checkpoint, or torch's own load_state_dict, may bring other types.
-        if state["step"].device != parameter.device or state["step"].dtype != torch.float32:
-            state["step"] = state["step"].to(parameter.device, torch.float32)
-        for name in ("exp_avg", "exp_avg_sq"):
-            if state[name].dtype != self.moments_dtype or not state[name].is_contiguous():
-                state[name] = state[name].to(self.moments_dtype).contiguous()
+        step = state["step"]
+        if step.dtype != torch.float32 or step.device != parameter.device:
+            state["step"] = step.to(parameter.device, torch.float32)
+        for name in _MOMENTS:
+            moment = state[name]
+            if moment.dtype != self.moments_dtype or not moment.is_contiguous():
+                state[name] = moment.to(self.moments_dtype).contiguous()
         return state
 
 

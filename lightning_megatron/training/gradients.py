@@ -259,13 +259,18 @@ class GradientReducer:
             all_reduce_(own if alone else self._gradient_of(name), mesh.embedding)
 
     def _hand_over(self, names: Iterable[str], dormant: Collection[str]) -> None:
+        slices, is_trainable = self._main.slices, self._main.is_trainable
         for name in names:
-            one = self._main.slices.get(name)
+            one = slices.get(name)
             if one is None:
                 continue
-            has_gradient = self._main.is_trainable(name) and name not in dormant
-            # A slice of another dtype (bfloat16 sums for float32 mains) is converted, the usual one is a view.
-            one.main.grad = one.gradient.to(one.main.dtype) if has_gradient else None
+            if name in dormant or not is_trainable(name):
+                one.main.grad = None
+            elif one.gradient.dtype == one.main.dtype:
+                one.main.grad = one.gradient
+            else:
+                # bfloat16 sums for float32 mains.
+                one.main.grad = one.gradient.to(one.main.dtype)
 
     def _reset(self, buckets: Iterable[_Bucket]) -> None:
         for bucket in buckets:
