@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
@@ -16,16 +17,20 @@ from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.families import Family
-from lightning_megatron.swap.low_rank import FACTORS, Adapter, LowRankMap
+from lightning_megatron.swap.low_rank import FACTORS, Adapter, LowRankMap, plain_name
 from lightning_megatron.swap.mapping import TensorsInMemory, named
 
 #: Settings of LoraConfig that ask for more than a product of two matrices beside a linear layer.
 _UNSUPPORTED = (
     *("alora_invocation_tokens", "arrow_config", "bias", "kasa_config", "layer_replication", "lora_bias"),
-    *("monteclora_config", "target_parameters", "trainable_token_indices", "use_bdlora"),
+    *("monteclora_config", "trainable_token_indices", "use_bdlora"),
     *("use_dora", "use_qalora", "velora_config"),
 )
 _NO_VALUES = "Import peft at the top of the file, and leave low_cpu_mem_usage out"
+_NO_EXPERTS = (
+    "Experts and routers stay as they are: give target_modules by name, such as ['q_proj', 'k_proj', 'v_proj', "
+    "'o_proj'], because 'all-linear' stands for experts, too"
+)
 _OTHERS = "Choose target_modules among the linear layers of its blocks"
 
 
@@ -53,6 +58,9 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
     if len(names) > 1:
         _refuse(name, f"it has the adapters {named(names)}", "Train one adapter at a time")
     config = next(iter(source.peft_config.values()))
+    if getattr(config, "target_parameters", None):
+        problem = f"its target_parameters has {named(map(str, config.target_parameters))}"
+        _refuse(name, problem, f"Leave target_parameters out. {_NO_EXPERTS}")
     for field in _UNSUPPORTED:
         value = getattr(config, field, None)
         if value and value != "none":
@@ -62,6 +70,7 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
         if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
             _refuse(name, f"{module!r} is a {type(layer).__name__}", "Adapt linear layers with LoraConfig alone")
         _check_layer(name, module, layer, *names)
+    _check_saved(name, source, family, saved)
     ends = (family.head, family.embedding)
     if family.config(source.config.to_dict()).tie_embeddings:
         for module in saved:
@@ -142,6 +151,15 @@ def _wrapped(source: nn.Module, family: Family) -> tuple[dict[str, Any], dict[st
             found = saved if is_saved else layers
             found[family.present_name(f"{path}.weight").removesuffix(".weight")] = module
     return layers, saved
+
+
+def _check_saved(name: str, source: nn.Module, family: Family, saved: Iterable[str]) -> None:
+    """Refuse to train modules as a whole whose tensors have other names in files: no adapter could be written."""
+    tensors = {plain_name(key) for key in source.state_dict()}
+    packed = {key for key in tensors if any(rule.is_name(key) for rule in family.packed)}
+    for module in saved:
+        if any(key.startswith(f"{module}.") for key in packed):
+            _refuse(name, f"its modules_to_save has {module!r}", _NO_EXPERTS)
 
 
 def _check_layer(name: str, module: str, layer: Any, adapter: str) -> None:
