@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.attached_loss import LossWeight
 from lightning_megatron.experts.dispatch import Transport
@@ -41,6 +43,16 @@ class ExpertsOfRun:
             layer.loss_weight = self.loss_weight or LossWeight()
         #: How the routers of this stage spread the tokens of the last step, by the number of the layer.
         self.statistics: Mapping[int, StepStatistics] | None = None
+
+    def warn_of_evaluation(self) -> None:
+        """Say that routers in evaluation mode have no losses and count no tokens, before a training."""
+        idle = sorted(number for number, layer in self._layers.items() if not layer.training)
+        if idle:
+            rank_zero_warn(
+                f"layers with experts are in evaluation mode ({', '.join(map(str, idle[:5]))}"
+                f"{', ...' if len(idle) > 5 else ''}): their routers have no balancing losses, change no biases and "
+                "count no tokens. Hugging Face's from_pretrained gives a model so; call its train() in configure_model."
+            )
 
     def finish_step(self) -> None:
         """Let the routers take in how the tokens of a step were spread, and begin another one.

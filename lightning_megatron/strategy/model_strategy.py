@@ -244,6 +244,8 @@ class ModelStrategy(MeshStrategy):
             check_train_loaders(trainer, self.options, self.layout)
         check_same_everywhere(self.mesh.world_cpu, data_fields(trainer))
         if self._state is not None:
+            assert self._experts is not None, "setup has run"
+            self._experts.warn_of_evaluation()
             # Hooks of the user's code may have filled weights since the mains were made of them.
             self._state.main.take_written(hidden=True)
 

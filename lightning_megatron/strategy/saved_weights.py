@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -39,12 +39,30 @@ class SavedWeights:
 
 @dataclass(frozen=True)
 class _Changes:
-    """List what one rank's ``state_dict`` has otherwise than its module; ``added`` with a digest of each tensor."""
+    """List what one rank's ``state_dict`` has otherwise than its module; ``added`` with a digest of each tensor.
+
+    Experts are listed by themselves: other ranks hold copies of them, and decide.
+    """
 
     removed: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
     added: Mapping[str, str] = field(default_factory=dict)
     complaints: tuple[str, ...] = ()
+
+
+class _Place(NamedTuple):
+    """Name the ranks that hold the same part of a model's experts, or of all else."""
+
+    is_expert: bool
+    pp: int
+    ep: int
+    part: int
+
+
+def _places(rank: int, mesh: ParallelMesh) -> tuple[_Place, _Place]:
+    where, experts = mesh.layout.coordinates(rank), mesh.layout.expert_coordinates(rank)
+    pp = where["pp"]
+    return _Place(False, pp, 0, where["tp"]), _Place(True, pp, experts["ep"], experts["etp"])
 
 
 def weights_to_save(
@@ -53,7 +71,8 @@ def weights_to_save(
     """Compare the ``state_dict`` of a checkpoint with the module's own and list what is saved.
 
     Tensors that are as the module has them are saved from the mains, in full precision. What is otherwise counts as
-    the first data-parallel rank has it, as Lightning's other strategies save what rank 0 has.
+    the first data-parallel rank has it, or of experts the first rank with the same ones, as Lightning's other
+    strategies save what rank 0 has.
 
     Args:
         given: The checkpoint's ``state_dict`` after all hooks.
@@ -70,26 +89,28 @@ def weights_to_save(
     _warn_of_extra_states(own)
     changes = _compare(given, own, main, mesh)
     reports = all_gather_objects(changes, mesh.world_cpu)
-    first: dict[tuple[int, int], _Changes] = {}
+    first: dict[_Place, _Changes] = {}
     for rank, report in zip(mesh.world.ranks, reports, strict=True):
-        coordinates = mesh.layout.coordinates(rank)
-        first.setdefault((coordinates["pp"], coordinates["tp"]), report)
+        for place, part in zip(_places(rank, mesh), report, strict=True):
+            first.setdefault(place, part)
     _check(reports, first)
-    decided = first[mesh.pp.rank, mesh.tp.rank]
+    decided = [first[place] for place in _places(mesh.rank, mesh)]
+    changed = frozenset().union(*(part.changed for part in decided))
+    kept_out = changed.union(*(part.removed for part in decided))
     tensors = {
         name: entry
         for name, entry in model_tensors(module, main).items()
-        if name.removeprefix(STATE_DICT) not in decided.removed | decided.changed
+        if name.removeprefix(STATE_DICT) not in kept_out
     }
     for name, first_name in first_names(own).items():
-        if name in decided.changed and name in given and name == first_name:
+        if name in changed and name in given and name == first_name:
             placement = _placement(name, given[name], own[name], main)
             if mesh.copies(placement.is_expert).is_first:
                 tensors[f"{STATE_DICT}{name}"] = Entry(given[name].detach(), placement, is_exclusive=True)
     added = {name: place for place, report in reversed(first.items()) for name in report.added}
     for name, place in added.items():
         # Several stages may have it.
-        if place[0] == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
+        if place.pp == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
             tensors[f"{STATE_DICT}{name}"] = Entry(given[name].detach(), whole_spec(given[name]), is_exclusive=True)
     removed = frozenset().union(*(report.removed for report in first.values()))
     return SavedWeights(tensors, removed, tuple(sorted(added)))
@@ -105,8 +126,12 @@ def _warn_of_extra_states(own: Mapping[str, Any]) -> None:
         )
 
 
-def _compare(given: Mapping[str, Any], own: Mapping[str, Any], main: MainParameters, mesh: ParallelMesh) -> _Changes:
+def _compare(
+    given: Mapping[str, Any], own: Mapping[str, Any], main: MainParameters, mesh: ParallelMesh
+) -> tuple[_Changes, _Changes]:
+    """List the changes of all but experts, and those of experts."""
     changed, added, complaints = set(), {}, []
+    experts = frozenset(name for name in own if main.holds(name) and main.spec(name).is_expert)
     first_name = first_names(own)
     for name, value in given.items():
         now = own.get(name)
@@ -122,9 +147,10 @@ def _compare(given: Mapping[str, Any], own: Mapping[str, Any], main: MainParamet
             added[name] = digest_of(value) if mesh.model.size > 1 else ""
         elif not _is_same(value, now, main.main(name).dtype if main.holds(name) else now.dtype):
             changed.add(name)
-            if mesh.tp.size > 1 and value.shape != now.shape:
+            axis = mesh.etp if name in experts else mesh.tp
+            if axis.size > 1 and value.shape != now.shape:
                 complaints.append(
-                    f"with tp ({mesh.tp.size}) above 1 on_save_checkpoint may replace a tensor of "
+                    f"with {axis.name} ({axis.size}) above 1 on_save_checkpoint may replace a tensor of "
                     f"checkpoint['state_dict'] by one of its shape alone: {name!r} was {tuple(now.shape)} and is "
                     f"{tuple(value.shape)}. It is not known which part of the full tensor each rank has. Keep the "
                     "shape, put the tensor into the checkpoint under a key of its own, or change it in the file that "
@@ -135,15 +161,19 @@ def _compare(given: Mapping[str, Any], own: Mapping[str, Any], main: MainParamet
                     f"names that share one parameter must have one value: on_save_checkpoint has changed {name!r} "
                     "otherwise than the first of its names. They are saved once. Change all of them alike."
                 )
-    return _Changes(frozenset(own.keys() - given.keys()), frozenset(changed), added, tuple(complaints))
+    removed = own.keys() - given.keys()
+    return (
+        _Changes(frozenset(removed - experts), frozenset(changed - experts), added, tuple(complaints)),
+        _Changes(experts & removed, experts & changed),
+    )
 
 
-def _check(reports: list[_Changes], first: Mapping[tuple[int, int], _Changes]) -> None:
+def _check(reports: Iterable[tuple[_Changes, ...]], first: Mapping[_Place, _Changes]) -> None:
     """Refuse, on all ranks alike, what cannot be put together."""
-    complaints = [complaint for report in reports for complaint in report.complaints]
+    complaints = [complaint for report in reports for part in report for complaint in part.complaints]
     by_name: dict[str, str] = {}
-    for (pp, _), report in first.items():
-        whole = first[pp, 0]
+    for place, report in first.items():
+        whole = first[place._replace(part=0)]
         odd = (report.removed ^ whole.removed) | (report.changed ^ whole.changed) | (report.added.keys() ^ whole.added)
         complaints += [
             f"on_save_checkpoint must change checkpoint['state_dict'] alike on all tensor-parallel ranks: {name!r} is "
@@ -185,4 +215,4 @@ def _is_equal(value: Tensor, other: Any) -> bool:
 
 def _placement(name: str, value: Tensor, now: Tensor, main: MainParameters) -> ShardSpec:
     spec = main.spec(name) if main.holds(name) else whole_spec(now)
-    return spec if value.shape == now.shape else whole_spec(value)
+    return spec if value.shape == now.shape else replace(whole_spec(value), is_expert=spec.is_expert)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_megatron import GPTConfig
 from lightning_megatron.checkpoint import read_full
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.plan.experts import ExpertsConfig
 from tests.proof.training import Tokens
-from tests.strategy.checkpoint_runs import Trained, trainer_of
+from tests.strategy.checkpoint_runs import GPT2, LLAMA, Trained, trainer_of
 from tests.world import run_world
 
+EXPERTS = replace(LLAMA, num_layers=1, experts=ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=16))
 NAME = "model.layers.0.attention.qkv.weight"
 
 State = dict[str, Any]
@@ -61,6 +65,16 @@ def last_rank_halves(module: Saves, state: State) -> None:
         halves(module, state)
 
 
+def removes_the_last_expert(module: Saves, state: State) -> None:
+    for name in [name for name in state if ".experts.3." in name]:
+        del state[name]
+
+
+def transposes_the_last_expert(module: Saves, state: State) -> None:
+    for name in [name for name in state if ".experts.3.down." in name]:
+        state[name] = state[name].t().contiguous()
+
+
 def transposes(module: Saves, state: State) -> None:
     state[NAME] = state[NAME].t().contiguous()
 
@@ -79,11 +93,12 @@ def saved(
     layout: State,
     size: int,
     weights_only: bool = False,
+    config: GPTConfig = GPT2,
     **options: Any,
 ) -> State:
     """Train one step, save with the change and without, and return the full tensors of both."""
     kind = type("Saves", (Saves,), {"change": change})
-    trainer, module = trainer_of(layout, size, 1, **options), kind()
+    trainer, module = trainer_of(layout, size, 1, **options), kind(config)
     trainer.fit(module, DataLoader(Tokens(), batch_size=8 // trainer.strategy.data_parallel_size))
     trainer.save_checkpoint(f"{path}/changed", weights_only)
     kind.change = lambda module, state: None
@@ -223,3 +238,37 @@ def test_ranks_save_what_they_agree_on_and_refuse_what_is_not_known(tmp_path: Pa
         assert "alike on all tensor-parallel ranks" in found["tp2 first"]
         assert "by one of its shape alone" in found["tp2 transposed"]
         assert "'shard' is not" in found["tp2 shard"]
+
+
+def _experts_on_ranks(rank: int, size: int, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, change, layout in (
+        ("all", halves, {"ep": 2}),
+        ("first", first_rank_halves, {"ep": 2}),
+        ("last", last_rank_halves, {"ep": 2}),
+        ("removed", removes_the_last_expert, {"ep": 2}),
+        ("transposed", transposes_the_last_expert, {"ep": 2}),
+        ("etp2, first", first_rank_halves, {"tp": 2}),
+    ):
+        try:
+            found[name] = saved(change, f"{folder}/{name}", layout, size, config=EXPERTS)
+        except UnsupportedError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_experts_are_saved_as_the_first_rank_that_holds_them_has_them(tmp_path: Path) -> None:
+    found, _ = run_world(_experts_on_ranks, 2, str(tmp_path))
+    of_second = (".experts.2.", ".experts.3.")
+    for name, first, second in (("all", 0.5, 0.5), ("first", 0.5, 1.0), ("last", 1.0, 0.5)):
+        changed, plain = found[name]["changed"], found[name]["plain"]
+        assert changed.keys() == plain.keys()
+        for key, value in plain.items():
+            factor = second if any(part in key for part in of_second) else first
+            torch.testing.assert_close(changed[key], value * factor, rtol=0, atol=0, msg=f"{name}: {key}")
+    removed = found["removed"]["plain"].keys() - found["removed"]["changed"].keys()
+    assert removed == {f"model.layers.0.mlp.experts.3.{part}.weight" for part in ("gate_up", "down")}
+    for key, value in found["transposed"]["plain"].items():
+        expected = value.t() if ".experts.3.down." in key else value
+        assert torch.equal(found["transposed"]["changed"][key], expected)
+    assert "alike on all tensor-parallel ranks" in found["etp2, first"]
