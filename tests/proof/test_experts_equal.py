@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.proof.test_layouts_equal import check
 from tests.proof.training import KINDS as KINDS_OF_MODELS
-from tests.proof.training import SEQUENCE, Job, Report, train
+from tests.proof.training import SEQUENCE, Job, Report, train, train_all
 from tests.world import run_world
 
 pytestmark = pytest.mark.slow
@@ -57,13 +56,6 @@ def jobs() -> dict[str, Job]:
     return found
 
 
-def _world(rank: int, size: int, cases: dict[str, Job], folder: str) -> dict[str, Report]:
-    return {
-        name: train(job, size, "cpu", os.path.join(folder, str(number)))
-        for number, (name, job) in enumerate(cases.items())
-    }
-
-
 @pytest.fixture(scope="module")
 def twins() -> dict[tuple[str, str], Report]:
     """Train every kind in this one process."""
@@ -76,7 +68,7 @@ def twins() -> dict[tuple[str, str], Report]:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]:
     """Train every job on four processes."""
-    return run_world(_world, 4, jobs(), str(tmp_path_factory.mktemp("experts")))
+    return run_world(train_all, 4, jobs(), str(tmp_path_factory.mktemp("experts")))
 
 
 @pytest.mark.parametrize("name", list(jobs()))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.proof.training import KINDS, STEPS, Job, Report, train
+from tests.proof.training import KINDS, STEPS, Job, Report, train, train_all
 from tests.world import run_world
 
 pytestmark = pytest.mark.slow
@@ -50,13 +49,6 @@ def jobs() -> dict[str, Job]:
     return found
 
 
-def _world(rank: int, size: int, cases: dict[str, Job], folder: str) -> dict[str, Report]:
-    return {
-        name: train(job, size, "cpu", os.path.join(folder, str(number)))
-        for number, (name, job) in enumerate(cases.items())
-    }
-
-
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Report]:
     """Train every kind in this one process: with plain Lightning, and with the strategy where dropout draws from it."""
@@ -71,7 +63,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Rep
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]:
     """Train every job on four processes."""
-    return run_world(_world, 4, jobs(), str(tmp_path_factory.mktemp("four")))
+    return run_world(train_all, 4, jobs(), str(tmp_path_factory.mktemp("four")))
 
 
 @pytest.mark.parametrize("name", list(jobs()))
@@ -83,7 +75,7 @@ def test_every_layout_trains_as_one_process(name, reports, twins):
 def test_tensor_pipeline_and_data_parallel_together_train_as_one_process(twins, tmp_path: Path):
     options = {"tp": 2, "pp": 2, "sequence_parallel": True}
     cases = {kind: Job(kind, "64-true", options) for kind in ("gpt2-tied", "llama-untied")}
-    ranks = run_world(_world, 8, cases, str(tmp_path))
+    ranks = run_world(train_all, 8, cases, str(tmp_path))
     for kind, job in cases.items():
         check(job, [reports[kind] for reports in ranks], twins[kind, "64-true"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,6 +183,14 @@ def train(
     else:
         record.report.weights = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     return record.report
+
+
+def train_all(rank: int, size: int, cases: dict[str, Job], folder: str) -> dict[str, Report]:
+    """Run jobs one after the other on all ranks, each with a checkpoint of its own."""
+    return {
+        name: train(job, size, "cpu", os.path.join(folder, str(number)))
+        for number, (name, job) in enumerate(cases.items())
+    }
 
 
 def _place(layout: dict[str, Any], size: int, rank: int) -> dict[str, int]:
