@@ -133,5 +133,5 @@ def saved_elements(recompute: str) -> int:
 
 
 def test_unknown_modes_are_refused() -> None:
-    with pytest.raises(ValueError, match="recompute must be one of none, selective, full: 'all'"):
+    with pytest.raises(ValueError, match="recompute must be one of none, selective, experts, full: 'all'"):
         check_recompute("all")

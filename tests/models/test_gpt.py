@@ -96,7 +96,7 @@ def test_bad_inputs_are_refused() -> None:
     with pytest.raises(IndexError, match=r"\[0, 77\): found 77"):
         model(torch.full((1, 4), 77))
     model.recompute = "some"
-    with pytest.raises(UnsupportedError, match="none, selective, full"):
+    with pytest.raises(UnsupportedError, match="none, selective, experts, full"):
         model(torch.zeros(1, 4, dtype=torch.long))
 
 
