@@ -83,6 +83,21 @@ def test_four_processes_train_like_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_experts_train_on_four_processes_like_on_one(tmp_path: Path) -> None:
+    try:
+        load_speeches("heldout")
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    four = losses(tmp_path / "four", "moe_speeches_cpu.yaml")
+    layout = [f"--trainer.strategy.{name}=1" for name in ("tp", "ep")] + ["--trainer.devices=1"]
+    one = losses(tmp_path / "one", "moe_speeches_cpu.yaml", options=[*layout, "--data.batch_size=16"])
+    assert len(four["train_loss"]) == 3
+    for name, values in one.items():
+        assert four[name] == pytest.approx(values, abs=2e-4), name
+    assert (tmp_path / "four/moe_speeches_cpu/version_0/expert_load.png").exists()
+
+
+@pytest.mark.slow
 def test_a_hugging_face_folder_trains_on_four_processes_like_on_one(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
