@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extras import import_extra
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.token_module import TokenModule
 
 
@@ -28,11 +29,14 @@ class HuggingFaceCausalLM(TokenModule):
             depend on the seed and not on the layout; they are not those that Hugging Face's own model draws.
         dtype: In which the weights are kept before the Trainer's ``precision`` converts them; ``auto`` is that of the
             folder.
+        expert_settings: What keeps the experts of a mixture evenly loaded in training, beside what ``config.json``
+            says: some of ``aux_loss``, ``aux_loss_scope``, ``z_loss``, ``jitter`` and ``capacity_factor`` of
+            `ExpertsConfig`. Needs MegatronStrategy.
         training: Arguments of `TokenModule`: ``learning_rate``, ``weight_decay``, ``betas``, ``warmup_steps``,
             ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``, ``token_weighted``.
 
     Raises:
-        UnsupportedError: If there is no such folder.
+        UnsupportedError: If there is no such folder, or another strategy is to train with ``expert_settings``.
         MissingExtraError: If transformers is not installed.
     """
 
@@ -41,10 +45,12 @@ class HuggingFaceCausalLM(TokenModule):
         path: str,
         from_scratch: bool = False,
         dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32",
+        expert_settings: dict[str, Any] | None = None,
         **training: Any,
     ) -> None:
         super().__init__(**training)
         self.path, self.from_scratch, self.dtype_name = path, from_scratch, dtype
+        self.expert_settings = expert_settings
         self.save_hyperparameters()
         if not (Path(path) / "config.json").is_file():
             raise UnsupportedError(
@@ -53,6 +59,9 @@ class HuggingFaceCausalLM(TokenModule):
             )
         # The strategy can spare ranks the whole model if the library is imported before configure_model.
         self.config: Any = _library().AutoConfig.from_pretrained(path)
+        if expert_settings is not None:
+            # Where the family's rules look for them.
+            self.config.expert_settings = expert_settings
         self.model: nn.Module | None = None
 
     @property
@@ -75,9 +84,17 @@ class HuggingFaceCausalLM(TokenModule):
                 dtype = self.config.dtype if self.dtype_name == "auto" else getattr(torch, self.dtype_name)
                 model = library.from_config(self.config, dtype=dtype or torch.float32)
             else:
-                model = library.from_pretrained(self.path, dtype=self.dtype_name)
+                model = library.from_pretrained(self.path, config=self.config, dtype=self.dtype_name)
             # What is loaded comes without dropout.
             self.model = model.train()
+
+    @override
+    def on_fit_start(self) -> None:
+        if self.expert_settings and not isinstance(self.device_mesh, ParallelMesh):
+            raise UnsupportedError(
+                f"expert_settings ({self.expert_settings}) need MegatronStrategy: Hugging Face's own model is trained "
+                "here, which knows nothing of them. Use MegatronStrategy, or leave expert_settings out."
+            )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits.

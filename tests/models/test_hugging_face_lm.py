@@ -21,6 +21,8 @@ from tests.world import run_world
 transformers = pytest.importorskip("transformers")
 
 V, B, S, STEPS = 31, 4, 9, 4
+#: The losses of routers weigh as much as those of their microbatch, so that all must weigh alike to be compared.
+BALANCED = {"expert_settings": {"aux_loss": 0.5, "aux_loss_scope": "global"}, "token_weighted": False}
 
 
 class Batches(L.LightningDataModule):
@@ -47,6 +49,7 @@ def batch() -> dict[str, Tensor]:
 
 def save(folder: Path, kind: str = "llama") -> str:
     sizes: dict[str, Any] = {"vocab_size": V, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+    sizes |= {"num_local_experts": 4, "num_key_value_heads": 2} if kind == "mixtral" else {}
     sizes |= {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0} if kind == "opt" else {"intermediate_size": 24}
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -191,3 +194,29 @@ def test_data_with_more_tokens_than_the_model_are_refused(folder: str) -> None:
     data.vocab_size = V + 1
     with pytest.raises(ParallelPlanError, match=r"vocab_size \(31\) of the model must be at least that of the data"):
         L.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, barebones=True).fit(module, data)
+
+
+def train_with_experts(rank: int, size: int, folder: str) -> tuple[dict[str, float], float, bool]:
+    """Train with experts that two ranks share, and without a balancing loss; return also its mean in the last step."""
+    module = learning(folder, **BALANCED)
+    losses = train(module, {"ep": 2, "microbatch_size": 1}, size)
+    statistics = module.trainer.strategy.expert_statistics
+    without = train(learning(folder, token_weighted=False), {"ep": 2, "microbatch_size": 1}, size)
+    return losses, float(statistics[0].balance_loss), losses == without
+
+
+def test_experts_are_balanced_as_the_settings_say(tmp_path: Path) -> None:
+    folder = save(tmp_path / "mixtral", "mixtral")
+    module = learning(folder, **BALANCED)
+    expected = train(module, {"microbatch_size": 1})
+    for losses, balance, is_same in run_world(train_with_experts, 2, folder):
+        assert losses == pytest.approx(expected, abs=1e-4)
+        assert balance == pytest.approx(float(module.trainer.strategy.expert_statistics[0].balance_loss), abs=1e-4)
+        assert not is_same
+    with pytest.raises(UnsupportedError, match="expert_settings .* need MegatronStrategy: Hugging Face's own model"):
+        train(learning(folder, expert_settings={"aux_loss": 0.5}))
+
+
+def test_settings_of_experts_are_refused_of_a_family_without_any(folder: str) -> None:
+    with pytest.raises(UnsupportedError, match="expert_settings of a Llama configuration must be"):
+        train(learning(folder, expert_settings={"aux_loss": 0.5}), {})

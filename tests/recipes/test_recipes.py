@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from lightning_megatron.cli import main
 from lightning_megatron.data.speeches import load_speeches, write_documents
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import MissingExtraError
@@ -120,6 +122,35 @@ def test_a_hugging_face_folder_trains_on_four_processes_like_on_one(tmp_path: Pa
         assert four[name] == pytest.approx(values, abs=2e-4), name
     (checkpoint,) = (tmp_path / "four").glob("finetune_hf/version_0/checkpoints/step3-*.ckpt")
     assert checkpoint.is_dir()
+
+
+@pytest.mark.slow
+def test_a_folder_with_experts_trains_on_ranks_that_share_them_and_becomes_one_again(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    from tests.tiny_llama import save_tiny_mixtral
+
+    model = tmp_path / "tiny_mixtral"
+    save_tiny_mixtral(model)
+    texts = [f"In {year} our fathers brought forth a new nation." for year in range(1960, 2000)]
+    write_documents(str(tmp_path / "text"), texts, load_tokenizer(model))
+    data = {"corpus": "null", "train": tmp_path / "text", "split": "8,1,1", "seq_length": 32}
+    options = [f"--data.{name}={value}" for name, value in data.items()]
+    options += ["--trainer.accelerator=cpu", "--trainer.precision=32-true", f"--model.path={model}"]
+    options += ['--model.expert_settings={"aux_loss": 0.02, "aux_loss_scope": "global"}']
+    one = losses(tmp_path / "one", FINETUNE, options=[*options, "--trainer.devices=1"])
+    layout = ["--trainer.devices=2", "--trainer.strategy.ep=2", "--data.batch_size=2"]
+    two = losses(tmp_path / "two", FINETUNE, options=[*options, *layout])
+    assert len(two["train_loss"]) == 3
+    assert len(two["val_loss"]) == 1
+    for name, values in one.items():
+        assert two[name] == pytest.approx(values, abs=2e-4), name
+    (checkpoint,) = (tmp_path / "two").glob("finetune_hf/version_0/checkpoints/step3-*.ckpt")
+    main(["convert", str(checkpoint), str(tmp_path / "exported"), "--verify"])
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(report.values()), report
+    before = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in again.state_dict().items() if "mlp" in name)
 
 
 def losses(folder: Path, *recipes: str, options: Sequence[str] = ()) -> dict[str, list[float]]:

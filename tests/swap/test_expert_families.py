@@ -383,7 +383,7 @@ def test_a_model_in_a_module_is_refused_on_one_rank_too(case: str, message: str)
 
 @pytest.mark.parametrize("is_pretrained", [True, False])
 def test_a_model_that_is_left_alone_has_its_values(is_pretrained: bool, tmp_path: Path) -> None:
-    # As the message says; in configure_model every model of a known family is built without them.
+    # A plan may say so, and in configure_model every model of a known family is built without values.
     twin = twin_of("mixtral").to(torch.bfloat16)
     twin.save_pretrained(tmp_path)
     library = transformers.AutoModelForCausalLM
