@@ -58,20 +58,16 @@ class _Bucket:
         if buffer.plan.num_parts == 1:
             self.pending = start_all_reduce(whole, axis, "mean")
         else:
-            self.pending = start_reduce_scatter(self._own, whole, axis, "mean")
+            self.pending = start_reduce_scatter(self.own, whole, axis, "mean")
 
-    def finish(self, mesh: ParallelMesh) -> None:
-        """Wait for it, and make it the gradient of the mean of the data ranks' losses."""
-        if self.pending is None:
-            return
-        self.pending.wait()
-        num_copies = mesh.copies(self.buffer.is_expert).size
-        if num_copies != mesh.data.size:
-            # Experts on one rank have the tokens of several losses: fewer ranks hold copies than there are losses.
-            self._own.mul_(num_copies / mesh.data.size)
+    def wait(self) -> None:
+        """Wait for it."""
+        if self.pending is not None:
+            self.pending.wait()
 
     @property
-    def _own(self) -> Tensor:
+    def own(self) -> Tensor:
+        """Return this rank's part."""
         return self.buffer.own_part(self.buffer.gradients, self.index)
 
 
@@ -164,7 +160,8 @@ class GradientReducer:
         for bucket in buckets:
             self._start(bucket)
         for bucket in buckets:
-            bucket.finish(self._main.mesh)
+            bucket.wait()
+        self._average_experts([bucket.own for bucket in buckets if bucket.buffer.is_expert])
         self._add_ties(buckets, alone=True)
         finished = [name for bucket in buckets for name in bucket.names]
         dormant = self._unused.agree(finished)
@@ -257,6 +254,13 @@ class GradientReducer:
             self._fill([name])
             own = bucket.buffer.own_part(bucket.buffer.gradients, bucket.index)
             all_reduce_(own if alone else self._gradient_of(name), mesh.embedding)
+
+    def _average_experts(self, sums: list[Tensor]) -> None:
+        """Make means over the copies of experts those of the data ranks' losses."""
+        num_copies, num_losses = self._main.mesh.edp.size, self._main.mesh.data.size
+        if sums and num_copies != num_losses:
+            # Experts on one rank have the tokens of several losses: fewer ranks hold copies than there are losses.
+            torch._foreach_mul_(sums, num_copies / num_losses)
 
     def _hand_over(self, names: Iterable[str], dormant: Collection[str]) -> None:
         slices, is_trainable = self._main.slices, self._main.is_trainable
