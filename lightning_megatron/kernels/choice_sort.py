@@ -44,16 +44,18 @@ def sort_choices(experts: Tensor, first: int, num_experts: int) -> tuple[Tensor,
     counts = torch.empty((num_blocks + 1, num_experts), dtype=torch.int32, device=device)
     bins = power_of_two(num_experts)
     with on_device_of(experts):
-        _count[(num_blocks,)](experts, counts, first, num_experts, num_choices, BINS=bins, BLOCK=_BLOCK)
-        _add_up[(triton.cdiv(num_experts, _EXPERTS),)](counts, num_blocks, num_experts, EXPERTS=_EXPERTS, ROWS=_ROWS)
-        _place[(num_blocks,)](
+        _count_choices[(num_blocks,)](experts, counts, first, num_experts, num_choices, BINS=bins, BLOCK=_BLOCK)
+        _add_up_counts[(triton.cdiv(num_experts, _EXPERTS),)](
+            counts, num_blocks, num_experts, EXPERTS=_EXPERTS, ROWS=_ROWS
+        )
+        _place_choices[(num_blocks,)](
             experts, counts, ends, rows, pairs, first, num_experts, num_choices, num_blocks, BINS=bins, BLOCK=_BLOCK
         )
     return pairs, rows, ends
 
 
 @triton.jit
-def _count(
+def _count_choices(
     experts: tl.tensor,
     counts: tl.tensor,
     first: tl.tensor,
@@ -72,7 +74,7 @@ def _count(
 
 
 @triton.jit
-def _add_up(
+def _add_up_counts(
     counts: tl.tensor, num_blocks: tl.tensor, num_experts: tl.tensor, EXPERTS: tl.constexpr, ROWS: tl.constexpr
 ) -> None:
     columns = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
@@ -88,7 +90,7 @@ def _add_up(
 
 
 @triton.jit
-def _place(
+def _place_choices(
     experts: tl.tensor,
     counts: tl.tensor,
     ends: tl.tensor,

@@ -106,7 +106,7 @@ class _Route(torch.autograd.Function):
         has_groups = settings.top_k_groups < settings.num_groups and not is_forced
         if num_tokens:
             with on_device_of(logits):
-                _forward[(programs, classes)](
+                _route_forward[(programs, classes)](
                     logits, logits if bias is None else bias, probabilities, experts, loads, sums, num_tokens,
                     settings.first_turn or 0, settings.scale, HAS_BIAS=bias is not None and not is_forced,
                     COUNTS_UNBIASED=settings.counts_unbiased, IS_FORCED=is_forced,
@@ -131,7 +131,7 @@ class _Route(torch.autograd.Function):
         blocks = triton.cdiv(triton.cdiv(logits.shape[0], settings.num_sequences), constants["TOKENS"])
         if logits.numel():
             with on_device_of(logits):
-                _backward[(blocks, settings.num_sequences)](
+                _route_backward[(blocks, settings.num_sequences)](
                     logits, experts, *(logits if grad is None else grad.contiguous() for grad in (
                         grad_probabilities, grad_shares, grad_squares
                     )), result, logits.shape[0], settings.scale, HAS_WEIGHTS=grad_probabilities is not None,
@@ -186,7 +186,7 @@ def _best(
 
 
 @triton.jit
-def _forward(
+def _route_forward(
     logits: tl.tensor, bias: tl.tensor, probabilities: tl.tensor, experts: tl.tensor, loads: tl.tensor,
     sums: tl.tensor, num_tokens: tl.tensor, first_turn: tl.tensor, scale: tl.tensor, HAS_BIAS: tl.constexpr,
     COUNTS_UNBIASED: tl.constexpr, IS_FORCED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
@@ -259,7 +259,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _route_backward(
     logits: tl.tensor, experts: tl.tensor, grad_probabilities: tl.tensor, grad_shares: tl.tensor,
     grad_squares: tl.tensor, result: tl.tensor, num_tokens: tl.tensor, scale: tl.tensor, HAS_WEIGHTS: tl.constexpr,
     HAS_SHARES: tl.constexpr, HAS_SQUARES: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr,

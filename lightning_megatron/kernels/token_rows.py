@@ -83,7 +83,7 @@ class _Unpermute(torch.autograd.Function):
         grad_probabilities = torch.empty(rows.shape, dtype=probabilities.dtype, device=rows.device)
         if rows.numel():
             with on_device_of(grad):
-                _weighed_backward[(rows.shape[0],)](
+                _weighed_rows_backward[(rows.shape[0],)](
                     grad, values, probabilities.contiguous(), grad_values, grad_probabilities, rows, ends,
                     grad.stride(0), values.stride(0), width, ctx.num_rows, ends.shape[0],
                     K=rows.shape[1], BLOCK=_block(width),
@@ -104,7 +104,7 @@ def _spread(
     scales = None if probabilities is None else probabilities.new_empty(num_rows)
     if rows.numel():
         with on_device_of(source):
-            _spread_kernel[(rows.shape[0], triton.cdiv(width, _block(width)))](
+            _spread_rows[(rows.shape[0], triton.cdiv(width, _block(width)))](
                 source, result, rows if probabilities is None else probabilities.contiguous(),
                 result if scales is None else scales, rows, ends, source.stride(0), width, num_rows, ends.shape[0],
                 K=rows.shape[1], HAS_SCALES=scales is not None, BLOCK=_block(width),
@@ -121,7 +121,7 @@ def _collect(
     gathered = None if scales is None else scales.new_empty(rows.shape)
     if rows.numel():
         with on_device_of(values):
-            _collect_kernel[(rows.shape[0], triton.cdiv(width, _block(width)))](
+            _collect_rows[(rows.shape[0], triton.cdiv(width, _block(width)))](
                 values, result, rows if probabilities is None else probabilities.contiguous(),
                 result if scales is None else scales.contiguous(), result if gathered is None else gathered, rows, ends,
                 values.stride(0), width, values.shape[0], ends.shape[0], K=rows.shape[1],
@@ -131,7 +131,7 @@ def _collect(
 
 
 @triton.jit
-def _spread_kernel(
+def _spread_rows(
     source: tl.tensor,
     result: tl.tensor,
     probabilities: tl.tensor,
@@ -161,7 +161,7 @@ def _spread_kernel(
 
 
 @triton.jit
-def _collect_kernel(
+def _collect_rows(
     values: tl.tensor,
     result: tl.tensor,
     probabilities: tl.tensor,
@@ -199,7 +199,7 @@ def _collect_kernel(
 
 
 @triton.jit
-def _weighed_backward(
+def _weighed_rows_backward(
     grad: tl.tensor,
     values: tl.tensor,
     probabilities: tl.tensor,

@@ -48,7 +48,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         output = gate_up.new_empty((rows.shape[0], features))
         if output.numel():
             with on_device_of(rows):
-                _forward[_grid(rows.shape[0], features)](
+                _weighted_swiglu_forward[_grid(rows.shape[0], features)](
                     rows, probabilities.contiguous(), ends, output, rows.stride(0), rows.shape[0], features,
                     ends.shape[0], **_shape(features),
                 )  # fmt: skip
@@ -63,7 +63,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         grad_probabilities = torch.empty(probabilities.shape, dtype=probabilities.dtype, device=rows.device)
         if grad_rows.numel():
             with on_device_of(rows):
-                _backward[_grid(rows.shape[0], features)](
+                _weighted_swiglu_backward[_grid(rows.shape[0], features)](
                     rows, probabilities.contiguous(), ends, grad, grad_rows, grad_probabilities, rows.stride(0),
                     grad.stride(0), rows.shape[0], features, ends.shape[0], **_shape(features),
                 )  # fmt: skip
@@ -81,7 +81,7 @@ def _grid(num_rows: int, features: int) -> tuple[int]:
 
 
 @triton.jit
-def _forward(
+def _weighted_swiglu_forward(
     gate_up: tl.tensor,
     probabilities: tl.tensor,
     ends: tl.tensor,
@@ -109,7 +109,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _weighted_swiglu_backward(
     gate_up: tl.tensor,
     probabilities: tl.tensor,
     ends: tl.tensor,

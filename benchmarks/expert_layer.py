@@ -1,0 +1,134 @@
+"""Say where the time of a mixture of experts goes on one GPU: by kernel, and on the host.
+
+    python benchmarks/expert_layer.py --out expert_layer.md
+
+One layer in bfloat16, forward and backward, with weights and float32 sums of gradients side by side as in training. The
+time of the device is the median of single passes that the host has queued before they begin, with the cache emptied
+before each; that by kernel is the mean under torch.profiler. The time of the host is what it takes to queue the passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.expert_kernels import DTYPE, timed
+from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot, slot_of
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.plan.experts import ExpertsConfig
+
+HIDDEN_SIZE, TOP_K, FFN_SIZE = 2048, 8, 768  # Qwen3-30B-A3B
+LONGEST = 24
+
+
+def laid_out(module: nn.Module) -> nn.Module:
+    """Lay parameters out in one memory, in reverse order, and give each a slot in another, as training does."""
+    parameters = list(module.parameters())
+    total = sum(parameter.numel() for parameter in parameters)
+    values, sums = torch.empty(total, dtype=DTYPE, device="cuda"), torch.zeros(total, device="cuda")
+    start = 0
+    for parameter in reversed(parameters):
+        stop = start + parameter.numel()
+        view = values[start:stop].view_as(parameter)
+        view.copy_(parameter.detach())
+        parameter.data = view
+        slot = GradientSlot(sums[start:stop].view_as(parameter), lambda: None)
+        # Sums of earlier microbatches are there.
+        slot.is_empty = False
+        set_slot(parameter, slot)
+        start = stop
+    return module
+
+
+def host_times(forward: Callable[[], Tensor], backward: Callable[[Tensor], None], rounds: int) -> tuple[float, float]:
+    """Return the microseconds that the host takes to queue a forward and a backward pass."""
+    found = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)
+        start = time.perf_counter()
+        output = forward()
+        middle = time.perf_counter()
+        backward(output)
+        found.append((middle - start, time.perf_counter() - middle))
+    torch.cuda.synchronize()
+    return 1e6 * statistics.median(first for first, _ in found), 1e6 * statistics.median(last for _, last in found)
+
+
+def by_kernel(step: Callable[[], object], rounds: int) -> list[tuple[str, float, float]]:
+    """Return name, number of launches and microseconds of the kernels of a step, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(rounds):
+            step()
+        torch.cuda.synchronize()
+    rows = [(e.key, e.count / rounds, e.self_device_time_total / rounds) for e in profiler.key_averages()]
+    return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
+
+
+def measure(num_experts: int, num_tokens: int, rounds: int) -> list[str]:
+    """Measure one layer and return the lines of its report."""
+    config = ExpertsConfig(num_experts=num_experts, top_k=TOP_K, ffn_hidden_size=FFN_SIZE, aux_loss=0.001)
+    mesh = ParallelMesh.single("cuda", seed=0)
+    layer = MixtureOfExperts(HIDDEN_SIZE, config, mesh)
+    initialize_(layer, torch.device("cuda"), 0)
+    layer = laid_out(layer.to("cuda", DTYPE))
+    hidden = torch.randn(num_tokens, 1, HIDDEN_SIZE, device="cuda").to(DTYPE).requires_grad_()
+    outer = torch.randn(num_tokens, 1, HIDDEN_SIZE, device="cuda").to(DTYPE)
+
+    def backward(output: Tensor) -> None:
+        hidden.grad = None
+        output.backward(outer)
+
+    for _ in range(3):
+        backward(layer(hidden))
+    outputs: list[Tensor] = []
+    device = [timed(lambda: outputs.append(layer(hidden))) for _ in range(rounds)]
+    device_back = [timed(lambda output=output: backward(output)) for output in outputs]
+    outputs.clear()
+    host = host_times(lambda: layer(hidden), backward, rounds)
+    found = by_kernel(lambda: backward(layer(hidden)), rounds)
+    launches, total = sum(row[1] for row in found), sum(row[2] for row in found)
+    assert all(slot_of(parameter) is not None for parameter in layer.parameters()), "gradients are in slots"
+    lines = [
+        f"\n{num_experts} experts, {num_tokens} tokens: device {statistics.median(device):.0f} us forward, "
+        f"{statistics.median(device_back):.0f} backward; host {host[0]:.0f} and {host[1]:.0f}; {launches:.0f} "
+        f"launches, {total:.0f} us in kernels\n",
+        "| us | launches | kernel |\n| --- | --- | --- |",
+    ]
+    lines += [f"| {taken:.1f} | {count:.0f} | `{name[:100]}` |" for name, count, taken in found[:LONGEST]]
+    rest = found[LONGEST:]
+    lines.append(f"| {sum(row[2] for row in rest):.1f} | {sum(row[1] for row in rest):.0f} | {len(rest)} others |")
+    return lines
+
+
+def main() -> None:
+    """Measure all sizes and print the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experts", type=int, nargs="+", default=[128, 32], help="experts of the layer")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the layer")
+    parser.add_argument("--rounds", type=int, default=9, help="timed passes")
+    parser.add_argument("--out", type=Path, help="file that the report is written to as well")
+    options = parser.parse_args()
+    lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}"]
+    print(lines[0], flush=True)
+    for num_experts in options.experts:
+        found = measure(num_experts, options.tokens, options.rounds)
+        print("\n".join(found), flush=True)
+        lines += found
+        torch.cuda.empty_cache()
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
