@@ -24,11 +24,15 @@ class ExpertSizes:
         routings: Tokens, experts, choices, size of a token.
         inner: Rows, inner features, rows past the last end.
         routers: Sequences, their length, and what the configuration of the experts says.
+        ways: How tokens choose.
+        logits: What routers are given.
     """
 
     routings: tuple[tuple[int, int, int, int], ...]
     inner: tuple[tuple[int, int, int], ...]
     routers: tuple[tuple[int, int, dict[str, object]], ...]
+    ways: tuple[str, ...] = ("random", "all to the same", "last experts empty", "some nowhere", "all nowhere")
+    logits: tuple[str, ...] = ("random", "ties", "all alike")
 
 
 ROUTERS: tuple[dict[str, object], ...] = (
@@ -50,6 +54,14 @@ SMALL = ExpertSizes(
     inner=((5, 37, 3), (1, 1, 0), (20, 64, 0), (0, 8, 4), (3, 200, 2)),
     routers=tuple((2, 9, config) for config in ROUTERS) + ((1, 0, ROUTERS[0]), (3, 1, ROUTERS[3])),
 )
+# For the interpreter: every branch of every kernel, few programs.
+FEW = ExpertSizes(
+    routings=((6, 4, 2, 21), (25, 5, 3, 8), (0, 4, 2, 8)),
+    inner=((5, 37, 3), (20, 64, 0), (0, 8, 4)),
+    routers=tuple((2, 4, config) for config in ROUTERS) + ((1, 0, ROUTERS[0]),),
+    ways=("random", "some nowhere"),
+    logits=("ties",),
+)
 # Qwen3-30B-A3B, Mixtral, DeepSeek-V3, and odd ones.
 REAL = ExpertSizes(
     routings=((4096, 128, 8, 2048), (4096, 8, 2, 4096), (777, 256, 8, 7168), (1001, 10, 3, 1001), (40000, 1000, 16, 8)),
@@ -67,9 +79,6 @@ REAL = ExpertSizes(
         ),
     ),
 )  # fmt: skip
-
-#: How tokens choose.
-ROUTINGS = ("random", "all to the same", "last experts empty", "some nowhere", "all nowhere")
 
 
 def choices(draw: Draw, tokens: int, num_experts: int, top_k: int, routing: str) -> Tensor:
@@ -89,7 +98,7 @@ def maps(draw: Draw, sizes: ExpertSizes) -> list[tuple[str, RowMap, int]]:
     """List row maps of all routings: for all experts, and for some of them in the middle."""
     found = []
     for tokens, num_experts, top_k, width in sizes.routings:
-        for routing in ROUTINGS:
+        for routing in sizes.ways:
             experts = choices(draw, tokens, num_experts, top_k, routing)
             for first, here in ((0, num_experts), (num_experts // 3, (num_experts + 1) // 2)):
                 name = f"{tokens, num_experts, top_k, width}, {routing}, experts {first} to {first + here}"
@@ -100,7 +109,7 @@ def maps(draw: Draw, sizes: ExpertSizes) -> list[tuple[str, RowMap, int]]:
 def check_sort(draw: Draw, sizes: ExpertSizes) -> None:
     """The row map is that of a stable sort, to the last number."""
     for tokens, num_experts, top_k, _ in sizes.routings:
-        for routing in ROUTINGS:
+        for routing in sizes.ways:
             experts = choices(draw, tokens, num_experts, top_k, routing)
             for first, here in ((0, num_experts), (num_experts // 3, (num_experts + 1) // 2)):
                 expected = sort_by_expert(experts, first, here)
@@ -214,7 +223,7 @@ def check_router(draw: Draw, sizes: ExpertSizes) -> None:
     """Choices to the last one, also between equal scores; everything else to float32's precision."""
     for num_sequences, length, settings in sizes.routers:
         config = ExpertsConfig(ffn_hidden_size=4, aux_loss=0.1, **settings)  # type: ignore[arg-type]
-        for kind in ("random", "ties", "all alike"):
+        for kind in sizes.logits:
             # Dealing in turn depends on the numbers of experts alone.
             for first_turn in (None, 5) if config.num_experts < 32 else (None,):
                 what = f"router {num_sequences, length}, {settings}, {kind}, turn {first_turn}"

@@ -13,7 +13,7 @@ import torch
 from lightning_megatron.kernels import choice_sort, route, token_rows, weighted_swiglu
 from tests.kernels import interpreted  # noqa: F401  mends the interpreter
 from tests.kernels.checks import Draw
-from tests.kernels.expert_checks import CHECKS, SMALL
+from tests.kernels.expert_checks import CHECKS, FEW
 from tests.kernels.program import report_checks
 
 # Small blocks and few programs, so that each has several of everything.
@@ -26,7 +26,7 @@ weighted_swiglu._BLOCK, weighted_swiglu._PROGRAMS = 64, 3
 def main(selected: list[str]) -> None:
     """Run the checks whose name has one of the words, or all."""
     checks: dict[str, Callable[[], object]] = {
-        f"{name}, {dtype}": lambda check=check, dtype=dtype: check(Draw(torch.device("cpu"), dtype), SMALL)
+        f"{name}, {dtype}": lambda check=check, dtype=dtype: check(Draw(torch.device("cpu"), dtype), FEW)
         for name, check in CHECKS.items()
         # Scores have no half type.
         for dtype in ((torch.float32,) if name in {"sort", "router"} else (torch.float32, torch.bfloat16))
