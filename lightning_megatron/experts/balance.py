@@ -15,22 +15,24 @@ from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 
 
-def balance_loss(share_sums: Tensor, of_choices: Tensor, num_tokens: int) -> Tensor:
+def balance_loss(share_sums: Tensor, of_choices: Tensor, coefficient: float) -> Tensor:
     """Return this rank's part of the loss that grows as tokens are spread unevenly.
 
-    Equal, over all tokens, to E times the sum over experts of (share of the choices) x (mean probability): 1 where all
-    experts are alike, E where all tokens go to one. Shares of choices are constants; gradients reach probabilities.
+    Equal, over all tokens, to the coefficient times E times the sum over experts of (share of the choices) x (mean
+    probability): 1 where all experts are alike, E where all tokens go to one. Choices are constants; gradients reach
+    probabilities.
 
     Shapes: both ``(1, E)`` for all sequences or ``(B, E)``; output a number.
 
     Args:
         share_sums: Sums over this rank's tokens of the probabilities of each expert; those of a token add up to 1.
-        of_choices: How much of the choices each expert has; a row adds up to 1.
-        num_tokens: Tokens of the microbatch on all tp ranks together (tokens).
+        of_choices: How often each expert is chosen, or how much of the choices it has.
+        coefficient: What the sum of products is multiplied by: for shares of choices, that of the loss times E over the
+            tokens of the microbatch on all tp ranks together; for counts, that over the choices of a row.
 
     Source: Fedus et al. 2022, equation 4; DeepSeek-AI 2024, equations 17 to 20 (of each sequence).
     """
-    return share_sums.shape[-1] / num_tokens * (share_sums * of_choices).sum()
+    return (share_sums * of_choices).sum() * coefficient
 
 
 def num_choices(experts: Tensor, num_experts: int) -> Tensor:
@@ -52,17 +54,19 @@ def num_choices_of_sequences(experts: Tensor, num_experts: int) -> Tensor:
     return num_choices(experts + first, num_sequences * num_experts).view(num_sequences, num_experts)
 
 
-def microbatch_shares(load: Tensor, mesh: ParallelMesh, dtype: torch.dtype) -> Tensor:
-    """Turn this rank's counts of choices into shares of the whole microbatch, on all of its ranks.
+def microbatch_load(load: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Add this rank's counts of choices up over all ranks that have other tokens of the microbatch.
 
     Shapes: load ``(..., E)`` integers; output the same.
     Communication: an all-reduce over tp under sequence parallelism, and one over cp.
     """
+    axes = (mesh.tp, mesh.cp) if mesh.sequence_parallel else (mesh.cp,)
+    if all(axis.size == 1 for axis in axes):
+        return load
     total = load.clone()
-    if mesh.sequence_parallel:
-        all_reduce_(total, mesh.tp)
-    all_reduce_(total, mesh.cp)
-    return total.to(dtype) / total.sum(-1, keepdim=True)
+    for axis in axes:
+        all_reduce_(total, axis)
+    return total
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.layers.kernel_choice import fused_kernels
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -57,7 +58,7 @@ class _ExactLinear(torch.autograd.Function):
                     grad_rows = parts @ torch.cat([weight, weight])
                 if ctx.needs_input_grad[1]:
                     both = torch.mm(parts.t(), rows, out_dtype=torch.float32)
-                    grad_weight = both.view(2, *weight.shape).sum(0)
+                    grad_weight = torch.add(*both.chunk(2))
             else:
                 if ctx.needs_input_grad[0]:
                     grad_rows = (grad @ weight.to(grad.dtype)).to(hidden.dtype)
@@ -77,6 +78,9 @@ def _on_tensor_cores(hidden: Tensor, weight: Tensor) -> bool:
 def _split(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Write each number as the sum of two of a half type; those of a row are followed by their remainders."""
     parts = torch.empty((grad.shape[0], 2, grad.shape[1]), dtype=dtype, device=grad.device)
+    kernels = fused_kernels(parts)
+    if kernels is not None:
+        return kernels.split_rows(grad, parts).flatten(1)
     parts[:, 0] = grad
     parts[:, 1] = grad - parts[:, 0]
     return parts.flatten(1)
@@ -84,5 +88,6 @@ def _split(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     kind = x.device.type
-    # Meta has none.
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    # Meta has none. The context takes longer than a launch, so it is not entered in vain.
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if is_on else nullcontext()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.experts.balance import balance_loss, microbatch_shares, num_choices, update_bias_
+from lightning_megatron.experts.balance import balance_loss, microbatch_load, num_choices, update_bias_
 from lightning_megatron.experts.choice import expert_capacity, within_capacity
 from lightning_megatron.experts.exact_linear import exact_dtype, exact_linear
 from lightning_megatron.experts.scores import Scored, score_tokens
@@ -183,10 +183,13 @@ class Router(nn.Module):
         return score_tokens(logits, self.expert_bias, config, classes, first_turn, fused_kernels(hidden))
 
     def _balance_loss(self, scored: Scored, num_tokens: int) -> Tensor | None:
-        if not self.config.aux_loss:
+        config = self.config
+        if not config.aux_loss:
             return None
+        coefficient = config.aux_loss * config.num_experts / num_tokens
         if self.step_shares is not None:
-            of_choices = self.step_shares.to(scored.share_sums.dtype)[None]
-        else:
-            of_choices = microbatch_shares(scored.unbiased_load, self.mesh, scored.share_sums.dtype)
-        return self.config.aux_loss * balance_loss(scored.share_sums, of_choices, num_tokens)
+            return balance_loss(scored.share_sums, self.step_shares, coefficient)
+        load = microbatch_load(scored.unbiased_load, self.mesh)
+        # Every token has as many, so that nothing need be added up to turn counts into shares.
+        choices_of_row = num_tokens * self.mesh.cp.size * config.top_k / load.shape[0]
+        return balance_loss(scored.share_sums, load, coefficient / choices_of_row)

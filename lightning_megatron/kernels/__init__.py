@@ -14,6 +14,7 @@ from lightning_megatron.kernels.rotary import rotate_qkv
 from lightning_megatron.kernels.route import RouteSettings, route_tokens
 from lightning_megatron.kernels.swiglu import apply_swiglu
 from lightning_megatron.kernels.token_rows import permute_tokens, unpermute_rows
+from lightning_megatron.kernels.two_halves import split_rows
 from lightning_megatron.kernels.weighted_swiglu import apply_weighted_swiglu
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "permute_tokens",
     "route_tokens",
     "sort_choices",
+    "split_rows",
     "unpermute_rows",
 ]

@@ -15,7 +15,7 @@ from triton import language as tl
 from lightning_megatron.kernels.launch import on_device_of, power_of_two
 
 # Choices of a block, of which each is compared with all; experts and blocks that a program of the second launch takes.
-_BLOCK, _EXPERTS, _ROWS = 256, 16, 128
+_BLOCK, _EXPERTS, _ROWS = 64, 4, 1024
 #: The most experts that are counted by one program.
 MAX_SORTED_EXPERTS = 1024
 

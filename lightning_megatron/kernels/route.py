@@ -1,7 +1,7 @@
 """The router after its logits: scores, choices, weights and what the losses need, in one pass forward and one backward.
 
-A program takes some tokens at a time with the scores of all experts in registers; a choice is one maximum over keys
-that hold a score and, below it, how low the expert's number is: so ties go to the lower number.
+A program takes some tokens at a time with the scores of all experts in registers; a choice is the highest score, and
+the lowest number of the experts that have it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from triton import language as tl
 from lightning_megatron.kernels.launch import on_device_of, power_of_two
 
 # Scores and tokens that a program holds at a time.
-_TILE, _MAX_TOKENS = 1024, 32
-# Four for every multiprocessor of an H200; each adds up what it sees, so that few partial sums are left.
-_PROGRAMS = 528
+_TILE, _MAX_TOKENS = 256, 32
+# One warp, so that a highest score is found without shared memory.
+_WARPS = 1
+# Eight for every multiprocessor of an H200; each adds up what it sees, so that few partial sums are left.
+_PROGRAMS = 1056
+# Programs and experts whose sums one program adds up.
+_ROWS, _COLUMNS = 1024, 4
 _MAX_EXPERTS, _MAX_CHOICES = 512, 16
 
 
@@ -63,7 +67,7 @@ class RouteSettings:
         block = power_of_two(self.num_experts)
         return {
             "E": self.num_experts, "K": self.top_k, "SOFTMAX": self.is_softmax, "NORMALIZE": self.is_normalized,
-            "TOKENS": max(min(_TILE // block, _MAX_TOKENS), 1), "BLOCK": block,
+            "TOKENS": max(min(_TILE // block, _MAX_TOKENS), 1), "BLOCK": block, "num_warps": _WARPS,
         }  # fmt: skip
 
 
@@ -102,6 +106,10 @@ class _Route(torch.autograd.Function):
         kinds = 2 if settings.counts_unbiased else 1
         loads = torch.empty((kinds, classes, programs, num_experts), dtype=torch.int32, device=device)
         sums = torch.empty((classes, programs, num_experts + 2), dtype=torch.float32, device=device)
+        # Where there are no tokens nothing is launched.
+        make = torch.empty if num_tokens else torch.zeros
+        load = make((kinds, classes, num_experts), dtype=torch.int32, device=device)
+        total = make((classes, num_experts + 2), dtype=torch.float32, device=device)
         is_forced = settings.first_turn is not None
         has_groups = settings.top_k_groups < settings.num_groups and not is_forced
         if num_tokens:
@@ -112,12 +120,14 @@ class _Route(torch.autograd.Function):
                     COUNTS_UNBIASED=settings.counts_unbiased, IS_FORCED=is_forced,
                     GROUPS=settings.num_groups if has_groups else 1, TOP_GROUPS=settings.top_k_groups, **constants,
                 )  # fmt: skip
-        load, total = loads.sum(2, dtype=torch.int32), sums.sum(1)
+                _route_totals[(triton.cdiv(num_experts + 2, _COLUMNS), classes)](
+                    loads, sums, load, total, programs, KINDS=kinds, E=num_experts, ROWS=_ROWS, COLUMNS=_COLUMNS
+                )
         ctx.save_for_backward(logits, experts)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(experts, load)
-        squares, entropies = total[:, num_experts:].sum(0).unbind()
+        squares, entropies = (total[0, num_experts:] if classes == 1 else total[:, num_experts:].sum(0)).unbind()
         ctx.mark_non_differentiable(entropies)
         return probabilities, experts, load, total[:, :num_experts], squares, entropies
 
@@ -141,18 +151,22 @@ class _Route(torch.autograd.Function):
 
 
 @triton.jit
-def _keys(scores: tl.tensor, columns: tl.tensor, E: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    # Bits of a float in the order of integers; NaN is above all, as torch has it.
+def _ordered(scores: tl.tensor) -> tl.tensor:
+    # Bits of a float in the order of integers, of which a warp finds the highest at once; NaN is above all, as torch
+    # has it, and minus infinity above the lowest integer, which stands for what cannot be chosen.
     bits = scores.to(tl.int32, bitcast=True)
-    ordered = tl.where(scores != scores, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    keys = (ordered.to(tl.int64) << 32) | (BLOCK - 1 - columns).to(tl.int64)
-    return tl.where(columns < E, keys, -0x7FFFFFFFFFFFFFFF)
+    return tl.where(scores != scores, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
-def _value(keys: tl.tensor) -> tl.tensor:
-    ordered = (keys >> 32).to(tl.int32)
+def _value(ordered: tl.tensor) -> tl.tensor:
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first_of_highest(keys: tl.tensor, numbers: tl.tensor, AXIS: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
+    highest = tl.max(keys, axis=AXIS, keep_dims=True)
+    return tl.min(tl.where(keys == highest, numbers, SIZE), axis=AXIS, keep_dims=True)
 
 
 @triton.jit
@@ -161,25 +175,26 @@ def _best(
     TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return for every expert which choice it is, or -1."""
-    taken = -0x7FFFFFFFFFFFFFFF
-    keys = _keys(scores, columns, E, BLOCK)
+    taken = -0x80000000
+    keys = tl.where(columns < E, _ordered(scores), taken)
     if GROUPS > 1:
-        by_group = tl.reshape(keys, (TOKENS, GROUPS, BLOCK // GROUPS))
-        first = tl.max(by_group, axis=2)
-        second = tl.max(tl.where(by_group == first[:, :, None], taken, by_group), axis=2)
+        SIZE: tl.constexpr = BLOCK // GROUPS
+        by_group = tl.reshape(keys, (TOKENS, GROUPS, SIZE))
+        places = tl.arange(0, SIZE)[None, None, :]
+        is_first = places == _first_of_highest(by_group, places, 2, SIZE)
+        second = tl.max(tl.where(is_first, taken, by_group), axis=2)
+        worth = _ordered(_value(tl.max(by_group, axis=2)) + _value(second))
         numbers = tl.arange(0, GROUPS)[None, :]
-        worth = _keys(_value(first) + _value(second), numbers, GROUPS, GROUPS)
         is_in = tl.zeros((TOKENS, GROUPS), tl.int32)
         for _ in tl.static_range(TOP_GROUPS):
-            hit = worth == tl.max(worth, axis=1)[:, None]
+            hit = numbers == _first_of_highest(worth, numbers, 1, GROUPS)
             is_in = tl.where(hit, 1, is_in)
             worth = tl.where(hit, taken, worth)
-        lowest = _keys(tl.full((TOKENS, BLOCK), float("-inf"), tl.float32), columns, E, BLOCK)
-        is_in = tl.broadcast_to(is_in[:, :, None], (TOKENS, GROUPS, BLOCK // GROUPS))
-        keys = tl.where(tl.reshape(is_in, (TOKENS, BLOCK)) != 0, keys, lowest)
+        is_in = tl.reshape(tl.broadcast_to(is_in[:, :, None], (TOKENS, GROUPS, SIZE)), (TOKENS, BLOCK))
+        keys = tl.where(is_in != 0, keys, _ordered(tl.full((TOKENS, BLOCK), float("-inf"), tl.float32)))
     place = tl.full((TOKENS, BLOCK), -1, tl.int32)
     for choice in tl.static_range(K):
-        hit = keys == tl.max(keys, axis=1)[:, None]
+        hit = columns == _first_of_highest(keys, columns, 1, BLOCK)
         place = tl.where(hit, choice, place)
         keys = tl.where(hit, taken, keys)
     return place
@@ -256,6 +271,30 @@ def _route_forward(
     tl.store(target + numbers, tl.sum(share_sum, axis=0), mask=numbers < E)
     tl.store(target + E, tl.sum(square_sum, axis=0))
     tl.store(target + E + 1, tl.sum(entropy_sum, axis=0))
+
+
+@triton.jit
+def _route_totals(
+    loads: tl.tensor, sums: tl.tensor, load: tl.tensor, total: tl.tensor, num_parts: tl.tensor, KINDS: tl.constexpr,
+    E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Add up what the programs have seen, in their order."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
+    found = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, num_parts, ROWS):
+        part = start + tl.arange(0, ROWS)
+        at = sums + (sequence * num_parts + part)[:, None] * (E + 2) + columns[None, :]
+        found += tl.sum(tl.load(at, mask=(part < num_parts)[:, None] & (columns < E + 2)[None, :], other=0.0), axis=0)
+    tl.store(total + sequence * (E + 2) + columns, found, mask=columns < E + 2)
+    for kind in tl.static_range(KINDS):
+        row = kind * num_sequences + sequence
+        count = tl.zeros((COLUMNS,), tl.int32)
+        for start in range(0, num_parts, ROWS):
+            part = start + tl.arange(0, ROWS)
+            at = loads + (row * num_parts + part)[:, None] * E + columns[None, :]
+            count += tl.sum(tl.load(at, mask=(part < num_parts)[:, None] & (columns < E)[None, :], other=0), axis=0)
+        tl.store(load + row * E + columns, count, mask=columns < E)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from triton import language as tl
 
 from lightning_megatron.kernels.launch import as_rows, on_device_of, power_of_two
 
-_BLOCK = 2048
+_BLOCK = 1024
 
 
 def permute_tokens(
@@ -107,7 +107,8 @@ def _spread(
             _spread_rows[(rows.shape[0], triton.cdiv(width, _block(width)))](
                 source, result, rows if probabilities is None else probabilities.contiguous(),
                 result if scales is None else scales, rows, ends, source.stride(0), width, num_rows, ends.shape[0],
-                K=rows.shape[1], HAS_SCALES=scales is not None, BLOCK=_block(width),
+                K=rows.shape[1], HAS_SCALES=scales is not None, CHOICES=power_of_two(rows.shape[1]),
+                BLOCK=_block(width),
             )  # fmt: skip
     return result, scales
 
@@ -125,7 +126,8 @@ def _collect(
                 values, result, rows if probabilities is None else probabilities.contiguous(),
                 result if scales is None else scales.contiguous(), result if gathered is None else gathered, rows, ends,
                 values.stride(0), width, values.shape[0], ends.shape[0], K=rows.shape[1],
-                IS_WEIGHED=probabilities is not None, HAS_SCALES=scales is not None, BLOCK=_block(width),
+                IS_WEIGHED=probabilities is not None, HAS_SCALES=scales is not None,
+                CHOICES=power_of_two(rows.shape[1]), BLOCK=_block(width),
             )  # fmt: skip
     return result, gathered
 
@@ -144,6 +146,7 @@ def _spread_rows(
     num_experts: tl.tensor,
     K: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
@@ -151,13 +154,15 @@ def _spread_rows(
     inside = columns < width
     end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
     x = tl.load(source + token * source_stride + columns, mask=inside)
+    if HAS_SCALES:
+        choices = tl.arange(0, CHOICES)
+        is_first = (choices < K) & (tl.program_id(1) == 0)
+        row = tl.load(rows + token * K + choices, mask=is_first, other=0)
+        probability = tl.load(probabilities + token * K + choices, mask=is_first)
+        tl.store(scales + row, probability, mask=is_first & (row < end))
     for choice in tl.static_range(K):
         row = tl.load(rows + token * K + choice)
-        is_here = row < end
-        tl.store(result + row * width + columns, x, mask=inside & is_here)
-        if HAS_SCALES:
-            probability = tl.load(probabilities + token * K + choice)
-            tl.store(scales + row, probability, mask=is_here & (tl.program_id(1) == 0))
+        tl.store(result + row * width + columns, x, mask=inside & (row < end))
 
 
 @triton.jit
@@ -176,12 +181,19 @@ def _collect_rows(
     K: tl.constexpr,
     IS_WEIGHED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
+    if HAS_SCALES:
+        choices = tl.arange(0, CHOICES)
+        is_first = (choices < K) & (tl.program_id(1) == 0)
+        row = tl.load(rows + token * K + choices, mask=is_first, other=0)
+        scale = tl.load(scales + row, mask=is_first & (row < end), other=0.0)
+        tl.store(gathered + token * K + choices, scale, mask=is_first)
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(K):
         row = tl.load(rows + token * K + choice)
@@ -190,12 +202,6 @@ def _collect_rows(
             x *= tl.load(probabilities + token * K + choice)
         total += x
     tl.store(result + token * width + columns, total.to(result.dtype.element_ty), mask=inside)
-    if HAS_SCALES:
-        is_first = tl.program_id(1) == 0
-        for choice in tl.static_range(K):
-            row = tl.load(rows + token * K + choice)
-            scale = tl.load(scales + row, mask=is_first & (row < end), other=0.0)
-            tl.store(gathered + token * K + choice, scale, mask=is_first)
 
 
 @triton.jit

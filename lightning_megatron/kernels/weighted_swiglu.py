@@ -5,6 +5,7 @@ A fixed number of programs goes over the rows, so that those past the end cost n
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from triton import language as tl
 
 from lightning_megatron.kernels.launch import as_rows, on_device_of, power_of_two
 
-# Elements of a gate that a program takes at a time.
-_BLOCK = 2048
-# Sixteen for every multiprocessor of an H200: what they hold at once.
-_PROGRAMS = 2112
+# Elements of a gate that a program takes at a time, and the fewest of one row among many.
+_BLOCK, _MIN_COLUMNS = 1024, 128
+# Sixty-four for every multiprocessor of an H200.
+_PROGRAMS = 8448
 
 
 def apply_weighted_swiglu(gate_up: Tensor, probabilities: Tensor, ends: Tensor) -> Tensor:
@@ -72,7 +73,10 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
 def _shape(features: int) -> dict[str, int]:
     """Return how many rows and columns a program takes at a time."""
-    columns = min(_BLOCK, power_of_two(features))
+    # Columns that divide the features leave no thread without work.
+    columns = gcd(features, _BLOCK)
+    if columns < _MIN_COLUMNS:
+        columns = min(_BLOCK, power_of_two(features))
     return {"ROWS": _BLOCK // columns, "COLUMNS": columns}
 
 
