@@ -10,7 +10,7 @@ from lightning_megatron.experts.attached_loss import LossWeight, attach_loss
 from lightning_megatron.experts.dispatch import Dispatched, DispatcherChoice, Transport, choose_dispatcher
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.router import Router, Routing
-from lightning_megatron.experts.segments import Segment, check_segments, run_segments
+from lightning_megatron.experts.segments import Segment, SegmentList
 from lightning_megatron.experts.shared import SharedExpert
 from lightning_megatron.experts.statistics import RouterStatistics
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
@@ -86,22 +86,30 @@ class MixtureOfExperts(nn.Module):
         self.statistics = RouterStatistics(config, mesh.device)
         #: Whether the backward pass computes what the experts made of their rows again.
         self.recomputes_experts = False
-        self._choice: tuple[tuple[ParallelMesh, Transport], DispatcherChoice] | None = None
-        check_segments(self.segments, ("hidden",), "output")
+        self._built: tuple[tuple[ParallelMesh, Transport], DispatcherChoice, SegmentList] | None = None
 
     @property
     def choice(self) -> DispatcherChoice:
         """Return what brings tokens to their experts, and why."""
-        mesh, transport = self.mesh, self.transport
-        if self._choice is None or self._choice[0][0] is not mesh or self._choice[0][1] != transport:
-            chosen = choose_dispatcher(self.config.num_experts, self.config.top_k, mesh, transport)
-            self._choice = (mesh, transport), chosen
-        return self._choice[1]
+        return self._parts()[0]
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
-        """List the pieces of the layer in the order in which they run."""
-        is_static = self.choice.dispatcher.is_static
+    def segments(self) -> SegmentList:
+        """Return the pieces of the layer in the order in which they run."""
+        return self._parts()[1]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the mixture's output for every token."""
+        return self.segments(hidden)
+
+    def _parts(self) -> tuple[DispatcherChoice, SegmentList]:
+        """Return what follows from the groups, which a later run may change."""
+        if self._built is None or self._built[0][0] is not self.mesh or self._built[0][1] != self.transport:
+            choice = choose_dispatcher(self.config.num_experts, self.config.top_k, self.mesh, self.transport)
+            self._built = (self.mesh, self.transport), choice, self._list_segments(choice.dispatcher.is_static)
+        return self._built[1:]
+
+    def _list_segments(self, is_static: bool) -> SegmentList:
         found = [
             Segment("route", self._route, ("hidden",), ("tokens", "probabilities", "chosen")),
             Segment("dispatch", self._dispatch, ("tokens", "probabilities", "chosen"), ("dispatched",), is_static),
@@ -114,11 +122,7 @@ class MixtureOfExperts(nn.Module):
         ]
         if self.shared is not None:
             found.append(Segment("join", torch.add, ("output", "shared"), ("output",)))
-        return tuple(found)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return the mixture's output for every token."""
-        return run_segments(self.segments, {"hidden": hidden}, "output")
+        return SegmentList(found, ("hidden",), "output")
 
     def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         routing = self.router(hidden)
