@@ -1,24 +1,51 @@
-"""In which order one process would hold the names that pipeline stages hold in parts: torch numbers by that order."""
+"""In which order one process would hold the names that ranks hold in parts: torch numbers by that order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+
+T = TypeVar("T")
+
+#: What holds its numbered parts with the highest first: see ``experts.grouped_mlp``.
+_DESCENDING = "experts"
 
 
-def merge_orders(stages: Sequence[Sequence[str]]) -> list[str]:
-    """Merge the names of a model's stages into the order that the whole model has them in.
+def gather_parts(part: T, mesh: ParallelMesh) -> list[T]:
+    """Return what every rank says that has names of its own: one of each stage, and of each part of its experts.
 
-    Numbered parts, the layers, come by number; other parts stay as each stage has them, and what a later stage has in
-    addition follows what comes before it there.
+    Args:
+        part: What this rank says; the same on all ranks with the same stage and experts.
+        mesh: The groups of this rank.
+
+    Communication: one gather over pp, or over the world if ep is above 1.
+    """
+    if mesh.layout.ep == 1:
+        return all_gather_objects(part, mesh.pp_cpu)
+    speaks = mesh.edp.is_first and mesh.etp.is_first
+    place = (mesh.pp.rank, mesh.ep.rank)
+    found = all_gather_objects((place, part) if speaks else None, mesh.world_cpu)
+    return [one[1] for one in sorted((one for one in found if one is not None), key=lambda one: one[0])]
+
+
+def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> list[str]:
+    """Merge the names of a model's stages, and of ranks with other experts, into the order of the whole model.
+
+    Numbered parts come by number: layers with the first one first, experts with the last one first. Other parts stay as
+    each stage has them, and what a later stage has in addition follows what comes before it there.
 
     Args:
         stages: Names of each stage, first to last, such as ``layers.3.mlp.weight``, in the order of its modules.
+        descends: Whether the highest of numbered parts comes first.
     """
     if len(stages) == 1:
         return list(dict.fromkeys(stages[0]))
-    heads = _merge_parts([list(dict.fromkeys(name.partition(".")[0] for name in names)) for names in stages])
+    parts = [list(dict.fromkeys(name.partition(".")[0] for name in names)) for names in stages]
+    heads = _merge_parts(parts, descends)
     merged = []
     for head in heads:
         inner = [[name for name in names if name.partition(".")[0] == head] for names in stages]
@@ -26,14 +53,14 @@ def merge_orders(stages: Sequence[Sequence[str]]) -> list[str]:
             merged.append(head)
             continue
         rests = [[name.partition(".")[2] for name in names] for names in inner if names]
-        merged += [f"{head}.{rest}" for rest in merge_orders(rests)]
+        merged += [f"{head}.{rest}" for rest in merge_orders(rests, head == _DESCENDING)]
     return merged
 
 
-def _merge_parts(stages: Sequence[Sequence[str]]) -> list[str]:
+def _merge_parts(stages: Sequence[Sequence[str]], descends: bool) -> list[str]:
     found = {part for parts in stages for part in parts}
     if all(part.isdecimal() for part in found):
-        return sorted(found, key=int)
+        return sorted(found, key=int, reverse=descends)
     merged: list[str] = []
     for parts in stages:
         place = 0
@@ -50,7 +77,8 @@ def order_groups(stages: Sequence[Sequence[Sequence[str]]], order: Iterable[str]
     """List the parameters of each optimizer group as one process would number them.
 
     Args:
-        stages: For each stage, the names in each of the optimizer's groups, in the optimizer's order.
+        stages: For each stage, and each part of its experts, the names in each of the optimizer's groups, in the
+            optimizer's order.
         order: Names of the whole model in the order of its modules.
 
     Raises:
@@ -72,7 +100,7 @@ def order_groups(stages: Sequence[Sequence[Sequence[str]]], order: Iterable[str]
                 )
     num_groups = max(len(one) for one in stages)
     return [
-        sorted((name for one in stages for name in (one[number] if number < len(one) else ())), key=place.__getitem__)
+        sorted({name for one in stages for name in (one[number] if number < len(one) else ())}, key=place.__getitem__)
         for number in range(num_groups)
     ]
 

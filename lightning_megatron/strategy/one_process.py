@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.errors import CheckpointMismatchError
-from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.plan.shards import padded_vocab_size
-from lightning_megatron.strategy.name_order import merge_orders, order_groups
+from lightning_megatron.strategy.name_order import gather_parts, merge_orders, order_groups
 from lightning_megatron.training.main_parameters import MainParameters
 
 #: Tensors of a GPT or an Encoder whose rows are the vocabulary.
@@ -38,7 +37,7 @@ def describe_for_one_process(
         of the tensors that have more in one process; ``numbering``: for each optimizer the names in each group, or the
         reason why they are not known.
 
-    Communication: one gather over pp.
+    Communication: that of :func:`gather_parts`.
     """
     first_name: dict[int, str] = {}
     names, aliases = [], {}
@@ -61,7 +60,7 @@ def describe_for_one_process(
         [[name for name in group if main.spec(name).tied_to is None] for group in main.names_of(optimizer)]
         for optimizer in optimizers
     ]
-    stages = all_gather_objects((names, aliases, padded_rows(module), groups), mesh.pp_cpu)
+    stages = gather_parts((names, aliases, padded_rows(module), groups), mesh)
     order = merge_orders([stage[0] for stage in stages])
     return {
         "order": order,

@@ -14,7 +14,7 @@ from lightning_megatron.checkpoint import copy_full_tensors, model_placements, m
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.name_order import named_numbers, order_groups
+from lightning_megatron.strategy.name_order import gather_parts, named_numbers, order_groups
 from lightning_megatron.training.main_parameters import MainParameters, MainSlice
 from lightning_megatron.training.shared_gradients import original_name
 
@@ -68,10 +68,10 @@ def load_optimizer(
         CheckpointMismatchError: If groups, numbers or shapes do not agree.
         UnsupportedError: If a state tensor cannot be cut like its parameter.
 
-    Communication: one gather of names over pp, one of failures over the world.
+    Communication: one gather of names over pp, or over the world if ep is above 1, and one of failures over the world.
     """
     names_here = [[name for name in names if main.spec(name).tied_to is None] for names in main.names_of(optimizer)]
-    names = order_groups(all_gather_objects(names_here, mesh.pp_cpu), full)
+    names = order_groups(gather_parts(names_here, mesh), full)
     groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
     if len(groups) != len(names):
         raise CheckpointMismatchError(

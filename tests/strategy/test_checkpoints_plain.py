@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint.consolidate import consolidate
+from lightning_megatron.plan.experts import ExpertsConfig
 from tests.strategy.checkpoint_runs import GPT2, LLAMA, Trained, train
 from tests.world import run_world
 
@@ -19,7 +21,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 dp2": {"tp": 2},
     "dp4": {"zero": 0},
 }
-CONFIGS = {"gpt2": GPT2, "llama": LLAMA}
+#: Where experts are divided among ranks, one by one or two by two.
+GRIDS: dict[str, dict[str, Any]] = {
+    "ep4": {"ep": 4},
+    "pp2 ep2": {"pp": 2, "ep": 2},
+    "tp2 +sp ep2": {"tp": 2, "ep": 2, "etp": 1},
+}
+EXPERTS = replace(LLAMA, num_layers=2, experts=ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=16))
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "experts": EXPERTS}
+LAYOUTS_OF = {"gpt2": LAYOUTS, "llama": {"tp2 pp2": LAYOUTS["tp2 pp2"]}, "experts": GRIDS}
 
 
 def _losses(module: Trained) -> tuple[list[float], list[float]]:
@@ -34,9 +44,8 @@ def _assert_equal(found: list[float], expected: list[float]) -> None:
 def _go_on_and_begin(rank: int, size: int, folder: str, kind: str) -> dict[str, Any]:
     """Continue from a plain file under every layout; begin under every layout for plain Lightning to continue."""
     config = CONFIGS[kind]
-    layouts = LAYOUTS if kind == "gpt2" else {"tp2 pp2": LAYOUTS["tp2 pp2"]}
     found = {}
-    for name, layout in layouts.items():
+    for name, layout in LAYOUTS_OF[kind].items():
         found[name] = _losses(train(layout, size, STEPS, resume=f"{folder}/plain.ckpt", config=config))
         train(layout, size, HALF, save=f"{folder}/{name}", config=config)
     return found
