@@ -16,17 +16,20 @@ from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.hugging_face import export_model, import_model
 from lightning_megatron.cli import main
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
-from tests.swap import encoders, families
+from tests.swap import encoders, expert_models, families
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
 
+
+FOUR_EXPERTS = {"num_local_experts": 4, "num_attention_heads": 4}
 
 #: Name of a case: what builds it, and a module of its name.
 CASES = {
     "llama": ("AutoModelForCausalLM", families.twin_of),
     "llama with one key head": ("AutoModelForCausalLM", families.twin_of),
     "gpt2": ("AutoModelForCausalLM", families.twin_of),
+    "mixtral": ("AutoModelForCausalLM", lambda case: expert_models.twin_of(case, **FOUR_EXPERTS)),
     "bert masked": ("AutoModelForMaskedLM", encoders.encoder_of),
     "roberta classes": ("AutoModelForSequenceClassification", encoders.encoder_of),
 }
@@ -113,12 +116,21 @@ def train_and_evaluate(rank: int, size: int, folder: Path, cases: list[str]) -> 
     losses = {}
     for case in cases:
         given, trained, imported = (folder / case / name for name in ("given", "trained.ckpt", "imported.ckpt"))
-        fitted({"tp": 2, "pp": 2}, size, given, case).save_checkpoint(trained)
-        losses[case] = [loss_of({"tp": 2}, size, given, case, path) for path in (trained, imported)]
+        trains, evaluates = LAYOUTS.get(case, ({"tp": 2, "pp": 2}, {"tp": 2}))
+        fitted(trains, size, given, case).save_checkpoint(trained)
+        losses[case] = [loss_of(evaluates, size, given, case, path) for path in (trained, imported)]
+        if case == "mixtral":
+            plain = folder / case / "plain.ckpt"
+            if rank == 0:
+                consolidate(trained, plain, weights_only=True)
+            torch.distributed.barrier()
+            assert loss_of(evaluates, size, given, case, plain) == pytest.approx(losses[case][0], abs=1e-6)
     return losses
 
 
-TRAINED = ["llama with one key head", "gpt2", "bert masked", "roberta classes"]
+TRAINED = ["llama with one key head", "gpt2", "mixtral", "bert masked", "roberta classes"]
+#: In which layout a case is trained, and in which it is evaluated, if that is a special one.
+LAYOUTS = {"mixtral": ({"pp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1})}
 
 
 @pytest.fixture(scope="module")

@@ -39,10 +39,10 @@ def config_of(case: str, **changes: Any) -> Any:
     return getattr(transformers, architecture).config_class(**{**settings, **changes})
 
 
-def twin_of(case: str) -> nn.Module:
+def twin_of(case: str, **changes: Any) -> nn.Module:
     """Return a model of a case; no two of its elements are alike by intent."""
     generator = torch.Generator().manual_seed(0)
-    twin: nn.Module = transformers.AutoModelForCausalLM.from_config(config_of(case))
+    twin: nn.Module = transformers.AutoModelForCausalLM.from_config(config_of(case, **changes))
     with torch.no_grad():
         for tensor in twin.state_dict().values():
             tensor.copy_(torch.randn(tensor.shape, generator=generator))

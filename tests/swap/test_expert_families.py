@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from lightning_megatron.checkpoint.hugging_face import export_model, import_mode
 from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.swap.apply import parallelize
 from lightning_megatron.swap.export import export_folder, foreign_tensors
 from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.families.expert_names import ExpertNames
 from lightning_megatron.swap.families.fields import IRRELEVANT
-from lightning_megatron.swap.foreign_names import to_foreign_names
-from lightning_megatron.swap.load import full_tensors, reader_of
+from lightning_megatron.swap.families.llama import LLAMA_NAMES
+from lightning_megatron.swap.foreign_names import to_foreign_names, to_own_names
+from lightning_megatron.swap.load import full_tensors, load_from, reader_of
 from lightning_megatron.swap.mapping import Slices, TensorsInMemory
 from lightning_megatron.swap.packed import Packed, pack
 from lightning_megatron.swap.pretrained import building_on_meta
@@ -268,6 +271,49 @@ def test_a_gate_of_shared_experts_has_a_place() -> None:
     back = pack(dict(foreign_tensors(found.items(), family, config)), packed)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_biases_of_experts_are_loaded_and_written_in_float32_beside_half_types(tmp_path: Path) -> None:
+    config = GPTConfig.llama(
+        **{"vocab_size": 53, "max_seq_length": 64, "num_layers": 3, "hidden_size": 24, "num_heads": 6},
+        experts=experts_of("deepseek_v3"),
+    )
+    # Its experts in a model whose attention is computed.
+    names: Any = family_of("deepseek_v3").tensors
+    family = Family("own", "OwnForCausalLM", lambda _: config, replace(LLAMA_NAMES, experts=names))
+    generator = torch.Generator().manual_seed(0)
+    ours = {one.target: torch.randn(one.shape, generator=generator).bfloat16() for one in family.tensors(config)}
+    biases = {name: torch.randn(6, generator=generator) for name in ours if name.endswith("router.expert_bias")}
+    assert len(biases) == 2
+    export_folder({**ours, **biases}.items(), family, {}, tmp_path, dtype=torch.bfloat16)
+    folder = SafetensorsFolder(tmp_path)
+    assert folder.dtype_of("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
+    with torch.device("meta"):
+        model = GPT(config, ParallelMesh.single()).bfloat16()
+    load_from(model, folder, family)
+    found = model.state_dict()
+    assert found.keys() == ours.keys()
+    for name, tensor in {**ours, **biases}.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name][: len(tensor)], tensor), name
+    again = dict(full_tensors(folder, family, config, torch.bfloat16))
+    assert all(torch.equal(again[name], bias) for name, bias in biases.items())
+
+
+def test_what_routers_remember_of_a_step_is_in_no_file_of_other_strategies() -> None:
+    settings = {"aux_loss": 0.1, "aux_loss_scope": "global"}
+    twin = twin_of("mixtral", expert_settings=settings)
+    root = nn.ModuleDict({"model": twin})
+    expected = root.state_dict()
+    parallelize(root, ParallelMesh.single())
+    own = root.state_dict()
+    kept = {name for name in own if name.endswith("step_shares")}
+    assert len(kept) == 2
+    models = {"model": {"architecture": "MixtralForCausalLM", "config": twin.config.to_dict()}}
+    theirs = to_foreign_names(models, own)
+    assert theirs.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in theirs.items())
+    assert to_own_names(root, theirs).keys() == own.keys()
 
 
 def test_settings_of_routers_are_used() -> None:
