@@ -135,12 +135,17 @@ def cases_of(shape: Shape) -> list[Case]:
     ]
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Return the microseconds of one call on the device alone, with nothing of use in its cache."""
+def timed(call: Callable[[], Any], head_start: int = 4_000_000) -> float:
+    """Return the microseconds of one call on the device alone, with nothing of use in its cache.
+
+    Args:
+        call: What is timed.
+        head_start: For how long the host queues before the device begins (cycles).
+    """
     torch.empty(2**28, dtype=torch.int8, device="cuda").zero_()
     torch.cuda.synchronize()
     # While the device sleeps, the host queues the whole call.
-    torch.cuda._sleep(4_000_000)
+    torch.cuda._sleep(head_start)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     call()

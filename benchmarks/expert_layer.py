@@ -17,8 +17,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.expert_kernels import DTYPE, timed
+from benchmarks.step_profile import Kernel
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot, slot_of
@@ -27,6 +29,7 @@ from lightning_megatron.plan.experts import ExpertsConfig
 
 HIDDEN_SIZE, TOP_K, FFN_SIZE = 2048, 8, 768  # Qwen3-30B-A3B
 LONGEST = 24
+HEAD_START = 20_000_000  # longer than the host needs for a pass (cycles)
 
 
 def laid_out(module: nn.Module) -> nn.Module:
@@ -53,7 +56,7 @@ def host_times(forward: Callable[[], Tensor], backward: Callable[[Tensor], None]
     found = []
     for _ in range(rounds):
         torch.cuda.synchronize()
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(HEAD_START)
         start = time.perf_counter()
         output = forward()
         middle = time.perf_counter()
@@ -65,8 +68,6 @@ def host_times(forward: Callable[[], Tensor], backward: Callable[[Tensor], None]
 
 def by_kernel(step: Callable[[], object], rounds: int) -> list[tuple[str, float, float]]:
     """Return name, number of launches and microseconds of the kernels of a step, the longest first."""
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(rounds):
             step()
@@ -92,8 +93,8 @@ def measure(num_experts: int, num_tokens: int, rounds: int) -> list[str]:
     for _ in range(3):
         backward(layer(hidden))
     outputs: list[Tensor] = []
-    device = [timed(lambda: outputs.append(layer(hidden))) for _ in range(rounds)]
-    device_back = [timed(lambda output=output: backward(output)) for output in outputs]
+    device = [timed(lambda: outputs.append(layer(hidden)), HEAD_START) for _ in range(rounds)]
+    device_back = [timed(lambda output=output: backward(output), HEAD_START) for output in outputs]
     outputs.clear()
     host = host_times(lambda: layer(hidden), backward, rounds)
     found = by_kernel(lambda: backward(layer(hidden)), rounds)
@@ -103,11 +104,14 @@ def measure(num_experts: int, num_tokens: int, rounds: int) -> list[str]:
         f"\n{num_experts} experts, {num_tokens} tokens: device {statistics.median(device):.0f} us forward, "
         f"{statistics.median(device_back):.0f} backward; host {host[0]:.0f} and {host[1]:.0f}; {launches:.0f} "
         f"launches, {total:.0f} us in kernels\n",
-        "| us | launches | kernel |\n| --- | --- | --- |",
+        "| us | launches | kernels |\n| --- | --- | --- |",
     ]
+    kinds: dict[str, tuple[float, float]] = {}
+    for name, count, taken in found:
+        kind = Kernel(name, 0.0, 0.0, 0).kind
+        kinds[kind] = kinds.get(kind, (0.0, 0.0))[0] + taken, kinds.get(kind, (0.0, 0.0))[1] + count
+    lines += [f"| {taken:.1f} | {count:.0f} | all of {kind} |" for kind, (taken, count) in kinds.items()]
     lines += [f"| {taken:.1f} | {count:.0f} | `{name[:100]}` |" for name, count, taken in found[:LONGEST]]
-    rest = found[LONGEST:]
-    lines.append(f"| {sum(row[2] for row in rest):.1f} | {sum(row[1] for row in rest):.0f} | {len(rest)} others |")
     return lines
 
 
