@@ -114,7 +114,8 @@ def compile_commands(sources: Sources, toolchain: Toolchain, objects: Path) -> l
 
 def link_command(sources: Sources, toolchain: Toolchain, objects: Path, library: Path) -> list[str]:
     """Return the command line that links; CUDA's runtime is inside, so that any build of torch can load the library."""
-    torch = ["-L", str(toolchain.torch / "lib"), "-ltorch", "-ltorch_cpu", "-lc10"]
+    # libtorch.so alone leads to what torch has for CUDA. Nothing of it is named, so many linkers would leave it out.
+    torch = ["-L", str(toolchain.torch / "lib"), "-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
     inputs = [str(objects / f"{unit.name}.o") for unit in sources.units]
     return [str(toolchain.nvcc), "-shared", "-cudart", "static", "-o", str(library), *inputs, *torch]
 

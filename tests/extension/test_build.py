@@ -30,6 +30,11 @@ def test_a_library_is_compiled_once_and_found_again(kit: FakeKit, tmp_path: Path
     assert len(said) == 1
 
 
+def test_the_library_asks_for_all_of_torch_though_it_names_symbols_of_a_part(kit: FakeKit, tmp_path: Path) -> None:
+    command = build.link_command(kit.write_sources(), kit.toolchain(), tmp_path, tmp_path / "made.so")
+    assert command.index("--no-as-needed") < command.index("-ltorch"), "only libtorch.so leads to torch's CUDA symbols"
+
+
 def test_other_sources_or_compilers_are_other_libraries(kit: FakeKit, tmp_path: Path) -> None:
     first = build_library(tmp_path / "cache", kit.write_sources(), kit.toolchain(), say=str)
     newer = build_library(tmp_path / "cache", kit.write_sources(), kit.toolchain("13.1.0"), say=str)
