@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.experts import grouped_operator
 from lightning_megatron.experts.product_choice import Backend, choose_product
 from lightning_megatron.experts.products import PRODUCTS, Loop
-from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.layers.gradient_slot import GradientSlot, slots_of
+from lightning_megatron.layers.stacked_view import stacked_view
 
 
 def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None) -> Tensor:
@@ -45,7 +46,56 @@ def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backen
     if backend is None:
         out_features, in_features = weights[0].shape
         backend = choose_product(rows.device, dtype, len(weights), in_features, out_features).backend
-    return _GroupedLinear.apply(rows.contiguous(), ends, PRODUCTS[backend], *weights)
+    rows, product = rows.contiguous(), PRODUCTS[backend]
+    slots = [slot for slot in slots_of(weights) if slot is not None] if torch.is_grad_enabled() else []
+    if len(slots) == len(weights):
+        return _IntoSlots.apply(rows, ends, product, weights[0], weights, slots)
+    return _GroupedLinear.apply(rows, ends, product, *weights)
+
+
+class _IntoSlots(torch.autograd.Function):
+    """Compute a product all of whose weights have slots.
+
+    Autograd is told of the first weight alone: it has no gradient to give to any, and each that it knows costs it more
+    than the slots do.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        ends: Tensor,
+        product: type[Loop],
+        first: Tensor,
+        weights: tuple[Tensor, ...],
+        slots: list[GradientSlot],
+    ) -> Tensor:
+        ctx.save_for_backward(rows, ends)
+        ctx.product, ctx.weights, ctx.slots = product, weights, slots
+        ctx.versions = _versions(weights)
+        # Kept for the backward pass only if it takes no memory.
+        ctx.view = stacked_view(weights)
+        return product.output(rows, weights if ctx.view is None else ctx.view, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ends = ctx.saved_tensors
+        if _versions(ctx.weights) != ctx.versions:
+            raise RuntimeError(
+                "weights must not change between a forward and its backward pass: one of a grouped product was "
+                "modified by an inplace operation. The gradient would be that of another function. Step the optimizer "
+                "after the backward pass."
+            )
+        grad, grad_rows = grads[0].contiguous(), None
+        if ctx.needs_input_grad[0]:
+            grad_rows = ctx.product.input_gradient(grad, ctx.weights if ctx.view is None else ctx.view, ends)
+        ctx.product.add_weight_gradients(grad, rows, ends, ctx.slots)
+        return grad_rows, None, None, None, None, None
+
+
+def _versions(weights: tuple[Tensor, ...]) -> list[int]:
+    return [weight._version for weight in weights]
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -55,7 +105,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(rows if needs_weights else None, ends, *weights)
         ctx.product = product
         # The slots of this moment: a frozen weight has none, even if it is thawed before the backward pass.
-        ctx.slots = [slot_of(weight) for weight in weights]
+        ctx.slots = slots_of(weights)
         return product.output(rows, weights, ends)
 
     @staticmethod
@@ -67,10 +117,6 @@ class _GroupedLinear(torch.autograd.Function):
             grad_rows = ctx.product.input_gradient(grad, weights, ends)
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if rows is not None:
-            slots = [slot for slot in ctx.slots if slot is not None]
-            if len(slots) == len(weights):
-                ctx.product.add_weight_gradients(grad, rows, ends, slots)
-                return grad_rows, None, None, *grad_weights
             found = ctx.product.weight_gradients(grad, rows, ends)
             for number, (weight, slot) in enumerate(zip(weights, ctx.slots, strict=True)):
                 if slot is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.experts.product_choice import Backend
-from lightning_megatron.layers.gradient_slot import GradientSlot, add_to_all
+from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow
 from lightning_megatron.layers.stacked_view import stacked_view
 from lightning_megatron.plan.grouped_gemm import Choice, Pass, choose_variant, workspace_bytes
 
@@ -22,7 +22,7 @@ class Loop:
     """Compute one group after the other: the oracle of all others, for any device and dtype."""
 
     @staticmethod
-    def output(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
         """Return rows times the transposes of weights."""
         result = rows.new_empty((rows.shape[0], weights[0].shape[0]))
         for weight, group in zip(weights, _groups(ends), strict=True):
@@ -30,7 +30,7 @@ class Loop:
         return result
 
     @staticmethod
-    def input_gradient(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    def input_gradient(grad: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
         """Return the gradient of rows."""
         result = grad.new_empty((grad.shape[0], weights[0].shape[1]))
         for weight, group in zip(weights, _groups(ends), strict=True):
@@ -53,12 +53,12 @@ class GroupedMM(Loop):
     """Compute all groups by torch's kernel."""
 
     @staticmethod
-    def output(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
         """Return rows times the transposes of weights."""
         return F.grouped_mm(rows, stacked(weights).to(rows.dtype).transpose(1, 2), offs=ends)
 
     @staticmethod
-    def input_gradient(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    def input_gradient(grad: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
         """Return the gradient of rows."""
         return F.grouped_mm(grad, stacked(weights).to(grad.dtype), offs=ends)
 
@@ -81,13 +81,13 @@ class Bundled(GroupedMM):
     """Compute all groups by the bundled kernels, which sum weight gradients in float32 where the slots are."""
 
     @staticmethod
-    def output(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
         """Return rows times the transposes of weights."""
         stack = _rows_apart(stacked(weights).to(rows.dtype))
         return _launch(Pass.FORWARD, rows.new_empty((rows.shape[0], stack.shape[1])), rows, stack, ends)
 
     @staticmethod
-    def input_gradient(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    def input_gradient(grad: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
         """Return the gradient of rows."""
         stack = _rows_apart(stacked(weights).to(grad.dtype))
         return _launch(Pass.DATA_GRAD, grad.new_empty((grad.shape[0], stack.shape[2])), grad, stack, ends)
@@ -105,18 +105,23 @@ class Bundled(GroupedMM):
         def add(sums: Tensor, overwrite: bool) -> None:
             _launch(Pass.WEIGHT_GRAD_FP32 if overwrite else Pass.WEIGHT_GRAD_ADD, sums, grad, rows, ends)
 
-        if not all(_takes_sums(slot) for slot in slots) or not add_to_all(slots, add):
+        row = SlotRow.of(slots)
+        if not _takes_sums(row) or not row.add(add):
             super().add_weight_gradients(grad, rows, ends, slots)
 
 
 PRODUCTS: dict[Backend, type[Loop]] = {"bundled": Bundled, "grouped_mm": GroupedMM, "loop": Loop}
 
 
-def stacked(weights: Sequence[Tensor]) -> Tensor:
+def stacked(weights: Sequence[Tensor] | Tensor) -> Tensor:
     """Return weights as one tensor: a view where they lie in one memory at equal distances, in order, else a copy.
+
+    One that is a stack already is returned as it is.
 
     Shapes: E of ``(N, K)``; output ``(E, N, K)``.
     """
+    if isinstance(weights, Tensor):
+        return weights
     view = stacked_view(weights)
     return torch.stack(tuple(weights)) if view is None else view
 
@@ -152,8 +157,8 @@ def _is_rows_apart(stack: Tensor) -> bool:
     return stack.stride(0) % k == 0 and stack.stride()[1:] == (k, 1)
 
 
-def _takes_sums(slot: GradientSlot) -> bool:
-    return slot.gradient.dtype == torch.float32 and slot.gradient.is_contiguous()
+def _takes_sums(row: SlotRow) -> bool:
+    return row.sums is not None and row.sums.dtype == torch.float32 and row.is_contiguous
 
 
 def _groups(ends: Tensor) -> list[slice]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,19 @@ from lightning_megatron.layers.stacked_view import stacked_view
 
 _ATTRIBUTE = "gradient_slot"
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Hold what several slots ask and tell whoever sums their gradients, in one call for all of them.
+
+    Args:
+        accepts: Tells whether gradients of all of them count now.
+        on_gradients: Called after an addition to each.
+    """
+
+    accepts: Callable[[], bool]
+    on_gradients: Callable[[], None]
 
 
 class GradientSlot:
@@ -22,14 +36,20 @@ class GradientSlot:
         gradient: The sum, of the parameter's local shape.
         on_gradient: Called after every addition.
         accepts: Tells whether gradients count now; those that come while it says no are dropped.
+        join: Returns the owner of several slots that were given the same ``join``; None asks and tells one by one.
     """
 
     def __init__(
-        self, gradient: Tensor, on_gradient: Callable[[], None], accepts: Callable[[], bool] = lambda: True
+        self,
+        gradient: Tensor,
+        on_gradient: Callable[[], None],
+        accepts: Callable[[], bool] = lambda: True,
+        join: Callable[[Sequence[GradientSlot]], Owner] | None = None,
     ) -> None:
         self.gradient = gradient
         self.is_empty = True
-        self._on_gradient, self._accepts = on_gradient, accepts
+        self._on_gradient, self._accepts, self._join = on_gradient, accepts, join
+        self._row: SlotRow | None = None
 
     @torch.no_grad()
     def add(self, gradient: Tensor) -> None:
@@ -89,27 +109,58 @@ class GradientSlot:
         self._on_gradient()
 
 
-@torch.no_grad()
-def add_to_all(slots: Sequence[GradientSlot], add: Callable[[Tensor, bool], None]) -> bool:
-    """Let one kernel add the gradients of several parameters, and tell whether it could.
-
-    It can where the slots lie at equal distances in one memory, all of them accept gradients, and either all hold a sum
-    or none does. Otherwise nothing has happened, and each slot is to be given its own gradient.
+class SlotRow:
+    """Several slots that one kernel adds to: those of parameters of one shape, at equal distances in one memory.
 
     Args:
-        slots: Of parameters of one shape, in the order of their places.
-        add: Gets the sums as one tensor ``(E, *shape)``, and whether it is to overwrite what is there.
+        slots: The slots, in the order of their places.
     """
-    is_empty = slots[0].is_empty
-    if not all(slot.is_empty == is_empty and slot._accepts() for slot in slots):
-        return False
-    sums = stacked_view([slot.gradient for slot in slots])
-    if sums is None:
-        return False
-    add(sums, is_empty)
-    for slot in slots:
-        slot._added()
-    return True
+
+    def __init__(self, slots: Sequence[GradientSlot]) -> None:
+        self._slots = tuple(slots)
+        #: The sums as one tensor ``(E, *shape)``; None where they do not lie so.
+        self.sums = stacked_view([slot.gradient for slot in slots])
+        self.is_contiguous = slots[0].gradient.is_contiguous()
+        joins = [slot._join for slot in slots]
+        join = joins[0] if joins.count(joins[0]) == len(joins) else None
+        self._owner = self._one_by_one() if join is None else join(slots)
+
+    @staticmethod
+    def of(slots: Sequence[GradientSlot]) -> SlotRow:
+        """Return the row of these slots, which the first of them remembers: a slot's memory never changes."""
+        row = slots[0]._row
+        if row is None or row._slots != tuple(slots):
+            row = slots[0]._row = SlotRow(slots)
+        return row
+
+    @torch.no_grad()
+    def add(self, add: Callable[[Tensor, bool], None]) -> bool:
+        """Let one kernel add the gradients of all parameters, and tell whether it could.
+
+        It can where the sums are one tensor, all slots accept gradients, and either all hold a sum or none does.
+        Otherwise nothing has happened, and each slot is to be given its own gradient.
+
+        Args:
+            add: Gets the sums as one tensor, and whether it is to overwrite what is there.
+        """
+        states = [slot.is_empty for slot in self._slots]
+        is_empty = states[0]
+        if self.sums is None or states.count(is_empty) != len(states) or not self._owner.accepts():
+            return False
+        add(self.sums, is_empty)
+        for slot in self._slots:
+            slot.is_empty = False
+        self._owner.on_gradients()
+        return True
+
+    def _one_by_one(self) -> Owner:
+        slots = self._slots
+
+        def tell() -> None:
+            for slot in slots:
+                slot._on_gradient()
+
+        return Owner(lambda: all(slot._accepts() for slot in slots), tell)
 
 
 def slot_of(parameter: Tensor | None) -> GradientSlot | None:
@@ -117,6 +168,11 @@ def slot_of(parameter: Tensor | None) -> GradientSlot | None:
     if parameter is None or not parameter.requires_grad:
         return None
     return getattr(parameter, _ATTRIBUTE, None)
+
+
+def slots_of(parameters: Sequence[Tensor]) -> list[GradientSlot | None]:
+    """Return the slot of each parameter, as :func:`slot_of` does."""
+    return [getattr(one, _ATTRIBUTE, None) if one.requires_grad else None for one in parameters]
 
 
 def set_slot(parameter: nn.Parameter, slot: GradientSlot | None) -> None:

@@ -15,18 +15,24 @@ def stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
 
     Shapes: E of one shape; output ``(E, *shape)``.
     """
-    first = tensors[0]
-    if len(tensors) == 1:
+    first, num_tensors = tensors[0], len(tensors)
+    if num_tensors == 1:
         return first.unsqueeze(0)
-    shape, strides, dtype, itemsize = first.shape, first.stride(), first.dtype, first.element_size()
-    start = first.data_ptr()
-    step = tensors[1].data_ptr() - start
-    stop = start + step * len(tensors)
-    if step <= 0 or step % itemsize or [tensor.data_ptr() for tensor in tensors] != list(range(start, stop, step)):
+    places = [tensor.data_ptr() for tensor in tensors]
+    start, step = places[0], places[1] - places[0]
+    stop = start + step * num_tensors
+    if step <= 0 or step % first.element_size() or places != list(range(start, stop, step)):
         return None
-    alike = all(tensor.shape == shape and tensor.stride() == strides and tensor.dtype is dtype for tensor in tensors)
+    # Lists are compared in one go: there may be hundreds of tensors.
+    shape, strides, dtype = first.shape, first.stride(), first.dtype
+    if (
+        [tensor.shape for tensor in tensors].count(shape) != num_tensors
+        or [tensor.stride() for tensor in tensors].count(strides) != num_tensors
+        or [tensor.dtype for tensor in tensors].count(dtype) != num_tensors
+    ):
+        return None
     storage = first.untyped_storage()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if not alike or stop - step + extent * itemsize > storage.data_ptr() + storage.nbytes():
+    if stop - step + extent * first.element_size() > storage.data_ptr() + storage.nbytes():
         return None
-    return first.as_strided((len(tensors), *shape), (step // itemsize, *strides))
+    return first.as_strided((num_tensors, *shape), (step // first.element_size(), *strides))

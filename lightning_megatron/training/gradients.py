@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending, start_all_reduce, start_reduce_scatter
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, set_slot
 from lightning_megatron.training.flat_buffer import FlatBuffer
 from lightning_megatron.training.main_parameters import LATE, MainParameters
 from lightning_megatron.training.partial_sums import PartialSums
@@ -92,6 +92,7 @@ class GradientReducer:
     def __init__(self, main: MainParameters) -> None:
         self._main = main
         self._slots: dict[str, GradientSlot] = {}
+        self._names: dict[GradientSlot, str] = {}
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[str, _Bucket] = {}
         self._armed: set[int] = set()
@@ -112,10 +113,10 @@ class GradientReducer:
             self._buckets += buckets
             self._bucket_of |= {name: bucket for bucket in buckets for name in bucket.names}
             for name, parameter in buffer.members.items():
-                slot = GradientSlot(
-                    buffer.gradient_of(name), partial(self._arrived, name), partial(self._main.is_trainable, name)
-                )
+                owner = self._owner_of([name])
+                slot = GradientSlot(buffer.gradient_of(name), owner.on_gradients, owner.accepts, self._join)
                 self._slots[name] = slot
+                self._names[slot] = name
                 set_slot(parameter, slot)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(_moving_into(slot)))
         # Within a group the order is that of the buffers; every rank launches in this order.
@@ -201,21 +202,38 @@ class GradientReducer:
     def _gradient_of(self, name: str) -> Tensor:
         return self._slots[name].gradient
 
-    def _arrived(self, name: str) -> None:
-        """Take note of a gradient, and start what is complete now."""
+    def _join(self, slots: Sequence[GradientSlot]) -> Owner:
+        return self._owner_of([self._names[slot] for slot in slots])
+
+    def _owner_of(self, names: list[str]) -> Owner:
+        return Owner(partial(self._main.are_trainable, names), partial(self._arrived, names))
+
+    def _arrived(self, names: list[str]) -> None:
+        """Take note of gradients, and start what is complete now."""
+        bucket_of, seen = self._bucket_of, self._seen
+        for name in names:
+            if bucket_of[name].pending is not None:
+                raise RuntimeError(
+                    f"a parameter's gradient must be complete when its sum over the ranks starts: {name!r} got another "
+                    "one afterwards, because the model uses it more often now than in the steps before. Its gradient "
+                    "would miss a part. Use MegatronStrategy(overlap_gradients=False)."
+                )
+            seen[name] = seen.get(name, 0) + 1
+        if self._finished:
+            for name in names:
+                self._unused.forgive_missing_zero_grad(name, self._finished)
+        if self._armed:
+            groups = [self._group_completed_by(name) for name in names]
+            for group in sorted({group for group in groups if group is not None}):
+                self._start_complete(group)
+
+    def _group_completed_by(self, name: str) -> int | None:
+        """Take a gradient off what its bucket waits for; return the bucket's group if that was the last."""
         bucket = self._bucket_of[name]
-        if bucket.pending is not None:
-            raise RuntimeError(
-                f"a parameter's gradient must be complete when its sum over the ranks starts: {name!r} got another one "
-                "afterwards, because the model uses it more often now than in the steps before. Its gradient would "
-                "miss a part. Use MegatronStrategy(overlap_gradients=False)."
-            )
-        self._unused.forgive_missing_zero_grad(name, self._finished)
-        self._seen[name] = self._seen.get(name, 0) + 1
-        if bucket.group in self._armed and self._seen[name] == self._expected.get(name):
-            bucket.missing.discard(name)
-            if not bucket.missing:
-                self._start_complete(bucket.group)
+        if bucket.group not in self._armed or self._seen[name] != self._expected.get(name):
+            return None
+        bucket.missing.discard(name)
+        return None if bucket.missing else bucket.group
 
     def _start_complete(self, group: int) -> None:
         """Start the buckets of a group that are complete, as long as none before them is still waited for."""

@@ -124,6 +124,11 @@ class MainParameters:
         """Tell whether a trained parameter is not frozen now, by itself or in its optimizer's groups."""
         return self._parameters[name].requires_grad and self._mains[name].requires_grad
 
+    def are_trainable(self, names: Iterable[str]) -> bool:
+        """Tell whether :meth:`is_trainable` is true of all of these."""
+        parameters, mains = self._parameters, self._mains
+        return all(parameters[name].requires_grad and mains[name].requires_grad for name in names)
+
     def spec(self, name: str, tp_rank: int | None = None) -> ShardSpec:
         """Return how the parameter lies in its full tensor; one without a spec is whole on every rank of tp."""
         return shard_spec_of(self._parameters[name], self.mesh.tp.rank if tp_rank is None else tp_rank)

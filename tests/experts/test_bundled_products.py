@@ -10,7 +10,7 @@ from lightning_megatron.experts import products
 from lightning_megatron.experts.grouped_linear import grouped_linear
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import GradientSlot, add_to_all, set_slot, slot_of
+from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, set_slot, slot_of
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.stacked_view import stacked_view
 from lightning_megatron.plan.experts import ExpertsConfig
@@ -171,6 +171,6 @@ def test_a_view_of_several_tensors_is_within_the_memory_of_the_first() -> None:
 def test_nothing_happens_where_slots_cannot_be_written_at_once() -> None:
     slots = [GradientSlot(torch.zeros(2, 2), lambda: None) for _ in range(2)]
     called: list[bool] = []
-    assert not add_to_all(slots, lambda sums, overwrite: called.append(overwrite))
+    assert not SlotRow.of(slots).add(lambda sums, overwrite: called.append(overwrite))
     assert not called
     assert all(slot.is_empty for slot in slots)
