@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.experts import grouped_operator
 from lightning_megatron.experts.product_choice import Backend, choose_product
 from lightning_megatron.experts.products import PRODUCTS, Loop
-from lightning_megatron.layers.gradient_slot import GradientSlot, slots_of
-from lightning_megatron.layers.stacked_view import stacked_view
+from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
 
 
 def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None) -> Tensor:
@@ -74,7 +73,7 @@ class _IntoSlots(torch.autograd.Function):
         ctx.product, ctx.weights, ctx.slots = product, weights, slots
         ctx.versions = _versions(weights)
         # Kept for the backward pass only if it takes no memory.
-        ctx.view = stacked_view(weights)
+        ctx.view = SlotRow.of(slots).stacked_weights(weights)
         return product.output(rows, weights if ctx.view is None else ctx.view, ends)
 
     @staticmethod

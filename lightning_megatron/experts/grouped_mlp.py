@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -99,7 +100,7 @@ class GroupedMLP(nn.ModuleDict):
         Args:
             name: ``gate_up`` or ``up``, or ``down``.
         """
-        return [expert[name].weight for expert in reversed(list(self.values()))]  # type: ignore[index]
+        return [_weight_of(expert._modules[name]) for expert in reversed(list(self._modules.values()))]
 
     def forward(self, rows: Tensor, probabilities: Tensor, ends: Tensor) -> Tensor:
         """Return every row's output of its expert, times its probability.
@@ -112,6 +113,12 @@ class GroupedMLP(nn.ModuleDict):
         inner = grouped_linear(rows, self.weights(self.first_name), ends)
         weighted = weighted_activation(inner, probabilities, ends, self.activation)
         return grouped_linear(weighted, self.weights("down"), ends)
+
+
+def _weight_of(module: Any) -> Tensor:
+    """Return the weight; asked of all experts in every product, so not by nn.Module's search where it is plain."""
+    weight = module._parameters.get("weight")
+    return module.weight if weight is None else weight
 
 
 def weighted_activation(inner: Tensor, probabilities: Tensor, ends: Tensor, activation: Activation) -> Tensor:

@@ -124,6 +124,8 @@ class SlotRow:
         joins = [slot._join for slot in slots]
         join = joins[0] if joins.count(joins[0]) == len(joins) else None
         self._owner = self._one_by_one() if join is None else join(slots)
+        self._places: list[int] | None = None
+        self._weights: Tensor | None = None
 
     @staticmethod
     def of(slots: Sequence[GradientSlot]) -> SlotRow:
@@ -132,6 +134,13 @@ class SlotRow:
         if row is None or row._slots != tuple(slots):
             row = slots[0]._row = SlotRow(slots)
         return row
+
+    def stacked_weights(self, weights: Sequence[Tensor]) -> Tensor | None:
+        """Return :func:`stacked_view` of the parameters, which is looked for again when they have moved only."""
+        places = [weight.data_ptr() for weight in weights]
+        if places != self._places:
+            self._places, self._weights = places, stacked_view(weights)
+        return self._weights
 
     @torch.no_grad()
     def add(self, add: Callable[[Tensor, bool], None]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from lightning_megatron.experts import products
 from lightning_megatron.experts.grouped_linear import grouped_linear
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, set_slot, slot_of
+from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, SlotRow, set_slot, slot_of
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.stacked_view import stacked_view
 from lightning_megatron.plan.experts import ExpertsConfig
@@ -174,3 +176,44 @@ def test_nothing_happens_where_slots_cannot_be_written_at_once() -> None:
     assert not SlotRow.of(slots).add(lambda sums, overwrite: called.append(overwrite))
     assert not called
     assert all(slot.is_empty for slot in slots)
+
+
+def test_the_owner_of_slots_is_asked_and_told_of_all_at_once(kernels: Kernels) -> None:
+    weights, sums, said = weights_in(draw(4 * OUT * IN), OUT * IN), torch.zeros(4, OUT, IN), []
+    accepts = [True]
+
+    def join(slots: Sequence[GradientSlot]) -> Owner:
+        return Owner(lambda: accepts[0], lambda: said.append(len(slots)))
+
+    for number, weight in enumerate(weights):
+        set_slot(weight, GradientSlot(sums[number], lambda: said.append(1), lambda: accepts[0], join))
+    rows, outer = draw(NUM_ROWS, IN, seed=2), draw(NUM_ROWS, OUT, seed=1)
+    for accepts[0] in (True, False, True):
+        grouped_linear(rows, weights, ENDS, "bundled").backward(outer)
+    assert said == [4, 4]
+    assert torch.allclose(sums, 2 * product_of(outer, rows), atol=1e-5)
+
+
+def test_weights_that_have_moved_are_found_where_they_are(kernels: Kernels) -> None:
+    weights, sums = weights_in(draw(4 * OUT * IN), OUT * IN), torch.zeros(4, OUT, IN)
+    for weight, part in zip(weights, sums, strict=True):
+        set_slot(weight, GradientSlot(part, lambda: None))
+    rows = draw(NUM_ROWS, IN, seed=2)
+    for moved in (draw(4 * OUT * IN, seed=3), torch.cat([draw(4 * OUT * IN, seed=4), draw(IN, seed=5)])):
+        step = moved.numel() // 4
+        for number, weight in enumerate(weights):
+            weight.data = moved[number * step : number * step + OUT * IN].view(OUT, IN)
+        found = grouped_linear(rows, weights, ENDS, "bundled")[: int(ENDS[-1])]
+        expected = grouped_linear(rows, weights, ENDS, "loop")[: int(ENDS[-1])]
+        assert torch.allclose(found.float(), expected.float(), atol=2e-2, rtol=1e-2)
+
+
+def test_weights_that_change_before_the_backward_pass_are_refused(kernels: Kernels) -> None:
+    weights, sums = weights_in(draw(4 * OUT * IN), OUT * IN), torch.zeros(4, OUT, IN)
+    for weight, part in zip(weights, sums, strict=True):
+        set_slot(weight, GradientSlot(part, lambda: None))
+    output = grouped_linear(draw(NUM_ROWS, IN).requires_grad_(), weights, ENDS, "bundled")
+    with torch.no_grad():
+        weights[2].mul_(2)
+    with pytest.raises(RuntimeError, match="weights must not change between a forward and its backward pass"):
+        output.sum().backward()
