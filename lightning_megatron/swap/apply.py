@@ -30,7 +30,7 @@ from lightning_megatron.swap.rejoin import rejoin
 from lightning_megatron.swap.sequence import take_whole_inputs
 from lightning_megatron.swap.stages import Stages
 from lightning_megatron.swap.ties import NewHome, tie
-from lightning_megatron.swap.whole_model import NOTE, is_foreign, sharded_model
+from lightning_megatron.swap.whole_model import NOTE, is_cut, is_foreign, sharded_model
 
 #: Layers below this number belong to models that number their own layers.
 _FIRST_LAYER = 1_000_000
@@ -233,8 +233,8 @@ def _check_layout(chosen: Sequence[_Choice], mesh: ParallelMesh, has_stages: boo
 
 
 def _model(place: Place, mesh: ParallelMesh) -> _Swap:
-    cut = mesh.tp.size * mesh.pp.size > 1
-    return _Swap(place, "model", sharded_model(place.name, place.module, mesh), note=NOTE if cut else "")
+    model = sharded_model(place.name, place.module, mesh)
+    return _Swap(place, "model", model, note=NOTE if is_cut(mesh) else "")
 
 
 def _known_models(places: Sequence[Place], kinds: Mapping[str, str]) -> Iterator[tuple[Place, Family]]:

@@ -27,6 +27,7 @@ from lightning_megatron.swap.own_plan import is_hugging_face
 from lightning_megatron.swap.peft_layers import adapter_of, add_adapter, remove_input_hooks
 from lightning_megatron.swap.pretrained import folder_of
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.whole_model import is_cut
 
 #: What the log says about a model whose weights every rank held.
 NOTE = (
@@ -86,7 +87,7 @@ def swapped_model(
     model = _built(source, family, mesh)
     had_values = not any(tensor.is_meta for tensor in tensors.values())
     folder = folder_of(source)
-    note = NOTE if had_values and mesh.tp.size * mesh.pp.size > 1 else ""
+    note = NOTE if had_values and is_cut(mesh) else ""
     if had_values:
         load_from(model, tensors, family)
     else:

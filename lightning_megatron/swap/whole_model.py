@@ -29,6 +29,11 @@ def is_foreign(module: nn.Module, mesh: ParallelMesh) -> bool:
     return isinstance(module, PipelinedModule) and module.mesh is not mesh
 
 
+def is_cut(mesh: ParallelMesh) -> bool:
+    """Tell whether no rank holds a whole model."""
+    return mesh.tp.size * mesh.pp.size * mesh.ep.size * mesh.etp.size > 1
+
+
 def sharded_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
     """Return this rank's layers and shards of a whole model, with its values.
 
@@ -59,6 +64,9 @@ def sharded_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
         for key, parameter in owner._parameters.items():
             if parameter is not None:
                 owner._parameters[key] = _part(source, f"{path}.{key}", parameter, mesh.device)
+    for name, buffer in target.named_buffers():
+        # Such as the biases of experts.
+        buffer.copy_(source.get_buffer(name))
     target.recompute = source.recompute
     return target.train(source.training)
 

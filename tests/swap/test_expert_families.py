@@ -300,6 +300,18 @@ def test_biases_of_experts_are_loaded_and_written_in_float32_beside_half_types(t
     assert all(torch.equal(again[name], bias) for name, bias in biases.items())
 
 
+def test_a_model_that_was_built_whole_keeps_the_biases_of_its_experts() -> None:
+    experts = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8, scoring="sigmoid", expert_bias=True)
+    sizes = {"vocab_size": 53, "max_seq_length": 64, "num_layers": 1, "hidden_size": 24, "num_heads": 6}
+    source: Any = GPT(GPTConfig.llama(**sizes, experts=experts), seed=1)
+    bias = source.layers["0"].mlp.router.expert_bias.copy_(torch.tensor([0.3, -0.2, 0.1, 0.0]))
+    root = nn.ModuleDict({"model": source})
+    parallelize(root, ParallelMesh.single())
+    found: Any = root["model"]
+    assert found is not source
+    assert torch.equal(found.layers["0"].mlp.router.expert_bias, bias)
+
+
 def test_what_routers_remember_of_a_step_is_in_no_file_of_other_strategies() -> None:
     settings = {"aux_loss": 0.1, "aux_loss_scope": "global"}
     twin = twin_of("mixtral", expert_settings=settings)
