@@ -23,10 +23,11 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2+sp pp2": {"tp": 2, "pp": 2},
-    "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {"tp2+sp pp2": {"tp": 2, "pp": 2}, "pp2 vpp2 dp2": {"pp": 2, "vpp": 2}},
+    "mixtral": {"pp2 ep2": {"pp": 2, "ep": 2}, "tp2+sp ep2": {"tp": 2, "ep": 2, "etp": 1}},
 }
+ADAPTED = {"llama": ["q_proj", "v_proj", "o_proj", "up_proj"], "mixtral": ["q_proj", "v_proj", "o_proj"]}
 OPTIONS: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0}
 
 
@@ -74,24 +75,26 @@ def evaluate(layout: dict[str, Any] | None, devices: int, folder: str, adapter: 
     return float(found["val_loss"])
 
 
-def train_all(rank: int, size: int, folder: str, adapter: str, out: str) -> tuple[dict[str, list[float]], float]:
+def train_all(
+    rank: int, size: int, kind: str, folder: str, adapter: str, out: str
+) -> tuple[dict[str, list[float]], float]:
     """Train under every layout; save what the first one has trained and load it in the last one."""
-    names = list(LAYOUTS)
-    losses = {name: train(LAYOUTS[name], size, folder, adapter, out if name == names[0] else "") for name in names}
-    return losses, evaluate(LAYOUTS[names[-1]], size, folder, adapter, out)
+    layouts = LAYOUTS[kind]
+    names = list(layouts)
+    losses = {name: train(layouts[name], size, folder, adapter, out if name == names[0] else "") for name in names}
+    return losses, evaluate(layouts[names[-1]], size, folder, adapter, out)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def save(kind: str, path: Path) -> tuple[str, str]:
     """Save a small model and an adapter of random numbers."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32,
     )  # fmt: skip
-    base, adapter = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("adapter")
+    base, adapter = path / "base", path / "given"
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(base)
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj", "up_proj"], task_type="CAUSAL_LM")
+    settings = peft.LoraConfig(r=4, target_modules=ADAPTED[kind], task_type="CAUSAL_LM")
     wrapped = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), settings)
     for name, parameter in wrapped.named_parameters():
         if "lora_B" in name:
@@ -100,11 +103,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(base), str(adapter)
 
 
-def test_every_layout_trains_as_peft_does_and_gives_its_folder_back(folders: tuple[str, str], tmp_path: Path) -> None:
-    base, given = folders
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_every_layout_trains_as_peft_does_and_gives_its_folder_back(kind: str, tmp_path: Path) -> None:
+    base, given = save(kind, tmp_path)
     plain, out = train(None, 1, base, given), str(tmp_path / "trained.ckpt")
     assert plain[-1] < plain[0]
-    for rank, (losses, found) in enumerate(run_world(train_all, 4, base, given, out)):
+    for rank, (losses, found) in enumerate(run_world(train_all, 4, kind, base, given, out)):
         for layout, of_layout in losses.items():
             assert of_layout == pytest.approx(plain, abs=1e-4), f"{layout}, rank {rank}"
         first = found
