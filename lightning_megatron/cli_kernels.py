@@ -1,18 +1,27 @@
-"""The subcommand `kernels`: build the bundled CUDA extension, show what is there, check that it runs."""
+"""The subcommand `kernels`: build or pack the bundled CUDA extension, show what is there, check that it runs."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
-from lightning_megatron.extension import build_library, find_library, find_toolchain, read_sources
-from lightning_megatron.extension.build import default_cache
+from lightning_megatron.extension import (
+    BuiltLibrary,
+    build_library,
+    build_wheel,
+    default_cache,
+    find_library,
+    find_toolchain,
+    read_sources,
+    why_no_library,
+)
 from lightning_megatron.extension.load import load_library, why_not_runnable
 from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, choose_variant
 
@@ -20,7 +29,8 @@ EXAMPLE = """examples:
   lightning-megatron kernels build --jobs 4
   lightning-megatron kernels show
   lightning-megatron kernels show --rows 32768 --groups 32 --n 1536 --k 2048     what would run for a shape, and why
-  lightning-megatron kernels check"""
+  lightning-megatron kernels check
+  lightning-megatron kernels wheel --out dist     for machines without a compiler: pip install dist/*.whl"""
 
 
 def main(args: Sequence[str]) -> None:
@@ -38,38 +48,49 @@ def kernels_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's own subcommands."""
     parser = argparse.ArgumentParser(
         prog="lightning-megatron kernels",
-        description="Build the bundled CUDA extension, show what is there, check that it runs.",
+        description="Build or pack the bundled CUDA extension, show what is there, check that it runs.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="build|show|check")
+    commands = parser.add_subparsers(required=True, metavar="build|show|check|wheel")
     build = commands.add_parser("build", help="compile the kernels, which takes minutes, and keep the library")
-    build.add_argument("--jobs", type=_at_least_one, default=1, metavar="N", help="files compiled at once (default: 1)")
     build.set_defaults(run=run_build)
+    wheel = commands.add_parser("wheel", help="pack the library for machines without compilers, built first if need be")
+    wheel.add_argument("--out", type=Path, default=Path("dist"), help="folder of the wheel (default: dist)")
+    wheel.set_defaults(run=run_wheel)
+    for command in (build, wheel):
+        command.add_argument(
+            "--jobs", type=_at_least_one, default=1, metavar="N", help="files compiled at once (default: 1)"
+        )
     show = commands.add_parser("show", help="print compilers, library and variants, or the choice for a shape")
     for name, what in {"rows": "rows of all groups", "groups": "groups", "n": "output", "k": "input features"}.items():
         show.add_argument(f"--{name}", type=_at_least_one, metavar="N", help=f"of a shape: {what}")
     show.set_defaults(run=run_show)
     check = commands.add_parser("check", help="load the library and say whether this GPU can run it")
     check.set_defaults(run=run_check)
-    for command in (build, show):
+    for command in (build, wheel, show):
         home = os.environ.get("CUDA_HOME")
         default = Path(home) if home else None
         command.add_argument("--cuda-home", type=Path, default=default, help="a CUDA toolkit (default: CUDA_HOME)")
         command.add_argument("--cutlass", type=Path, help="a folder of CUTLASS (default: the package nvidia-cutlass)")
-    for command in (build, show, check):
+    for command in (build, wheel, show, check):
         command.add_argument("--cache", type=Path, default=default_cache(), help="where libraries are kept")
     return parser
 
 
 def run_build(options: argparse.Namespace) -> None:
     """Build the library unless it is there."""
-    toolchain = find_toolchain(options.cuda_home, options.cutlass)
-    built = build_library(options.cache, read_sources(), toolchain, options.jobs)
-    size = built.path.stat().st_size / 1e6
-    print(
-        f"{built.path}: {size:.1f} MB, built in {built.seconds:.0f} s with nvcc {built.nvcc}, CUTLASS {built.cutlass}"
-    )
+    built = _build(options)
+    print(f"{built.path}: {_megabytes(built.path)}, built in {built.seconds:.0f} s with {_versions(built)}")
+
+
+def run_wheel(options: argparse.Namespace) -> None:
+    """Pack the library of these sources, which is built unless it is there."""
+    sources = read_sources()
+    library = find_library(options.cache, sources) or _build(options)
+    path = build_wheel(options.out, library, sources, version("lightning-megatron"))
+    print(f"{path}: {_megabytes(path)}, holds {library.path} ({_versions(library)})")
+    print("Where lightning-megatron has the same sources, install it with: pip install --no-deps " + str(path))
 
 
 def run_show(options: argparse.Namespace) -> None:
@@ -92,12 +113,10 @@ def run_check(options: argparse.Namespace) -> None:
     Raises:
         UnsupportedError: If there is none, or it cannot be loaded, or no GPU here runs it.
     """
-    library = find_library(options.cache, read_sources())
+    sources = read_sources()
+    library = find_library(options.cache, sources)
     if library is None:
-        raise UnsupportedError(
-            f"the kernels must be built first: {options.cache} has no library of these sources. They are not in the "
-            "package. Run: lightning-megatron kernels build."
-        )
+        raise UnsupportedError(f"the kernels must be built first: {why_no_library(options.cache, sources)}.")
     load_library(library.path)
     print(f"{library.path}: loaded, {torch.ops.lm_kernels.grouped_gemm.default._schema}")
     why = why_not_runnable()
@@ -131,10 +150,23 @@ def _describe_installation(options: argparse.Namespace) -> list[str]:
         lines.append(f"compilers  {error}")
     library = find_library(options.cache, sources)
     if library is None:
-        lines.append(f"library    none in {options.cache}; build one: lightning-megatron kernels build")
+        lines.append(f"library    none: {why_no_library(options.cache, sources)}")
     else:
-        lines.append(f"library    {library.path} (nvcc {library.nvcc}, CUTLASS {library.cutlass})")
+        lines.append(f"library    {library.path} ({_versions(library)}), from the {library.origin}")
     return [*lines, "variants", *(f"  {name}" for name in sources.variants)]
+
+
+def _build(options: argparse.Namespace) -> BuiltLibrary:
+    toolchain = find_toolchain(options.cuda_home, options.cutlass)
+    return build_library(options.cache, read_sources(), toolchain, options.jobs)
+
+
+def _versions(library: BuiltLibrary) -> str:
+    return f"nvcc {library.nvcc}, CUTLASS {library.cutlass}"
+
+
+def _megabytes(path: Path) -> str:
+    return f"{path.stat().st_size / 1e6:.1f} MB"
 
 
 def _at_least_one(text: str) -> int:

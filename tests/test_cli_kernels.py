@@ -9,14 +9,15 @@ import torch
 
 from lightning_megatron.cli_kernels import main
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
-from lightning_megatron.extension import read_sources
+from lightning_megatron.extension import library, read_sources
 from lightning_megatron.extension.load import why_not_runnable
 from tests.extension.fake import FakeKit
 
 
 @pytest.fixture
-def kit(tmp_path: Path) -> FakeKit:
-    """A compiler and CUTLASS."""
+def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKit:
+    """A compiler and CUTLASS, and no installed wheel of kernels."""
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
     kit = FakeKit(tmp_path)
     kit.write_compiler()
     kit.write_cutlass()
@@ -30,17 +31,30 @@ def test_build_says_where_the_library_is_and_show_finds_it(
     where = ["--cutlass", str(kit.folder / "cutlass"), "--cache", str(kit.folder / "cache")]
     main(["build", *where, "--jobs", "2"])
     printed = capsys.readouterr().out
-    (library,) = (kit.folder / "cache").glob("*/*.so")
+    (made,) = (kit.folder / "cache").glob("*/*.so")
     assert "compiling 6 files, 2 at once: about 4 min" in printed
-    assert printed.splitlines()[-1].startswith(f"{library}: 0.0 MB, built in ")
+    assert printed.splitlines()[-1].startswith(f"{made}: 0.0 MB, built in ")
     assert printed.endswith("with nvcc 13.0.88, CUTLASS 4.2.0\n")
     main(["show", *where])
     shown = capsys.readouterr().out
     assert f"nvcc       {kit.home}/bin/nvcc (13.0.88)" in shown
-    assert f"library    {library} (nvcc 13.0.88, CUTLASS 4.2.0)" in shown
+    assert f"library    {made} (nvcc 13.0.88, CUTLASS 4.2.0), from the cache" in shown
     assert "  forward_pingpong_128x192_1x2\n" in shown
     with pytest.raises(UnsupportedError, match="the library must be loadable"):
         main(["check", "--cache", str(kit.folder / "cache")])
+
+
+def test_wheel_builds_once_and_says_how_to_install(kit: FakeKit, capsys: pytest.CaptureFixture[str]) -> None:
+    compilers = ["--cuda-home", str(kit.home), "--cutlass", str(kit.folder / "cutlass")]
+    where = ["--cache", str(kit.folder / "cache"), "--out", str(kit.folder / "dist")]
+    main(["wheel", *where, *compilers])
+    (wheel,) = (kit.folder / "dist").iterdir()
+    printed = capsys.readouterr().out
+    assert f"{wheel}: 0.0 MB, holds {kit.folder}/cache/" in printed
+    assert printed.endswith(f"pip install --no-deps {wheel}\n")
+    made = len(kit.journal)
+    main(["wheel", *where, "--cuda-home", "/nowhere"])
+    assert len(kit.journal) == made
 
 
 def test_show_says_what_is_missing(kit: FakeKit, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +62,7 @@ def test_show_says_what_is_missing(kit: FakeKit, capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert f"sources    {read_sources().folder} ({read_sources().key})" in shown
     assert "compilers  nvcc is not in /nowhere/bin" in shown
-    assert "library    none in" in shown
+    assert f"library    none: {kit.folder}/cache has no library of these sources ({read_sources().key})" in shown
 
 
 def test_show_gives_the_choice_for_a_shape_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +78,7 @@ def test_show_gives_the_choice_for_a_shape_with_its_reason(capsys: pytest.Captur
 def test_commands_that_cannot_be_done_say_why(kit: FakeKit, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(MissingExtraError, match="nvcc is not in /nowhere/bin"):
         main(["build", "--cuda-home", "/nowhere"])
-    with pytest.raises(UnsupportedError, match="must be built first: .* Run: lightning-megatron kernels build"):
+    with pytest.raises(UnsupportedError, match="must be built first: .* Build one: lightning-megatron kernels build"):
         main(["check", "--cache", str(kit.folder / "cache")])
     with pytest.raises(SystemExit):
         main(["build", "--jobs", "0"])

@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.extension import find_library, read_sources
-from lightning_megatron.extension.build import default_cache
+from lightning_megatron.extension import default_cache, find_library, read_sources, why_no_library
 from lightning_megatron.extension.load import load_library, why_not_runnable
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
 
@@ -27,7 +26,7 @@ class ProductChoice:
     """Name what computes grouped products, and why.
 
     Args:
-        backend: ``bundled`` is the extension that ``lightning-megatron kernels build`` makes and ``grouped_mm`` torch's
+        backend: ``bundled`` is the extension that ``lightning-megatron kernels`` builds and ``grouped_mm`` torch's
             kernel, which both read the ends on the device; ``loop`` one product after the other, for which the ends are
             read back to the host.
         reason: Why, for the log.
@@ -98,10 +97,11 @@ def _why_not_torchs(device: torch.device) -> str | None:
 
 @cache
 def _load() -> str | None:
-    """Load the built library, once for all kinds of products; return why there is none to be used."""
-    library = find_library(default_cache(), read_sources())
+    """Load the library, once for all kinds of products; return why there is none to be used."""
+    cache, sources = default_cache(), read_sources()
+    library = find_library(cache, sources)
     if library is None:
-        return f"none are built in {default_cache()}; build them: lightning-megatron kernels build"
+        return why_no_library(cache, sources)
     try:
         load_library(library.path)
     except UnsupportedError as error:

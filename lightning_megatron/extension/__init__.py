@@ -1,10 +1,22 @@
-"""Find, build and load the bundled CUDA extension, whose sources are the project's folder ``kernels``.
+"""Find, build, pack and load the bundled CUDA extension, whose sources are the project's folder ``kernels``.
 
 Apart from ``load`` this room needs the standard library only.
 """
 
-from lightning_megatron.extension.build import BuiltLibrary, build_library, find_library
+from lightning_megatron.extension.build import build_library
+from lightning_megatron.extension.library import BuiltLibrary, default_cache, find_library, why_no_library
 from lightning_megatron.extension.sources import read_sources
 from lightning_megatron.extension.toolchain import Toolchain, find_toolchain
+from lightning_megatron.extension.wheel import build_wheel
 
-__all__ = ["BuiltLibrary", "Toolchain", "build_library", "find_library", "find_toolchain", "read_sources"]
+__all__ = [
+    "BuiltLibrary",
+    "Toolchain",
+    "build_library",
+    "build_wheel",
+    "default_cache",
+    "find_library",
+    "find_toolchain",
+    "read_sources",
+    "why_no_library",
+]

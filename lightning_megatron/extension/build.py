@@ -10,57 +10,21 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.extension.library import DESCRIPTION, LIBRARY, BuiltLibrary, describe
 from lightning_megatron.extension.sources import Sources
 from lightning_megatron.extension.toolchain import ARCHITECTURE, Toolchain
 from lightning_megatron.once import one_at_a_time
 
-LIBRARY, DESCRIPTION = "liblm_kernels.so", "build.json"
 #: The oldest torch whose stable ABI the operator uses: 2.10, in the form that torch's headers want.
 _TORCH_TARGET = "0x020a000000000000"
 #: What one file of kernels takes on one core, with nvcc 13.0 and CUTLASS 4.2; the operator takes two seconds.
 SECONDS_PER_FILE, GIGABYTES_PER_JOB = 75, 6
 #: Objects, and what nvcc writes on the way.
 _BYTES_ON_DISK = 10**9
-
-
-@dataclass(frozen=True)
-class BuiltLibrary:
-    """Hold a library in the cache.
-
-    Args:
-        path: The library.
-        nvcc: Version of the compiler that made it.
-        cutlass: Version of CUTLASS that it is made of.
-        seconds: What the build took.
-    """
-
-    path: Path
-    nvcc: str
-    cutlass: str
-    seconds: float
-
-
-def default_cache() -> Path:
-    """Return the folder of libraries that is used when none is named."""
-    return Path.home() / ".cache" / "lightning_megatron" / "kernels"
-
-
-def find_library(cache: Path, sources: Sources) -> BuiltLibrary | None:
-    """Return the newest library of these sources, whatever it was compiled with; None if there is none.
-
-    No compiler is needed, so that machines without one find what another built in a shared folder.
-
-    Args:
-        cache: Folder of libraries.
-        sources: What the library must be made of.
-    """
-    found = sorted(cache.glob(f"{sources.key}-*/{LIBRARY}"), key=lambda path: path.stat().st_mtime)
-    return _describe(found[-1]) if found else None
 
 
 def build_library(
@@ -82,7 +46,7 @@ def build_library(
     """
     folder = cache / f"{sources.key}-{toolchain.key}"
     if (folder / LIBRARY).is_file():  # it may lie in a read-only folder, where no lock can be taken
-        return _describe(folder / LIBRARY)
+        return describe(folder / LIBRARY)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with one_at_a_time(cache / f"{folder.name}.lock"):
@@ -94,7 +58,7 @@ def build_library(
             f"the folder of built kernels must be writable: {cache} is not ({error}). A build is kept there. "
             "Use another with --cache, or free space."
         ) from error
-    return _describe(folder / LIBRARY)
+    return describe(folder / LIBRARY)
 
 
 def compile_commands(sources: Sources, toolchain: Toolchain, objects: Path) -> list[list[str]]:
@@ -159,14 +123,3 @@ def _check_room(cache: Path) -> None:
             f"a build needs {_BYTES_ON_DISK / 1e9:.0f} GB of disk: {cache} has {free / 1e9:.2f} GB. Objects are large. "
             "Free space, or use another folder with --cache."
         )
-
-
-def _describe(path: Path) -> BuiltLibrary:
-    try:
-        fields = json.loads((path.parent / DESCRIPTION).read_text(encoding="utf-8"))
-        return BuiltLibrary(path, str(fields["nvcc"]), str(fields["cutlass"]), float(fields["seconds"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnsupportedError(
-            f"a built library must have its description: {path.parent / DESCRIPTION} is damaged ({error}). The folder "
-            f"was changed by hand. Delete {path.parent} and build again."
-        ) from error

@@ -47,7 +47,7 @@ def test_built_kernels_come_first_and_the_choice_is_logged_once(caplog: pytest.L
 def test_without_a_library_torchs_kernel_is_taken_and_the_command_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product_choice, "find_library", lambda cache, sources: None)
     assert chosen().backend == "grouped_mm"
-    assert "build them: lightning-megatron kernels build" in chosen().reason
+    assert "Build one: lightning-megatron kernels build" in chosen().reason
 
 
 def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.extension import find_library, read_sources
-from lightning_megatron.extension.build import default_cache
+from lightning_megatron.extension import default_cache, find_library, read_sources
 from lightning_megatron.extension.load import load_library, why_not_runnable
 from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, workspace_bytes
 
