@@ -14,6 +14,7 @@ from lightning_megatron.experts.statistics import StepStatistics, step_statistic
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config_checks import check_expert_axes
 from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 
 
@@ -45,13 +46,13 @@ class ExpertsOfRun:
         self.statistics: Mapping[int, StepStatistics] | None = None
 
     def warn_of_evaluation(self) -> None:
-        """Say that routers in evaluation mode have no losses and count no tokens, before a training."""
-        idle = sorted(number for number, layer in self._layers.items() if not layer.training)
+        """Say, before a training, that routers in evaluation mode are not kept in balance as their settings ask."""
+        idle = sorted(n for n, layer in self._layers.items() if not layer.training and _is_balanced(layer.config))
         if idle:
             rank_zero_warn(
                 f"layers with experts are in evaluation mode ({', '.join(map(str, idle[:5]))}"
-                f"{', ...' if len(idle) > 5 else ''}): their routers have no balancing losses, change no biases and "
-                "count no tokens. Hugging Face's from_pretrained gives a model so; call its train() in configure_model."
+                f"{', ...' if len(idle) > 5 else ''}): their routers have no losses of their own, and count no "
+                "tokens to change biases by. Hugging Face's from_pretrained gives a model so; call its train() in configure_model."
             )
 
     def finish_step(self) -> None:
@@ -69,6 +70,10 @@ class ExpertsOfRun:
     def notes(self) -> list[str]:
         """Say how tokens come to their experts, and why."""
         return sorted({f"experts: {layer.choice.reason}." for layer in self._layers.values()})
+
+
+def _is_balanced(config: ExpertsConfig) -> bool:
+    return bool(config.aux_loss or config.z_loss or config.expert_bias_rate)
 
 
 def has_losses(model: LayeredModule) -> bool:

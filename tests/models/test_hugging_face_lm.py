@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,24 @@ def test_experts_are_balanced_as_the_settings_say(tmp_path: Path) -> None:
         assert not is_same
     with pytest.raises(UnsupportedError, match="expert_settings .* need MegatronStrategy: Hugging Face's own model"):
         train(learning(folder, expert_settings={"aux_loss": 0.5}))
+
+
+class Evaluated(HuggingFaceCausalLM):
+    """Forget to make a training of it."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert self.model is not None
+        self.model.eval()
+
+
+def test_routers_that_are_not_kept_in_balance_are_named(tmp_path: Path) -> None:
+    folder = save(tmp_path / "mixtral", "mixtral")
+    with pytest.warns(UserWarning, match=r"layers with experts are in evaluation mode \(0, 1\)"):
+        train(Evaluated(folder, **BALANCED), {})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*layers with experts are in evaluation mode")
+        train(Evaluated(folder), {})
 
 
 def test_settings_of_experts_are_refused_of_a_family_without_any(folder: str) -> None:
