@@ -52,7 +52,8 @@ class ExpertsOfRun:
             rank_zero_warn(
                 f"layers with experts are in evaluation mode ({', '.join(map(str, idle[:5]))}"
                 f"{', ...' if len(idle) > 5 else ''}): their routers have no losses of their own, and count no "
-                "tokens to change biases by. Hugging Face's from_pretrained gives a model so; call its train() in configure_model."
+                "tokens to change biases by. Hugging Face's from_pretrained gives a model so; call its train() in "
+                "configure_model."
             )
 
     def finish_step(self) -> None:
