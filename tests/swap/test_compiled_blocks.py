@@ -11,20 +11,25 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
 from tests.oracles import assert_equal
-from tests.swap.families import V, twin_of
+from tests.swap import expert_models
+from tests.swap.families import twin_of
 from tests.world import run_world
 
 pytest.importorskip("transformers")
 
 
 def compare(case: str, mesh: ParallelMesh, kinds: int = 2, num_layers: int = 2) -> None:
-    roots = [nn.ModuleDict({"model": twin_of(case, torch.float64, num_hidden_layers=num_layers)}) for _ in range(2)]
+    if case in expert_models.CASES:
+        twins = [expert_models.exact_twin_of(case, num_hidden_layers=num_layers) for _ in range(2)]
+    else:
+        twins = [twin_of(case, torch.float64, num_hidden_layers=num_layers) for _ in range(2)]
+    roots = [nn.ModuleDict({"model": twin}) for twin in twins]
     for root in roots:
         parallelize(root, mesh)
     torch.compiler.reset()
     for block in roots[1]["model"].gpt.layers.values():
         block.compile(backend="aot_eager")
-    tokens = torch.randint(V, (2, 8), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(roots[0]["model"].config.vocab_size, (2, 8), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     for call in ({}, {"attention_mask": mask})[:kinds]:
@@ -56,6 +61,7 @@ def check_ranks(rank: int, size: int) -> None:
 
 def test_compiled_blocks_compute_the_same():
     compare("mistral", ParallelMesh.single())
+    compare("mixtral", ParallelMesh.single(), kinds=1)
 
 
 def test_compiled_blocks_compute_the_same_over_two_ranks():
