@@ -13,6 +13,7 @@ from lightning_megatron.experts.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import PendingExchange, exchange
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
+from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.plan.schedule import Action, build_schedule
 from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
@@ -195,7 +196,8 @@ class _Run:
         self._arrivals: dict[tuple[str, _Unit], PendingExchange] = {}
         self._boundaries: dict[Any, tuple[torch.Size, torch.dtype]] = {}
         self._pending: list[PendingExchange] = []
-        self._weights: dict[int, Tensor] = {}
+        told = executor.loss_weight if backward else None
+        self._weights = MicrobatchWeights(told, executor.mesh.device)
 
     def compute(self, action: Action) -> None:
         """Run one forward or backward pass."""
@@ -211,7 +213,8 @@ class _Run:
         """Start the transfers of one exchange; whoever needs a received tensor waits for it."""
         outgoing = [(self._outgoing(transfer), transfer.peer) for transfer in sends]
         incoming = [(self._buffer(transfer), transfer.peer) for transfer in receives]
-        pending = exchange(outgoing + self._with_weights(sends), incoming + self._with_weights(receives), self._axis)
+        weights = self._weights
+        pending = exchange(outgoing + weights.beside(sends), incoming + weights.beside(receives), self._axis)
         self._pending = [one for one in self._pending if not one.is_done()] + [pending]
         for transfer, (buffer, _) in zip(receives, incoming, strict=True):
             unit = (transfer.chunk, transfer.microbatch)
@@ -227,7 +230,7 @@ class _Run:
         chunk, number = unit
         microbatch = self.microbatches[number]
         self._seek(number)
-        self._set_weight(number)
+        self._weights.begin(number)
         cursor = None
         if self._axis.size > 1:
             hidden = self._arrived("F", unit, self._inputs)
@@ -241,8 +244,8 @@ class _Run:
         if is_last:
             self.results.append(result)
             self._outputs[unit] = self.loss_of(result, number) if self.backward and self.loss_of is not None else None
-            if self.backward and self.executor.loss_weight is not None:
-                self._weight(number).fill_(self.weight_of(number))
+            if self.backward:
+                self._weights.fill(number, self.weight_of(number))
         else:
             assert cursor is not None, "a stage that is not the last one has a cursor"
             self._outputs[unit] = cursor.output
@@ -251,7 +254,7 @@ class _Run:
 
     def _backward(self, unit: _Unit) -> None:
         # A layer that runs again for its activations attaches its losses again.
-        self._set_weight(unit[1])
+        self._weights.begin(unit[1])
         output, gradient = self._outputs.pop(unit), self._arrived("B", unit, self._gradients)
         if gradient is not None:
             self._gradients.pop(unit)
@@ -261,22 +264,6 @@ class _Run:
         hidden = self._inputs.pop(unit, None)
         if hidden is not None:
             self._gradients[unit] = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
-
-    def _set_weight(self, number: int) -> None:
-        if self.backward and self.executor.loss_weight is not None:
-            self.executor.loss_weight.value = self._weight(number)
-
-    def _weight(self, number: int) -> Tensor:
-        """Return what the loss of a microbatch is multiplied by; it is filled when the last stage has told."""
-        if number not in self._weights:
-            self._weights[number] = torch.zeros((), dtype=torch.float64, device=self.executor.mesh.device)
-        return self._weights[number]
-
-    def _with_weights(self, transfers: Sequence[Transfer]) -> list[tuple[Tensor, int]]:
-        """List the weights that go with gradients: a stage learns them from the one after it."""
-        if self.executor.loss_weight is None:
-            return []
-        return [(self._weight(transfer.microbatch), transfer.peer) for transfer in transfers if transfer.kind == "B"]
 
     def _outgoing(self, transfer: Transfer) -> Tensor:
         unit = (transfer.chunk, transfer.microbatch)
