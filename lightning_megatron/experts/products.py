@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -128,23 +128,21 @@ def stacked(weights: Sequence[Tensor] | Tensor) -> Tensor:
 
 def _launch(which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Run the variant of the rule; nothing is read back, and a CUDA graph keeps the workspace that it was given."""
-    stack = b if which in {Pass.FORWARD, Pass.DATA_GRAD} else result
-    num_groups, n, k = stack.shape
-    choice, num_sms = _choice(which, a.shape[0], num_groups, n, k), _num_sms(a.device)
-    workspace = torch.empty(workspace_bytes(num_groups, num_sms), dtype=torch.uint8, device=a.device)
+    stack = b if which is Pass.FORWARD or which is Pass.DATA_GRAD else result
+    choice, num_sms, num_bytes = _choice(which, a.shape[0], *stack.shape, a.device)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=a.device)
     run = torch.ops.lm_kernels.grouped_gemm.default
     run(result, a, b, ends, workspace, choice.variant, choice.along_n, choice.band, num_sms)
     return result
 
 
 @lru_cache(_REMEMBERED_CHOICES)
-def _choice(which: Pass, num_rows: int, num_groups: int, n: int, k: int) -> Choice:
-    return choose_variant(which, num_rows, num_groups, n, k)
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _choice(
+    which: Pass, num_rows: int, num_groups: int, n: int, k: int, device: torch.device
+) -> tuple[Choice, int, int]:
+    """Return what to launch, the CTAs of the launch, and the size of its workspace (bytes)."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return choose_variant(which, num_rows, num_groups, n, k), num_sms, workspace_bytes(num_groups, num_sms)
 
 
 def _rows_apart(stack: Tensor) -> Tensor:

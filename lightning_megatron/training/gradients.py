@@ -223,17 +223,16 @@ class GradientReducer:
             for name in names:
                 self._unused.forgive_missing_zero_grad(name, self._finished)
         if self._armed:
-            groups = [self._group_completed_by(name) for name in names]
-            for group in sorted({group for group in groups if group is not None}):
-                self._start_complete(group)
+            self._take_off(names)
 
-    def _group_completed_by(self, name: str) -> int | None:
-        """Take a gradient off what its bucket waits for; return the bucket's group if that was the last."""
-        bucket = self._bucket_of[name]
-        if bucket.group not in self._armed or self._seen[name] != self._expected.get(name):
-            return None
-        bucket.missing.discard(name)
-        return None if bucket.missing else bucket.group
+    def _take_off(self, names: list[str]) -> None:
+        """Take gradients that are complete off what their buckets wait for, and start the groups that are complete."""
+        for name in names:
+            if self._seen[name] == self._expected.get(name):
+                self._bucket_of[name].missing.discard(name)
+        touched = {self._bucket_of[name] for name in names}
+        for group in sorted({bucket.group for bucket in touched if not bucket.missing} & self._armed):
+            self._start_complete(group)
 
     def _start_complete(self, group: int) -> None:
         """Start the buckets of a group that are complete, as long as none before them is still waited for."""
