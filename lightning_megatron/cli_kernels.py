@@ -23,6 +23,7 @@ from lightning_megatron.extension import (
     why_no_library,
 )
 from lightning_megatron.extension.load import load_library, why_not_runnable
+from lightning_megatron.extension.sources import ARCHITECTURE, NEVER_RUN, Sources
 from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, choose_variant
 
 EXAMPLE = """examples:
@@ -54,6 +55,12 @@ def kernels_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="build|show|check|wheel")
     build = commands.add_parser("build", help="compile the kernels, which takes minutes, and keep the library")
+    build.add_argument(
+        "--arch",
+        choices=(ARCHITECTURE, NEVER_RUN),
+        default=ARCHITECTURE,
+        help=f"{NEVER_RUN} compiles kernels that have never been run: nothing takes them (default: {ARCHITECTURE})",
+    )
     build.set_defaults(run=run_build)
     wheel = commands.add_parser("wheel", help="pack the library for machines without compilers, built first if need be")
     wheel.add_argument("--out", type=Path, default=Path("dist"), help="folder of the wheel (default: dist)")
@@ -80,14 +87,20 @@ def kernels_parser() -> argparse.ArgumentParser:
 
 def run_build(options: argparse.Namespace) -> None:
     """Build the library unless it is there."""
-    built = _build(options)
+    sources = read_sources(architecture=options.arch)
+    built = _build(options, sources)
     print(f"{built.path}: {_megabytes(built.path)}, built in {built.seconds:.0f} s with {_versions(built)}")
+    if options.arch == NEVER_RUN:
+        print(
+            f"Its kernels for {NEVER_RUN} were compiled and have never been run, so no choice takes them. To try one, "
+            f"load it with torch.ops.load_library and name a variant: {', '.join(sources.variants)}"
+        )
 
 
 def run_wheel(options: argparse.Namespace) -> None:
     """Pack the library of these sources, which is built unless it is there."""
     sources = read_sources()
-    library = find_library(options.cache, sources) or _build(options)
+    library = find_library(options.cache, sources) or _build(options, sources)
     path = build_wheel(options.out, library, sources, version("lightning-megatron"))
     print(f"{path}: {_megabytes(path)}, holds {library.path} ({_versions(library)})")
     print("Where lightning-megatron has the same sources, install it with: pip install --no-deps " + str(path))
@@ -156,9 +169,9 @@ def _describe_installation(options: argparse.Namespace) -> list[str]:
     return [*lines, "variants", *(f"  {name}" for name in sources.variants)]
 
 
-def _build(options: argparse.Namespace) -> BuiltLibrary:
+def _build(options: argparse.Namespace, sources: Sources) -> BuiltLibrary:
     toolchain = find_toolchain(options.cuda_home, options.cutlass)
-    return build_library(options.cache, read_sources(), toolchain, options.jobs)
+    return build_library(options.cache, sources, toolchain, options.jobs)
 
 
 def _versions(library: BuiltLibrary) -> str:

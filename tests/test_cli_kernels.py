@@ -57,6 +57,18 @@ def test_wheel_builds_once_and_says_how_to_install(kit: FakeKit, capsys: pytest.
     assert len(kit.journal) == made
 
 
+def test_kernels_that_were_never_run_are_built_on_demand_only(kit: FakeKit, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--cuda-home", str(kit.home), "--cutlass", str(kit.folder / "cutlass"), "--cache", str(kit.folder / "c")]
+    main(["build", *where, "--arch", "sm_100a"])
+    printed = capsys.readouterr().out
+    assert "were compiled and have never been run, so no choice takes them" in printed
+    assert "forward_sm100a_256x256_2x1" in printed
+    main(["show", *where])
+    shown = capsys.readouterr().out
+    assert "library    none" in shown
+    assert "sm100a" not in shown
+
+
 def test_show_says_what_is_missing(kit: FakeKit, capsys: pytest.CaptureFixture[str]) -> None:
     main(["show", "--cuda-home", "/nowhere", "--cache", str(kit.folder / "cache")])
     shown = capsys.readouterr().out
@@ -92,5 +104,7 @@ def test_a_gpu_of_another_kind_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert why_not_runnable() == "A100 has compute capability 8.0, and the kernels are compiled for 9.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert "compiled for 9.0; those for 10.0 were compiled but have never been run" in str(why_not_runnable())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert why_not_runnable() is None

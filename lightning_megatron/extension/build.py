@@ -16,7 +16,7 @@ from pathlib import Path
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extension.library import DESCRIPTION, LIBRARY, BuiltLibrary, describe
 from lightning_megatron.extension.sources import Sources
-from lightning_megatron.extension.toolchain import ARCHITECTURE, Toolchain
+from lightning_megatron.extension.toolchain import Toolchain
 from lightning_megatron.once import one_at_a_time
 
 #: The oldest torch whose stable ABI the operator uses: 2.10, in the form that torch's headers want.
@@ -64,7 +64,8 @@ def build_library(
 def compile_commands(sources: Sources, toolchain: Toolchain, objects: Path) -> list[list[str]]:
     """Return the command lines that compile each file, without the last one, which links."""
     nvcc, common = str(toolchain.nvcc), ["-O3", "-DNDEBUG", "-Xcompiler", "-fPIC"]
-    kernels = ["-std=c++17", "--expt-relaxed-constexpr", f"-gencode=arch=compute_{ARCHITECTURE},code=sm_{ARCHITECTURE}"]
+    number = sources.architecture.removeprefix("sm_")
+    kernels = ["-std=c++17", "--expt-relaxed-constexpr", f"-gencode=arch=compute_{number},code=sm_{number}"]
     operator = ["-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={_TORCH_TARGET}"]
     by_suffix = {
         ".cu": [*kernels, f"-I{toolchain.cutlass}"],

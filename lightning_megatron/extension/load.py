@@ -10,6 +10,8 @@ from lightning_megatron.errors import UnsupportedError
 
 #: sm_90a code runs on compute capability 9.0 alone.
 CAPABILITY = (9, 0)
+#: That of sm_100a code, which was compiled and has never been run.
+_NEVER_RUN = (10, 0)
 
 
 def load_library(path: Path) -> None:
@@ -40,8 +42,9 @@ def why_not_runnable(device: int = 0) -> str | None:
         return "torch sees no GPU"
     found = torch.cuda.get_device_capability(device)
     if found != CAPABILITY:
+        never_run = "; those for 10.0 were compiled but have never been run" if found == _NEVER_RUN else ""
         return (
             f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, and the kernels are "
-            f"compiled for {CAPABILITY[0]}.{CAPABILITY[1]}"
+            f"compiled for {CAPABILITY[0]}.{CAPABILITY[1]}{never_run}"
         )
     return None

@@ -11,6 +11,9 @@ from lightning_megatron.errors import UnsupportedError
 
 #: In a checkout a link to the folder `kernels/csrc` of the project, in an installed package a copy of it.
 BUNDLED = Path(__file__).parent / "csrc"
+#: What kernels are compiled for: those of the rule, and those that were compiled and have never been run. The fast
+#: instructions are in the architecture-specific sets only, hence the `a`.
+ARCHITECTURE, NEVER_RUN = "sm_90a", "sm_100a"
 _VARIANT = re.compile(r"^ +V\((\w+),", re.MULTILINE)
 
 
@@ -21,10 +24,12 @@ class Sources:
     Args:
         folder: The folder.
         key: Hash of names and contents, 16 digits.
+        architecture: What the kernels are compiled for.
     """
 
     folder: Path
     key: str
+    architecture: str = ARCHITECTURE
 
     @property
     def units(self) -> tuple[Path, ...]:
@@ -37,11 +42,12 @@ class Sources:
         return tuple(_VARIANT.findall((self.folder / "variants.h").read_text(encoding="utf-8")))
 
 
-def read_sources(folder: Path = BUNDLED) -> Sources:
+def read_sources(folder: Path = BUNDLED, architecture: str = ARCHITECTURE) -> Sources:
     """Read the sources.
 
     Args:
         folder: The folder; those of the package if none is named.
+        architecture: What to compile for. Other than for ARCHITECTURE they lie in a folder of that name inside.
 
     Raises:
         UnsupportedError: If there are none.
@@ -51,8 +57,9 @@ def read_sources(folder: Path = BUNDLED) -> Sources:
             f"the kernels' sources must be installed: {folder} has none. They come with the package. Install it again."
         )
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    folders = [folder] if architecture == ARCHITECTURE else [folder, folder / architecture]
+    for path in (path for each in folders for path in sorted(each.iterdir())):
         if path.is_file():
             content = path.read_bytes()
             digest.update(f"{path.name} {len(content)}\n".encode() + content)
-    return Sources(folder, digest.hexdigest()[:16])
+    return Sources(folders[-1], digest.hexdigest()[:16], architecture)

@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
+from lightning_megatron.extension.sources import ARCHITECTURE
 
-#: wgmma and setmaxnreg are in the architecture-specific set of instructions only, hence the `a`.
-ARCHITECTURE = "90a"
 _OLDEST_NVCC = (12, 4)
 _CUTLASS_VERSIONS = ((4, 0), (5, 0))
 
@@ -39,7 +38,7 @@ class Toolchain:
     @property
     def key(self) -> str:
         """Hash of what a library depends on beside its sources, 8 digits; torch's stable ABI is not among it."""
-        content = f"nvcc {self.nvcc_version} cutlass {self.cutlass_version} sm_{ARCHITECTURE}"
+        content = f"nvcc {self.nvcc_version} cutlass {self.cutlass_version} {ARCHITECTURE}"
         return hashlib.sha256(content.encode()).hexdigest()[:8]
 
 

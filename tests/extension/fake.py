@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_megatron.extension import Toolchain, read_sources
-from lightning_megatron.extension.sources import Sources
+from lightning_megatron.extension.sources import NEVER_RUN, Sources
 
 VERSION_LINE = "Cuda compilation tools, release 13.0, V13.0.88"
 # Writes what follows -o, so that links fail unless all files were compiled; one line a call in the journal.
@@ -64,6 +64,14 @@ class FakeKit:
         (path / "forward.cu").write_text(text)
         (path / "operator.cpp").write_text("// the operator")
         return read_sources(path)
+
+    def write_sources_never_run(self) -> Sources:
+        """Write sources for the other architecture beside them."""
+        path = self.folder / "csrc" / NEVER_RUN
+        path.mkdir(exist_ok=True)
+        (path / "variants.h").write_text("#define LIST(V) \\\n  V(forward_other, Type<1>)\n")
+        (path / "forward.cu").write_text("// a kernel that was never run")
+        return read_sources(path.parent, NEVER_RUN)
 
     def toolchain(self, nvcc_version: str = "13.0.88") -> Toolchain:
         """Return the fake compilers."""

@@ -46,6 +46,22 @@ def test_other_sources_or_compilers_are_other_libraries(kit: FakeKit, tmp_path: 
     assert len({first.path, newer.path, third.path}) == 3
 
 
+def test_kernels_that_were_never_run_are_a_library_of_their_own_that_is_not_found_for_others(
+    kit: FakeKit, tmp_path: Path
+) -> None:
+    sources = kit.write_sources()
+    never_run = kit.write_sources_never_run()
+    assert kit.write_sources() == sources
+    assert never_run.variants == ("forward_other",)
+    built = build_library(tmp_path / "cache", never_run, kit.toolchain(), say=str)
+    assert find_library(tmp_path / "cache", never_run) == built
+    assert find_library(tmp_path / "cache", sources) is None
+    (command,) = build.compile_commands(never_run, kit.toolchain(), tmp_path)
+    assert "-gencode=arch=compute_100a,code=sm_100a" in command
+    kit.write_sources("// other headers")
+    assert kit.write_sources_never_run().key != never_run.key
+
+
 def test_processes_that_ask_at_once_wait_for_one_build(kit: FakeKit, tmp_path: Path) -> None:
     kit.write_compiler(delay=0.1)
     sources = kit.write_sources()

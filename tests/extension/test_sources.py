@@ -11,7 +11,8 @@ import pytest
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extension import read_sources
-from lightning_megatron.plan.grouped_gemm import BYTES_PER_GROUP, MAX_GROUPS, VARIANTS, WORKSPACE_ALIGNMENT
+from lightning_megatron.extension.sources import ARCHITECTURE, NEVER_RUN
+from lightning_megatron.plan.grouped_gemm import BYTES_PER_GROUP, MAX_GROUPS, VARIANTS, WORKSPACE_ALIGNMENT, Pass
 from tests.extension.fake import FakeKit
 
 WALK = """
@@ -46,11 +47,18 @@ def test_each_variant_is_the_type_that_its_name_says() -> None:
     assert len(types) == len(VARIANTS)
 
 
-def test_every_list_of_variants_has_a_file() -> None:
-    sources = read_sources()
+@pytest.mark.parametrize("architecture", [ARCHITECTURE, NEVER_RUN])
+def test_every_list_of_variants_has_a_file(architecture: str) -> None:
+    sources = read_sources(architecture=architecture)
     lists = re.findall(r"#define (LM_\w+_VARIANTS)", (sources.folder / "variants.h").read_text())
     defined = [re.search(r"(LM_\w+)\(LM_DEFINE", unit.read_text()) for unit in sources.units if unit.suffix == ".cu"]
     assert sorted(lists) == sorted(found[1] for found in defined if found)
+
+
+def test_no_rule_names_a_variant_that_was_never_run() -> None:
+    never_run = read_sources(architecture=NEVER_RUN).variants
+    assert len(never_run) == len(Pass)
+    assert not set(never_run) & set(VARIANTS)
 
 
 def test_both_sides_have_the_same_limits() -> None:
