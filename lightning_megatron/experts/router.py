@@ -130,6 +130,11 @@ class Router(nn.Module):
             z_loss=scored.square_sum * (config.z_loss / num_tokens) if self.training and config.z_loss else None,
         )
 
+    @property
+    def follows_load(self) -> bool:
+        """Tell whether the load of a step changes anything here."""
+        return self.step_shares is not None or (self.expert_bias is not None and self.config.expert_bias_rate > 0.0)
+
     @torch.no_grad()
     def update_(self, load: Tensor) -> None:
         """Take in how the tokens of a whole step were spread, after it: change the biases and the shares of experts.

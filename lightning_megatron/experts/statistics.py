@@ -13,39 +13,35 @@ from lightning_megatron.experts.router import Routing
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import ExpertsConfig
 
+# Where a number is among the sums of a layer; the load follows.
+_DROPPED, _ENTROPY, _BALANCE_LOSS, _Z_LOSS, _NUM_MICROBATCHES, _LOAD = range(6)
+
 
 class RouterStatistics:
     """Add up what a layer's router does with the microbatches of a step on this rank.
 
-    Tensors stay where they are and are changed in place, and nothing is read back from the device, so that a captured
+    The sums stay where they are and are changed in place, and nothing is read back from the device, so that a captured
     graph can count. It is no module: whatever it holds belongs to a step, and neither moves with the weights of a layer
     nor is saved with them.
+
+    Shapes: sums ``(5 + E)`` float64, which has every integer below 2 to the power of 53: choices that were dropped,
+    entropies of the tokens (nats), this rank's parts of the balance loss and of the loss of logits, coefficients
+    included, microbatches, and the choices that each expert had, dropped ones included.
 
     Args:
         config: What the mixture is.
         device: Where the routings are. A later move of the model is followed when the next one comes.
     """
 
-    #: Choices that each expert had, dropped ones included. Shape ``(E,)``, int64.
-    load: Tensor
-    #: Choices that were dropped. A number, int64.
-    dropped: Tensor
-    #: Entropies of the tokens, added up (nats). A number, float64, as are the losses.
-    entropy: Tensor
-    #: This rank's parts of the losses, coefficients included, added up over microbatches.
-    balance_loss: Tensor
-    z_loss: Tensor
-    #: A number, int64.
-    num_microbatches: Tensor
-
     def __init__(self, config: ExpertsConfig, device: torch.device) -> None:
         self.config = config
         # On a device by name: a model may be built on meta.
-        for name in ("dropped", "num_microbatches"):
-            setattr(self, name, torch.zeros((), dtype=torch.int64, device=device))
-        for name in ("entropy", "balance_loss", "z_loss"):
-            setattr(self, name, torch.zeros((), dtype=torch.float64, device=device))
-        self.load = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
+        self.sums = torch.zeros(_LOAD + config.num_experts, dtype=torch.float64, device=device)
+
+    @property
+    def load(self) -> Tensor:
+        """Return the choices that each expert had. Shape ``(E,)``, int64."""
+        return self.sums[_LOAD:].long()
 
     @torch.no_grad()
     def add_(self, routing: Routing) -> None:
@@ -54,32 +50,23 @@ class RouterStatistics:
         Args:
             routing: Where its tokens go.
         """
-        if self.load.device != routing.load.device:
-            for name, tensor in self._tensors().items():
-                setattr(self, name, tensor.to(routing.load.device))
-        self.load.add_(routing.load)
-        self.entropy.add_(routing.entropy, alpha=routing.experts.shape[0])
-        for name in ("dropped", "balance_loss", "z_loss"):
-            value = getattr(routing, name)
+        if self.sums.device != routing.load.device:
+            self.sums = self.sums.to(routing.load.device)
+        numbers = self.sums[:_LOAD].unbind()
+        self.sums[_LOAD:].add_(routing.load)
+        numbers[_ENTROPY].add_(routing.entropy, alpha=routing.experts.shape[0])
+        for index, value in (
+            (_DROPPED, routing.dropped),
+            (_BALANCE_LOSS, routing.balance_loss),
+            (_Z_LOSS, routing.z_loss),
+        ):
             if value is not None:
-                getattr(self, name).add_(value)
-        self.num_microbatches.add_(1)
+                numbers[index].add_(value)
+        numbers[_NUM_MICROBATCHES].add_(1)
 
     def clear_(self) -> None:
         """Begin another step."""
-        for tensor in self._tensors().values():
-            tensor.zero_()
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def stacked(self) -> Tensor:
-        """Return all numbers in one vector, first those beside the load, as ``StepStatistics.of_sums`` reads them.
-
-        Shapes: output ``(5 + E)`` float64, which has every integer below 2 to the power of 53.
-        """
-        beside = (self.dropped, self.entropy, self.balance_loss, self.z_loss, self.num_microbatches)
-        return torch.cat([torch.stack([number.double() for number in beside]), self.load.double()])
+        self.sums.zero_()
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,41 +74,44 @@ class StepStatistics:
     """Say how a layer's router spread the tokens of a step over all ranks. Everything is on the device.
 
     Args:
-        load: Choices that each expert had, dropped ones included. Shape ``(E,)``, int64.
-        dropped: Choices that were dropped. A number, int64.
-        entropy: Mean entropy of a token's scores: the logarithm of E where experts are alike (nats). A number, float64,
-            as are the losses.
-        balance_loss: Mean over microbatches of the auxiliary loss, without its coefficient: 1 where experts are alike;
-            0 where the model has none.
-        z_loss: The same of the loss of logits.
+        sums: Those of :class:`RouterStatistics` over all ranks that had other tokens.
+        config: What the mixture is.
+        num_parts: Ranks that had the tokens of a microbatch between them, and each counted it.
     """
 
-    load: Tensor
-    dropped: Tensor
-    entropy: Tensor
-    balance_loss: Tensor
-    z_loss: Tensor
+    sums: Tensor
+    config: ExpertsConfig
+    num_parts: int
 
-    @classmethod
-    def of_sums(cls, sums: Tensor, config: ExpertsConfig, num_parts: int) -> StepStatistics:
-        """Make means of the sums over all microbatches and ranks.
+    @property
+    def load(self) -> Tensor:
+        """Return the choices that each expert had, dropped ones included. Shape ``(E,)``, int64."""
+        return self.sums[_LOAD:].long()
 
-        Args:
-            sums: What :meth:`RouterStatistics.stacked` returns, added up.
-            config: What the mixture is.
-            num_parts: Ranks that had the tokens of a microbatch between them, and each counted it.
-        """
-        dropped, entropy, balance_loss, z_loss, num_microbatches = sums[:5].unbind()
-        load = sums[5:]
-        num_tokens = load.sum().clamp(min=1.0) / config.top_k
-        num_microbatches = num_microbatches.clamp(min=1.0) / num_parts
-        return cls(
-            load=load.long(),
-            dropped=dropped.long(),
-            entropy=entropy / num_tokens,
-            balance_loss=balance_loss / (num_microbatches * (config.aux_loss or 1.0)),
-            z_loss=z_loss / (num_microbatches * (config.z_loss or 1.0)),
-        )
+    @property
+    def dropped(self) -> Tensor:
+        """Return how many choices were dropped. A number, int64."""
+        return self.sums[_DROPPED].long()
+
+    @property
+    def entropy(self) -> Tensor:
+        """Return the mean entropy of a token's scores: the logarithm of E where experts are alike (nats)."""
+        num_tokens = self.sums[_LOAD:].sum().clamp(min=1.0) / self.config.top_k
+        return self.sums[_ENTROPY] / num_tokens
+
+    @property
+    def balance_loss(self) -> Tensor:
+        """Return the mean auxiliary loss, without its coefficient: 1 where experts are alike; 0 if there is none."""
+        return self._mean(_BALANCE_LOSS) / (self.config.aux_loss or 1.0)
+
+    @property
+    def z_loss(self) -> Tensor:
+        """Return the same of the loss of logits."""
+        return self._mean(_Z_LOSS) / (self.config.z_loss or 1.0)
+
+    def _mean(self, index: int) -> Tensor:
+        """Return the mean of a number over microbatches."""
+        return self.sums[index] * self.num_parts / self.sums[_NUM_MICROBATCHES].clamp(min=1.0)
 
 
 @torch.no_grad()
@@ -142,9 +132,9 @@ def step_statistics(layers: Mapping[int, RouterStatistics], mesh: ParallelMesh) 
     """
     if not layers:
         return {}
-    sums = add_over_tokens_(torch.stack([layer.stacked() for layer in layers.values()]), mesh)
+    sums = add_over_tokens_(torch.stack([layer.sums for layer in layers.values()]), mesh)
     num_parts = mesh.tp.size if mesh.sequence_parallel else 1
     return {
-        number: StepStatistics.of_sums(of_layer, layer.config, num_parts)
+        number: StepStatistics(of_layer, layer.config, num_parts)
         for (number, layer), of_layer in zip(layers.items(), sums, strict=True)
     }

@@ -65,7 +65,8 @@ class ExpertsOfRun:
             return
         self.statistics = step_statistics({n: layer.statistics for n, layer in self._layers.items()}, self._mesh)
         for number, layer in self._layers.items():
-            layer.router.update_(self.statistics[number].load)
+            if layer.router.follows_load:
+                layer.router.update_(self.statistics[number].load)
             layer.statistics.clear_()
 
     def notes(self) -> list[str]:

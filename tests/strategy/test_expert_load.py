@@ -16,6 +16,7 @@ from lightning_megatron import ExpertLoad, MegatronStrategy, UnsupportedError
 from lightning_megatron.errors import MissingExtraError
 from lightning_megatron.experts.statistics import StepStatistics
 from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.strategy import expert_load
 from lightning_megatron.strategy.expert_load import draw_load, gather_layers, names_of
 from tests.strategy.tiny import TinyLM, loader
@@ -111,8 +112,10 @@ def test_single_experts_can_be_left_out_and_accumulated_batches_are_one_step(tmp
 
 
 def step_of(load: list[int], dropped: int = 0) -> StepStatistics:
-    number = torch.tensor(0.5, dtype=torch.float64)
-    return StepStatistics(torch.tensor(load), torch.tensor(dropped), number, 2 * number, 4 * number)
+    config = ExpertsConfig(num_experts=len(load), top_k=2, ffn_hidden_size=8)
+    # One microbatch: choices that were dropped, entropies of all tokens, both losses, microbatches.
+    numbers = [dropped, 0.5 * sum(load) / 2, 1.0, 2.0, 1]
+    return StepStatistics(torch.tensor([*numbers, *load], dtype=torch.float64), config, num_parts=1)
 
 
 def test_figures_are_those_of_the_counts() -> None:
