@@ -69,24 +69,6 @@ def microbatch_load(load: Tensor, mesh: ParallelMesh) -> Tensor:
     return total
 
 
-@torch.no_grad()
-def step_load(load: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Add the load of a step up over all ranks that have other tokens.
-
-    All layers of a stage may be given at once, so that one sum does for them.
-
-    Shapes: load ``(..., E)`` integers; output the same, int64.
-
-    Args:
-        load: ``Routing.load``, added up over the microbatches of this rank; a forward pass that runs again for its
-            activations is not counted again.
-        mesh: The groups of this rank.
-
-    Communication: an all-reduce over tp under sequence parallelism, and one over the data group.
-    """
-    return add_over_tokens_(load.to(torch.int64, copy=True), mesh)
-
-
 def add_over_tokens_(x: Tensor, mesh: ParallelMesh) -> Tensor:
     """Add ``x`` up over all ranks that have other tokens, in place, and return it.
 
@@ -105,7 +87,7 @@ def update_bias_(bias: Tensor, load: Tensor, rate: float) -> None:
 
     Args:
         bias: Of each expert.
-        load: Choices of a whole step on all ranks, as :func:`step_load` gives them.
+        load: Choices of a whole step on all ranks that have other tokens.
         rate: What is added or taken.
 
     Source: Wang et al. 2024, algorithm 1.

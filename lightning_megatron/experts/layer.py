@@ -41,7 +41,6 @@ class MixtureOfExperts(nn.Module):
         mesh: The groups and random streams of this rank.
         activation: As of ``layers.mlp``, of all experts.
         transport: How tokens come to the ranks of ep.
-        forced_balance: Whether experts are dealt out in turn instead of being chosen, for benchmarks.
         initializer: How first weights and the router's start.
         output_initializer: How second weights start.
 
@@ -62,14 +61,13 @@ class MixtureOfExperts(nn.Module):
         *,
         activation: Activation = "swiglu",
         transport: Transport = "auto",
-        forced_balance: bool = False,
         initializer: Initializer | None = None,
         output_initializer: Initializer | None = None,
     ) -> None:
         super().__init__()
         self.config, self.mesh, self.transport = config, mesh, transport
         starts = {"initializer": initializer, "output_initializer": output_initializer}
-        self.router = Router(config, hidden_size, mesh, initializer=initializer, forced_balance=forced_balance)
+        self.router = Router(config, hidden_size, mesh, initializer=initializer)
         self.experts = GroupedMLP(hidden_size, config, mesh, activation=activation, **starts)
         self.shared: SharedExpert | None = None
         if config.shared_ffn_hidden_size is not None:

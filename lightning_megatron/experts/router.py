@@ -142,7 +142,7 @@ class Router(nn.Module):
         Shapes: load ``(E,)`` integers.
 
         Args:
-            load: The sum of ``Routing.load`` over all microbatches and ranks of the step, as ``step_load`` gives it;
+            load: The sum of ``Routing.load`` over all microbatches and ranks of the step, as ``StepStatistics`` has it;
                 the same on all ranks.
         """
         if self.expert_bias is not None and self.config.expert_bias_rate:

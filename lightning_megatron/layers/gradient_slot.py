@@ -181,7 +181,7 @@ def slot_of(parameter: Tensor | None) -> GradientSlot | None:
 
 def slots_of(parameters: Sequence[Tensor]) -> list[GradientSlot | None]:
     """Return the slot of each parameter, as :func:`slot_of` does."""
-    return [getattr(one, _ATTRIBUTE, None) if one.requires_grad else None for one in parameters]
+    return [slot_of(one) for one in parameters]
 
 
 def set_slot(parameter: nn.Parameter, slot: GradientSlot | None) -> None:

@@ -94,6 +94,11 @@ class EncoderConfig:
         self._check_padding()
 
     @property
+    def experts(self) -> None:
+        """Tell that no layer has a mixture of experts."""
+        return None
+
+    @property
     def tie_embeddings(self) -> bool:
         """Tell whether an output head shares the token embedding's weight."""
         return self.head == "masked_lm"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.recompute import Recompute
 from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 
 
@@ -27,6 +29,10 @@ class LayeredConfig(Protocol):
     @property
     def num_layers(self) -> int:
         """Count the layers."""
+
+    @property
+    def experts(self) -> ExpertsConfig | None:
+        """Return the mixture of experts of all or some layers; None if there is none."""
 
     def check_layout(
         self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
@@ -89,12 +95,12 @@ class LayeredModule(PipelinedModule):
                 found[int(name.removeprefix("layers.").partition(".")[0])] = part
         return found
 
-    @property
+    @cached_property
     def has_shared_experts(self) -> bool:
         """Tell whether tokens of other data come to experts of this rank, on all stages alike."""
-        # Ranks of one tp group have the same sequences.
+        # Ranks of one tp group have the same sequences. A later run of this module has the same layout.
         data_ranks = {self.mesh.layout.coordinates(rank)["dp"] for rank in self.mesh.experts_cpu.ranks}
-        return getattr(self.config, "experts", None) is not None and len(data_ranks) > 1
+        return self.config.experts is not None and len(data_ranks) > 1
 
     def _check_tokens(self, num_tokens: int) -> None:
         """Refuse microbatches of different sizes where ranks gather each other's tokens."""

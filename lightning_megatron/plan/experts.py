@@ -91,6 +91,11 @@ class ExpertsConfig:
         is_gate_used = self.shared_ffn_hidden_size is not None or not self.shared_gate
         self._require(is_gate_used, "shared_gate", "be False", needs_shared)
 
+    @property
+    def has_losses(self) -> bool:
+        """Tell whether routers have losses of their own."""
+        return bool(self.aux_loss or self.z_loss)
+
     def is_in(self, layer: int) -> bool:
         """Tell whether a layer has experts."""
         return (layer + 1) % self.layers == 0 if isinstance(self.layers, int) else self.layers[layer]

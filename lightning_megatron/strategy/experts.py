@@ -36,7 +36,7 @@ class ExpertsOfRun:
             first += model.config.num_layers
         #: What layers that attach losses read; the same on all stages. None where there are none.
         self.loss_weight: LossWeight | None = None
-        if any(has_losses(model) for model in models):
+        if any(model.config.experts is not None and model.config.experts.has_losses for model in models):
             self.loss_weight = LossWeight()
         for layer in self._layers.values():
             layer.transport = transport
@@ -75,13 +75,7 @@ class ExpertsOfRun:
 
 
 def _is_balanced(config: ExpertsConfig) -> bool:
-    return bool(config.aux_loss or config.z_loss or config.expert_bias_rate)
-
-
-def has_losses(model: LayeredModule) -> bool:
-    """Tell whether routers of a model have losses of their own."""
-    experts = getattr(model.config, "experts", None)
-    return experts is not None and bool(experts.aux_loss or experts.z_loss)
+    return config.has_losses or bool(config.expert_bias_rate)
 
 
 def check_experts(models: Sequence[LayeredModule], layout: ParallelLayout, recompute: str | None) -> None:
@@ -96,7 +90,7 @@ def check_experts(models: Sequence[LayeredModule], layout: ParallelLayout, recom
         ParallelPlanError: If there are axes for experts.
         UnsupportedError: If what they make of their rows is to be computed again.
     """
-    if any(getattr(model.config, "experts", None) is not None for model in models):
+    if any(model.config.experts is not None for model in models):
         return
     check_expert_axes(layout, None)
     if recompute == "experts":

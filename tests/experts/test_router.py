@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from lightning_megatron.experts.attached_loss import attach_loss
-from lightning_megatron.experts.balance import step_load
+from lightning_megatron.experts.balance import add_over_tokens_
 from lightning_megatron.experts.choice import balanced_experts
 from lightning_megatron.experts.router import Router
 from lightning_megatron.groups.collectives import all_reduce_
@@ -131,7 +131,7 @@ def test_nothing_is_read_back_from_the_device(name: str) -> None:
     routing = router(hidden)
     attached = attach_loss(routing.probabilities, losses_of(routing), 1.0)
     assert gradients(attached.sum(), hidden)[0].shape == hidden.shape
-    router.update_(step_load(routing.load, mesh))
+    router.update_(add_over_tokens_(routing.load.to(torch.int64, copy=True), mesh))
     balanced_experts(S * B, 0, router.config, mesh.device)
 
 
@@ -260,7 +260,7 @@ def compare_with_one_process(config: ExpertsConfig, mesh: ParallelMesh, what: st
         if mesh.sequence_parallel:
             all_reduce_(value, mesh.tp)
         assert_equal(value, getattr(expected, field), f"{what}: {field}")
-    assert torch.equal(step_load(routing.load, mesh), expected.load.long()), what
+    assert torch.equal(add_over_tokens_(routing.load.to(torch.int64, copy=True), mesh), expected.load.long()), what
 
 
 def train(config: ExpertsConfig, mesh: ParallelMesh, num_microbatches: int) -> Router:
@@ -277,7 +277,7 @@ def train(config: ExpertsConfig, mesh: ParallelMesh, num_microbatches: int) -> R
         with torch.no_grad():
             router.weight.sub_(all_reduce_(router.weight.grad, mesh.data, "mean"))
         router.weight.grad = None
-        router.update_(step_load(load, mesh))
+        router.update_(add_over_tokens_(load.to(torch.int64, copy=True), mesh))
     return router
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.balance import step_load
+from lightning_megatron.experts.balance import add_over_tokens_
 from lightning_megatron.experts.statistics import RouterStatistics, StepStatistics, step_statistics
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
@@ -115,7 +115,9 @@ def check_cuts(rank: int, size: int) -> None:
                 for field in ("load", "dropped", "entropy", "balance_loss", "z_loss"):
                     actual, wanted = getattr(found[layer], field), getattr(expected[layer], field)
                     assert_equal(actual.double(), wanted.double(), f"{cut}, layer {layer}: {field}")
-                assert torch.equal(found[layer].load, step_load(layers[layer].load, mesh)), cut
+                assert torch.equal(
+                    found[layer].load, add_over_tokens_(layers[layer].load.to(torch.int64, copy=True), mesh)
+                ), cut
         mesh.destroy()
 
 
