@@ -31,6 +31,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.network_activations import MicrobatchShape
 from lightning_megatron.training import Division
 from tests.live_memory import LiveMemory
+from tests.models.test_kept_activations import built
 from tests.training.runs import Run
 from tests.world import run_world
 
@@ -57,14 +58,6 @@ CONFIGS = {
     "relu": config_of({}, activation="relu"),
     "gelu": config_of({}, activation="gelu"),
 }
-
-
-def built(config: GPTConfig, dtype: torch.dtype, mesh: ParallelMesh | None = None) -> GPT:
-    torch.set_default_dtype(dtype)
-    try:
-        return GPT(config, mesh, seed=1)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def tokens_of(config: GPTConfig, batch: int = BATCH) -> Tensor:
@@ -164,6 +157,13 @@ LAYOUTS: dict[str, tuple[dict[str, int], bool, Transport]] = {
 }
 
 
+def balanced(config: GPTConfig, mesh: ParallelMesh, transport: Transport) -> GPT:
+    model = built(config, torch.bfloat16, mesh)
+    for layer in model.mixtures().values():
+        layer.transport, layer.router.forced_balance = transport, True
+    return model
+
+
 def hold(rank: int, size: int) -> dict[str, tuple[int, int, dict[str, int], dict[str, int]]]:
     """Return what a rank keeps in a forward pass and holds all the time, each beside the estimate (bytes)."""
     config = config_of({"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 64}, num_kv_heads=2)
@@ -171,9 +171,7 @@ def hold(rank: int, size: int) -> dict[str, tuple[int, int, dict[str, int], dict
     for name, (sizes, sequence_parallel, transport) in LAYOUTS.items():
         layout = ParallelLayout(size, **sizes)
         mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
-        model = built(config, torch.bfloat16, mesh)
-        for layer in model.mixtures().values():
-            layer.transport, layer.router.forced_balance = transport, True
+        model = balanced(config, mesh, transport)
         check_parameters(model, config, layout)
         how = {"tp": layout.tp, "sequence_parallel": sequence_parallel, "transport": transport}
         expected = estimated_bytes(config, torch.bfloat16, ep=layout.ep, etp=layout.etp, **how)
@@ -197,9 +195,7 @@ def train_step(rank: int, size: int) -> dict[str, tuple[int, int]]:
     for name, (sizes, sequence_parallel, transport) in LAYOUTS.items():
         layout = ParallelLayout(size, **sizes)
         mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
-        model = built(config, torch.bfloat16, mesh)
-        for layer in model.mixtures().values():
-            layer.transport, layer.router.forced_balance = transport, True
+        model = balanced(config, mesh, transport)
         training = TrainingShape(
             seq_length=LENGTH,
             microbatch_size=BATCH,

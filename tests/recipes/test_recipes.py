@@ -70,12 +70,17 @@ def test_callbacks_show_the_rate_and_draw_the_loss(config: dict) -> None:
     assert classes[:2] == ["TokensProgressBar", "LossCurve"]
 
 
-@pytest.mark.slow
-def test_four_processes_train_like_one(tmp_path: Path) -> None:
+@pytest.fixture
+def _speeches() -> None:
     try:
         load_speeches("heldout")
     except MissingExtraError as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_speeches")
+def test_four_processes_train_like_one(tmp_path: Path) -> None:
     four = losses(tmp_path, "gpt_speeches_cpu.yaml")
     one = losses(tmp_path, "gpt_speeches_cpu.yaml", "gpt_speeches_1process.yaml")
     assert len(four["train_loss"]) == 3
@@ -85,11 +90,8 @@ def test_four_processes_train_like_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_speeches")
 def test_experts_train_on_four_processes_like_on_one(tmp_path: Path) -> None:
-    try:
-        load_speeches("heldout")
-    except MissingExtraError as error:
-        pytest.skip(str(error))
     four = losses(tmp_path / "four", "moe_speeches_cpu.yaml")
     layout = [f"--trainer.strategy.{name}=1" for name in ("tp", "ep")] + ["--trainer.devices=1"]
     one = losses(tmp_path / "one", "moe_speeches_cpu.yaml", options=[*layout, "--data.batch_size=16"])

@@ -16,6 +16,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.adapter import ReplacedModel
 from lightning_megatron.swap.load import reader_of
+from tests.oracles import assert_equal
 
 
 def mesh_of(tp: int = 1, pp: int = 1, tp_rank: int = 0, pp_rank: int = 0) -> ParallelMesh:
@@ -50,3 +51,13 @@ def expected_gradients(model: ReplacedModel, gradients: Mapping[str, Tensor]) ->
     """Return the gradients of our full tensors, made of those of theirs by the family's table."""
     reader, table = reader_of(gradients, model.family), model.family.tensors(model.body.config)
     return {tensor.target: tensor.full(reader, torch.float64) for tensor in table}
+
+
+def check_call(model: Any, call: Mapping[str, Any], logits: Tensor, loss: Tensor, what: str) -> None:
+    """Compare logits, where nothing is padded, and the loss of a call, and run the backward pass of its loss alone."""
+    model.zero_grad()
+    output = model(**call)
+    seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+    assert_equal(output.logits[seen], logits[seen], f"{what}: logits", 1e-9)
+    assert_equal(output.loss, loss, f"{what}: loss", 1e-9)
+    output.loss.backward()

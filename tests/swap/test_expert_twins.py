@@ -28,7 +28,7 @@ from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 from tests.oracles import assert_equal, float32_as_float64
 from tests.swap.expert_models import CASES, WHOLE, config_of, exact_twin_of
 from tests.swap.families import V
-from tests.swap.parts import expected_gradients, expert_mesh_of
+from tests.swap.parts import check_call, expected_gradients, expert_mesh_of
 from tests.swap.test_language_models import Truth, expected_of, inputs
 from tests.world import run_world
 
@@ -91,12 +91,7 @@ def compare(case: str, mesh: ParallelMesh, expected: dict[str, Truth], transport
         what = f"{case}, {kind}, {mesh.layout}, {transport}"
         logits, loss, gradients = expected[kind]
         logits = logits.roll(mesh.dp.rank, 0)
-        model.zero_grad()
-        output = model(**call)
-        seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
-        assert_equal(output.logits[seen], logits[seen], f"{what}: logits", 1e-9)
-        assert_equal(output.loss, loss, f"{what}: loss", 1e-9)
-        output.loss.backward()
+        check_call(model, call, logits, loss, what)
         assert_same_parts(model.gpt, mesh, expected_gradients(model, gradients), what)
 
 

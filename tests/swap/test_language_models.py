@@ -19,7 +19,7 @@ from lightning_megatron.swap import building_on_meta, parallelize
 from lightning_megatron.swap.language_model import HuggingFaceLM, span_of
 from tests.oracles import assert_equal, assert_same_gradients
 from tests.swap.families import CASES, V, twin_of
-from tests.swap.parts import expected_gradients
+from tests.swap.parts import check_call, expected_gradients
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
@@ -114,12 +114,7 @@ def compare_with(truths: Mapping[str, Truth], case: str, model: HuggingFaceLM, m
     for kind, call in inputs().items():
         what = f"{case}, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
         logits, loss, gradients = truths[kind]
-        model.zero_grad()
-        output = model(**call)
-        seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
-        assert_equal(output.logits[seen], logits[seen], f"{what}: logits", 1e-9)
-        assert_equal(output.loss, loss, f"{what}: loss", 1e-9)
-        output.loss.backward()
+        check_call(model, call, logits, loss, what)
         assert_same_gradients(model.gpt, mesh, expected_gradients(model, gradients), what)
 
 

@@ -22,6 +22,7 @@ from tests.oracles import assert_equal, gather_full
 from tests.swap.encoders import CASES as ENCODERS
 from tests.swap.families import CASES as DECODERS
 from tests.swap.families import transformers, twin_of
+from tests.swap.parts import check_call
 from tests.swap.test_encoders import exact as exact_encoder
 from tests.swap.test_encoders import inputs as encoder_inputs
 from tests.swap.test_encoders import labelled, loss_of
@@ -89,12 +90,7 @@ def compare_decoders(case: str, mesh: ParallelMesh, **settings: Any) -> None:
         call = inputs()[kind]
         logits, loss, _ = expected_of(twin, call)
         wrapped.get_base_model().gpt.recompute = recompute
-        wrapped.zero_grad()
-        output = wrapped(**call)
-        seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
-        assert_equal(output.logits[seen], logits[seen], f"{what}: logits", 1e-9)
-        assert_equal(output.loss, loss, f"{what}: loss", 1e-9)
-        output.loss.backward()
+        check_call(wrapped, call, logits, loss, what)
         check_gradients(wrapped, twin, mesh, what)
     with wrapped.disable_adapter(), twin.disable_adapter(), torch.no_grad():
         assert_equal(wrapped(**call).logits, twin(**call).logits, f"{what}: without adapter", 1e-9)
