@@ -115,7 +115,7 @@ int run(const char* name, Kind kind, Launch launch) {
   for (bool along_n : {false, true}) {
     if (along_n && kind == Kind::kWeightGradAdd) continue;   // it would add twice
     const Problem problem{kGroups, ends, kRows, kN, kK, kStep, a, b, d};
-    const Status status = launch(problem, {along_n, along_n ? 2 : 0, kSms, workspace, workspace_bytes, nullptr});
+    const Status status = launch(problem, {along_n, along_n ? 2 : 0, kSms, workspace, workspace_bytes, nullptr, 1.f});
     check(cudaGetLastError());
     check(cudaDeviceSynchronize());
     if (status != Status::kOk) ++num_wrong;

@@ -71,6 +71,12 @@ struct GroupedGemm {
       cutlass::epilogue::fusion::Sm90Compute<cutlass::epilogue::thread::Identity, ElementD, float,
                                              cutlass::FloatRoundStyle::round_to_nearest>,
       cutlass::epilogue::fusion::Sm90AccFetch>;
+  using Scaled = cutlass::epilogue::fusion::Sm90EVT<
+      cutlass::epilogue::fusion::Sm90Compute<cutlass::multiplies, ElementD, float,
+                                             cutlass::FloatRoundStyle::round_to_nearest>,
+      cutlass::epilogue::fusion::Sm90ScalarBroadcast<float>, cutlass::epilogue::fusion::Sm90AccFetch>;
+  // A factor where there is one: bf16 results have none.
+  using Product = cute::conditional_t<is_fp32(kKind), Scaled, Plain>;
   using AddC = cutlass::epilogue::fusion::LinearCombination<ElementD, float, ElementC, float>;
 
   template <class Fusion>
@@ -80,11 +86,11 @@ struct GroupedGemm {
       RowMajor*, kAlignOutput, typename Schedule::Epilogue, Fusion>::CollectiveOp;
 
   template <Store store, class = void>
-  struct EpilogueOf { using type = BuiltEpilogue<Plain>; };
+  struct EpilogueOf { using type = BuiltEpilogue<Product>; };
   template <class Unused>
   struct EpilogueOf<Store::kReadC, Unused> { using type = typename WithStagesC<BuiltEpilogue<AddC>, kStagesC>::type; };
   template <class Unused>
-  struct EpilogueOf<Store::kReduceAdd, Unused> { using type = typename WithReduceAdd<BuiltEpilogue<Plain>>::type; };
+  struct EpilogueOf<Store::kReduceAdd, Unused> { using type = typename WithReduceAdd<BuiltEpilogue<Product>>::type; };
   using Epilogue = typename EpilogueOf<kStore>::type;
 
   using BuiltMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
@@ -99,6 +105,12 @@ struct GroupedGemm {
   using StrideA = typename Kernel::InternalStrideA;
   using StrideB = typename Kernel::InternalStrideB;
   using StrideD = typename Kernel::InternalStrideD;
+
+  template <class FusionArguments>
+  static void set_alpha(FusionArguments& arguments, float alpha) {
+    if constexpr (kReadsC) arguments.alpha = alpha, arguments.beta = 1.f;
+    else if constexpr (is_fp32(kKind)) arguments = {{{alpha}}, {}, {}};
+  }
 };
 
 }  // namespace lm_kernels

@@ -11,8 +11,8 @@ enum class Kind {
   kForward,          // y  = x w[g]^T          bf16
   kDataGrad,         // dx = dy w[g]           bf16
   kWeightGradBf16,   // dw[g] = dy^T x         bf16
-  kWeightGradFp32,   // dw[g] = dy^T x         fp32
-  kWeightGradAdd,    // dw[g] += dy^T x        fp32
+  kWeightGradFp32,   // dw[g] = alpha dy^T x   fp32
+  kWeightGradAdd,    // dw[g] += alpha dy^T x  fp32
 };
 
 constexpr bool is_weight_grad(Kind kind) { return kind != Kind::kForward && kind != Kind::kDataGrad; }
@@ -45,6 +45,7 @@ struct LaunchOptions {
   void* workspace;         // one for each stream: it holds the arguments of the launch in flight
   size_t workspace_bytes;
   cudaStream_t stream;
+  float alpha;             // fp32 weight gradients: what the products are multiplied by
 };
 
 enum class Status { kOk, kWorkspaceTooSmall, kNotImplementable, kInitializeFailed, kLaunchFailed };

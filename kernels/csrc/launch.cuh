@@ -41,9 +41,8 @@ Status launch(const Problem& problem, const LaunchOptions& options) {
   args.mainloop = mainloop_arguments<Gemm>(problem, groups);
   args.epilogue.ptr_D = groups.d;
   args.epilogue.dD = groups.stride_d;
+  Gemm::set_alpha(args.epilogue.thread, options.alpha);
   if constexpr (Gemm::kReadsC) {
-    args.epilogue.thread.alpha = 1.f;
-    args.epilogue.thread.beta = 1.f;
     args.epilogue.ptr_C = const_cast<typename Gemm::ElementC const**>(groups.d);
     args.epilogue.dC = groups.stride_d;
   }

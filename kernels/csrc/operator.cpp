@@ -140,7 +140,7 @@ const char* reason(Status status) {
 }
 
 void grouped_gemm(Tensor d, const Tensor& a, const Tensor& b, const Tensor& group_ends, Tensor workspace,
-                  std::string variant, bool raster_along_n, int64_t raster_band, int64_t num_sms) {
+                  std::string variant, bool raster_along_n, int64_t raster_band, int64_t num_sms, double alpha) {
   const Variant& chosen = find_variant(variant);
   const lm_kernels::Problem problem = checked_problem(chosen.kind, d, a, b, group_ends);
   const int device = a.get_device();
@@ -148,6 +148,8 @@ void grouped_gemm(Tensor d, const Tensor& a, const Tensor& b, const Tensor& grou
   check_aligned("workspace", workspace, lm_kernels::kWorkspaceAlignment);
   LM_CHECK(raster_band >= 0 && raster_band <= INT_MAX, "raster_band must not be negative: ", raster_band);
   LM_CHECK(num_sms > 0 && num_sms <= INT_MAX, "num_sms must be positive: ", num_sms);
+  LM_CHECK(alpha == 1 || lm_kernels::is_fp32(chosen.kind), "only fp32 weight gradients are multiplied by alpha: ",
+           variant, " is none, and alpha is ", alpha);
   if (problem.num_groups == 0 || (problem.num_rows == 0 && !lm_kernels::is_weight_grad(chosen.kind))) return;
   LM_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch is built without CUDA");
   torch::stable::accelerator::DeviceGuard guard(device);
@@ -155,7 +157,7 @@ void grouped_gemm(Tensor d, const Tensor& a, const Tensor& b, const Tensor& grou
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   const Status status =
       chosen.launch(problem, {raster_along_n, int(raster_band), int(num_sms), workspace.data_ptr(),
-                              size_t(workspace.numel()), static_cast<cudaStream_t>(stream)});
+                              size_t(workspace.numel()), static_cast<cudaStream_t>(stream), float(alpha)});
   LM_CHECK(status == Status::kOk, variant, ": ", reason(status));
 }
 
@@ -164,7 +166,7 @@ void grouped_gemm(Tensor d, const Tensor& a, const Tensor& b, const Tensor& grou
 STABLE_TORCH_LIBRARY(lm_kernels, m) {
   m.def(
       "grouped_gemm(Tensor(a!) d, Tensor a, Tensor b, Tensor group_ends, Tensor(b!) workspace, str variant, "
-      "bool raster_along_n, int raster_band, int num_sms) -> ()");
+      "bool raster_along_n, int raster_band, int num_sms, float alpha=1.0) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(lm_kernels, CUDA, m) { m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm)); }

@@ -102,10 +102,12 @@ class Bundled(GroupedMM):
     def add_weight_gradients(cls, grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]) -> None:
         """Add the gradient of every weight to its slot."""
 
-        def add(sums: Tensor, overwrite: bool) -> None:
-            _launch(Pass.WEIGHT_GRAD_FP32 if overwrite else Pass.WEIGHT_GRAD_ADD, sums, grad, rows, ends)
-
         row = SlotRow.of(slots)
+
+        def add(sums: Tensor, overwrite: bool) -> None:
+            which = Pass.WEIGHT_GRAD_FP32 if overwrite else Pass.WEIGHT_GRAD_ADD
+            _launch(which, sums, grad, rows, ends, row.scale)
+
         if not _takes_sums(row) or not row.add(add):
             super().add_weight_gradients(grad, rows, ends, slots)
 
@@ -126,13 +128,13 @@ def stacked(weights: Sequence[Tensor] | Tensor) -> Tensor:
     return torch.stack(tuple(weights)) if view is None else view
 
 
-def _launch(which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+def _launch(which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor, alpha: float = 1.0) -> Tensor:
     """Run the variant of the rule; nothing is read back, and a CUDA graph keeps the workspace that it was given."""
     stack = b if which is Pass.FORWARD or which is Pass.DATA_GRAD else result
     choice, num_sms, num_bytes = _choice(which, a.shape[0], *stack.shape, a.device)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=a.device)
     run = torch.ops.lm_kernels.grouped_gemm.default
-    run(result, a, b, ends, workspace, choice.variant, choice.along_n, choice.band, num_sms)
+    run(result, a, b, ends, workspace, choice.variant, choice.along_n, choice.band, num_sms, alpha)
     return result
 
 

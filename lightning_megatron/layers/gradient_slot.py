@@ -37,6 +37,7 @@ class GradientSlot:
         on_gradient: Called after every addition.
         accepts: Tells whether gradients count now; those that come while it says no are dropped.
         join: Returns the owner of several slots that were given the same ``join``; None asks and tells one by one.
+        scale: What every gradient is multiplied by before it is added.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class GradientSlot:
         on_gradient: Callable[[], None],
         accepts: Callable[[], bool] = lambda: True,
         join: Callable[[Sequence[GradientSlot]], Owner] | None = None,
+        scale: float = 1.0,
     ) -> None:
-        self.gradient = gradient
+        self.gradient, self.scale = gradient, scale
         self.is_empty = True
         self._on_gradient, self._accepts, self._join = on_gradient, accepts, join
         self._row: SlotRow | None = None
@@ -58,8 +60,10 @@ class GradientSlot:
             return
         if self.is_empty:
             self.gradient.copy_(gradient)
+            if self.scale != 1:
+                self.gradient.mul_(self.scale)
         else:
-            self.gradient.add_(gradient)
+            self.gradient.add_(gradient, alpha=self.scale)
         self._added()
 
     @torch.no_grad()
@@ -73,13 +77,11 @@ class GradientSlot:
         """
         if not self._accepts():
             return
+        factors = {"beta": 0 if self.is_empty else 1, "alpha": self.scale}
         if self.gradient.dtype == torch.float32 and left.is_cuda and left.dtype in _HALF and right.dtype == left.dtype:
-            if self.is_empty:
-                torch.mm(left.t(), right, out_dtype=torch.float32, out=self.gradient)
-            else:
-                torch.addmm(self.gradient, left.t(), right, out_dtype=torch.float32, out=self.gradient)
+            torch.addmm(self.gradient, left.t(), right, out_dtype=torch.float32, out=self.gradient, **factors)
         elif self.gradient.dtype == left.dtype == right.dtype:
-            torch.addmm(self.gradient, left.t(), right, beta=0 if self.is_empty else 1, out=self.gradient)
+            torch.addmm(self.gradient, left.t(), right, out=self.gradient, **factors)
         else:
             self.add(left.t() @ right)
             return
@@ -97,7 +99,7 @@ class GradientSlot:
             return
         if self.is_empty:
             self.gradient.zero_()
-        self.gradient.index_add_(0, index, rows)
+        self.gradient.index_add_(0, index, rows, alpha=self.scale)
         self._added()
 
     def clear(self) -> None:
@@ -118,8 +120,11 @@ class SlotRow:
 
     def __init__(self, slots: Sequence[GradientSlot]) -> None:
         self._slots = tuple(slots)
-        #: The sums as one tensor ``(E, *shape)``; None where they do not lie so.
-        self.sums = stacked_view([slot.gradient for slot in slots])
+        #: What every gradient is multiplied by before it is added.
+        self.scale = slots[0].scale
+        is_one_scale = all(slot.scale == self.scale for slot in slots)
+        #: The sums as one tensor ``(E, *shape)``; None where they do not lie so, or are of different scales.
+        self.sums = stacked_view([slot.gradient for slot in slots]) if is_one_scale else None
         self.is_contiguous = slots[0].gradient.is_contiguous()
         joins = [slot._join for slot in slots]
         join = joins[0] if joins.count(joins[0]) == len(joins) else None
@@ -150,7 +155,7 @@ class SlotRow:
         Otherwise nothing has happened, and each slot is to be given its own gradient.
 
         Args:
-            add: Gets the sums as one tensor, and whether it is to overwrite what is there.
+            add: Gets the sums as one tensor, and whether it is to overwrite what is there; it applies :attr:`scale`.
         """
         states = [slot.is_empty for slot in self._slots]
         is_empty = states[0]

@@ -74,7 +74,9 @@ class _Bucket:
 class GradientReducer:
     """Sum the gradients of a step over the ranks: every slice ends with its part of the mean over the data ranks.
 
-    Those of experts are summed over the ranks that hold the same experts, and divided by the number of data ranks.
+    Those of experts are averaged over the ranks that hold the same experts. Fewer ranks hold copies than there are
+    losses where experts on one rank have the tokens of several data ranks: their slots multiply by what is missing to
+    the mean over the losses, inside of the product that makes a gradient where a kernel can.
 
     Gradients are summed over the microbatches in the flat buffers, by the layers' own matrix products or after
     autograd has made them. A bucket's reduce-scatter (all-reduce without divided mains) starts when its last gradient
@@ -112,9 +114,11 @@ class GradientReducer:
             buckets = [_Bucket(buffer, index, set()) for index in range(len(buffer.plan.buckets))]
             self._buckets += buckets
             self._bucket_of |= {name: bucket for bucket in buckets for name in bucket.names}
+            mesh = self._main.mesh
+            scale = mesh.copies(buffer.is_expert).size / mesh.data.size
             for name, parameter in buffer.members.items():
                 owner = self._owner_of([name])
-                slot = GradientSlot(buffer.gradient_of(name), owner.on_gradients, owner.accepts, self._join)
+                slot = GradientSlot(buffer.gradient_of(name), owner.on_gradients, owner.accepts, self._join, scale)
                 self._slots[name] = slot
                 self._names[slot] = name
                 set_slot(parameter, slot)
@@ -162,7 +166,6 @@ class GradientReducer:
             self._start(bucket)
         for bucket in buckets:
             bucket.wait()
-        self._average_experts([bucket.own for bucket in buckets if bucket.buffer.is_expert])
         self._add_ties(buckets, alone=True)
         finished = [name for bucket in buckets for name in bucket.names]
         dormant = self._unused.agree(finished)
@@ -271,13 +274,6 @@ class GradientReducer:
             self._fill([name])
             own = bucket.buffer.own_part(bucket.buffer.gradients, bucket.index)
             all_reduce_(own if alone else self._gradient_of(name), mesh.embedding)
-
-    def _average_experts(self, sums: list[Tensor]) -> None:
-        """Make means over the copies of experts those of the data ranks' losses."""
-        num_copies, num_losses = self._main.mesh.edp.size, self._main.mesh.data.size
-        if sums and num_copies != num_losses:
-            # Experts on one rank have the tokens of several losses: fewer ranks hold copies than there are losses.
-            torch._foreach_mul_(sums, num_copies / num_losses)
 
     def _hand_over(self, names: Iterable[str], dormant: Collection[str]) -> None:
         slices, is_trainable = self._main.slices, self._main.is_trainable

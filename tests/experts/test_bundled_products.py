@@ -30,12 +30,13 @@ class Kernels:
     def __init__(self) -> None:
         self.launches: list[tuple[Pass, Tensor]] = []
 
-    def __call__(self, which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    def __call__(self, which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor, alpha: float = 1.0) -> Tensor:
         self.launches.append((which, result))
         stack = b if which in {Pass.FORWARD, Pass.DATA_GRAD} else result
         num_groups, n, k = stack.shape
         choose_variant(which, a.shape[0], num_groups, n, k)
         assert a.is_contiguous()
+        assert alpha == 1 or which in {Pass.WEIGHT_GRAD_FP32, Pass.WEIGHT_GRAD_ADD}
         assert stack.stride()[1:] == (k, 1)
         assert stack is result or stack.stride(0) % k == 0
         bounds = [0, *ends.tolist()]
@@ -46,9 +47,9 @@ class Kernels:
             elif which is Pass.DATA_GRAD:
                 result[rows] = a[rows] @ b[group]
             elif which is Pass.WEIGHT_GRAD_ADD:
-                result[group] += a[rows].float().t() @ b[rows].float()
+                result[group] += alpha * (a[rows].float().t() @ b[rows].float())
             else:
-                result[group] = (a[rows].float().t() @ b[rows].float()).to(result.dtype)
+                result[group] = alpha * (a[rows].float().t() @ b[rows].float()).to(result.dtype)
         return result
 
     @property
@@ -113,6 +114,20 @@ def test_one_launch_writes_all_slots_and_the_next_adds_to_them(kernels: Kernels)
         assert torch.allclose(slot.gradient, expected[number], atol=1e-5)
         assert weight.grad is None
     assert sums.view(4, step)[:, OUT * IN :].isnan().all(), "what lies between the slots was written"
+
+
+@pytest.mark.parametrize("scales", [[0.5] * 4, [0.5, 0.5, 2.0, 0.5]], ids=["one", "several"])
+def test_gradients_are_multiplied_by_the_scale_of_their_slots(kernels: Kernels, scales: list[float]) -> None:
+    weights, sums = weights_in(draw(4 * OUT * IN), OUT * IN), torch.full((4, OUT, IN), torch.nan)
+    for weight, part, scale in zip(weights, sums, scales, strict=True):
+        set_slot(weight, GradientSlot(part, lambda: None, scale=scale))
+    rows, outer = draw(NUM_ROWS, IN, seed=2), draw(NUM_ROWS, OUT, seed=1)
+    for _ in range(2):
+        grouped_linear(rows, weights, ENDS, "bundled").backward(outer)
+    is_one = len(set(scales)) == 1
+    assert (Pass.WEIGHT_GRAD_ADD in kernels.passes) == is_one
+    expected = 2 * torch.tensor(scales).view(-1, 1, 1) * product_of(outer, rows)
+    assert torch.allclose(sums, expected, atol=1e-5 if is_one else 5e-2, rtol=1e-5 if is_one else 2e-2)
 
 
 @pytest.mark.parametrize("why", ["apart", "half", "some hold a sum", "one refuses"])

@@ -44,7 +44,7 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
-def reference(which: Pass, a: Tensor, b: Tensor, d: Tensor, sizes: list[int]) -> Tensor:
+def reference(which: Pass, a: Tensor, b: Tensor, d: Tensor, sizes: list[int], alpha: float = 1.0) -> Tensor:
     """Compute in float64 what d must become; what no group reaches keeps what is there."""
     full = d.double()
     if which is Pass.WEIGHT_GRAD_BF16 or which is Pass.WEIGHT_GRAD_FP32:
@@ -58,7 +58,7 @@ def reference(which: Pass, a: Tensor, b: Tensor, d: Tensor, sizes: list[int]) ->
         elif which is Pass.DATA_GRAD:
             full[rows] = a[rows].double() @ b[group].double()
         else:
-            full[group] += a[rows].double().t() @ b[rows].double()
+            full[group] += alpha * (a[rows].double().t() @ b[rows].double())
     return full
 
 
@@ -86,8 +86,9 @@ def test_every_variant_equals_float64(variant: str, along_n: bool, band: int, id
         a, b, d = operands(which, sizes, n, k)
         ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
         workspace = torch.empty(workspace_bytes(len(sizes), num_sms), dtype=torch.uint8, device="cuda")
-        expected = reference(which, a, b, d, sizes)
-        torch.ops.lm_kernels.grouped_gemm(d, a, b, ends, workspace, variant, along_n, band, num_sms)
+        alpha = 0.375 if which in {Pass.WEIGHT_GRAD_FP32, Pass.WEIGHT_GRAD_ADD} else 1.0
+        expected = reference(which, a, b, d, sizes, alpha)
+        torch.ops.lm_kernels.grouped_gemm(d, a, b, ends, workspace, variant, along_n, band, num_sms, alpha)
         rows = sum(sizes)
         if which in {Pass.FORWARD, Pass.DATA_GRAD}:
             assert (d[rows:] == UNTOUCHED).all(), f"{name}: rows of no group were written"
@@ -112,6 +113,8 @@ def test_what_does_not_fit_is_refused() -> None:
     }.items():
         with pytest.raises(RuntimeError, match=message):
             run(*given, False, 0, 8)
+    with pytest.raises(RuntimeError, match="only fp32 weight gradients are multiplied by alpha"):
+        run(d, a, b, ends, workspace, variant, False, 0, 8, 0.5)
 
 
 def test_weights_and_results_may_lie_apart() -> None:

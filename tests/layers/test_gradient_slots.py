@@ -267,6 +267,21 @@ def test_half_layers_sum_a_float32_slot_over_microbatches() -> None:
     assert_equal(gradients["weight"], expected, "sum over microbatches", tolerance=2e-2)
 
 
+def test_every_way_of_adding_multiplies_by_the_scale_of_a_slot() -> None:
+    left, right, index = draw(6, V), draw(6, D), torch.tensor([2, 0, 5, 7, 1, 3])
+    rows = torch.zeros(V, D, dtype=torch.float64).index_add(0, index, right)
+    ways: dict[str, tuple[Callable[[GradientSlot], None], Tensor]] = {
+        "whole": (lambda slot: slot.add(left.t() @ right), left.t() @ right),
+        "product": (lambda slot: slot.add_product(left, right), left.t() @ right),
+        "rows": (lambda slot: slot.add_rows(index, right), rows),
+    }
+    for what, (add, gradient) in ways.items():
+        slot = GradientSlot(torch.full((V, D), torch.nan, dtype=torch.float64), lambda: None, scale=0.75)
+        for times in (1, 2):
+            add(slot)
+            assert_equal(slot.gradient, times * 0.75 * gradient, f"{what}, {times} times")
+
+
 def test_a_bias_that_the_caller_adds_is_not_added() -> None:
     x = draw(S, B, D)
     for kind in (ColumnParallelLinear, RowParallelLinear):

@@ -32,6 +32,11 @@ struct GroupedGemmSm100 {
   using StrideB = typename Kernel::InternalStrideB;
   using StrideD = typename Kernel::InternalStrideD;
 
+  template <class FusionArguments>
+  static void set_alpha(FusionArguments& arguments, float alpha) {
+    arguments.alpha = alpha, arguments.beta = kReadsC ? 1.f : 0.f;
+  }
+
   // No programmatic launch: CUTLASS' scheduler reads the shapes of groups at once, its own waits being left out.
   struct Adapter : cutlass::gemm::device::GemmUniversalAdapter<Kernel> {
     cutlass::Status run(cudaStream_t stream, cutlass::CudaHostAdapter* host, bool) {
