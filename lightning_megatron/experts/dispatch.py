@@ -11,12 +11,8 @@ from torch import Tensor
 from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.experts.permute import RowMap, map_rows, permute_both, unpermute
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import (
-    all_gather_sequence,
-    all_reduce_,
-    exchange_rows,
-    reduce_scatter_sequence,
-)
+from lightning_megatron.groups.collectives import all_reduce_, exchange_rows, reduce_scatter_sequence
+from lightning_megatron.groups.in_flight import InFlight, start_all_gather_sequence, start_row_exchange
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import Transport, transport_over_ep
 from lightning_megatron.plan.shards import ShardRange, even_range
@@ -35,6 +31,25 @@ class Exchange:
     row_map: RowMap
     sends: tuple[int, ...]
     receives: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Hold tokens on their way to the ranks of their experts.
+
+    Shapes: of what arrives: hidden ``(N, D)``; probabilities and experts ``(N, k)``.
+
+    Args:
+        hidden: The tokens.
+        probabilities: What the outputs of the experts are multiplied by.
+        experts: Numbers of the experts, as the ranks count them that the tokens go to.
+        exchange: How they go, if by an all-to-all.
+    """
+
+    hidden: InFlight
+    probabilities: InFlight
+    experts: InFlight
+    exchange: Exchange | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,10 @@ class Dispatched:
 
 
 class Dispatcher(Protocol):
-    """Bring tokens to experts and back; nothing is kept between the two calls but what the first returns."""
+    """Bring tokens to experts and back; nothing is kept between the calls but what they return.
+
+    What is computed between :meth:`send` and :meth:`receive` runs beside the communication, forward and backward.
+    """
 
     @property
     def is_static(self) -> bool:
@@ -72,8 +90,8 @@ class Dispatcher(Protocol):
     def needs_equal_counts(self) -> bool:
         """Tell whether its ranks must have equally many tokens."""
 
-    def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
-        """Bring every token to the experts that it chose.
+    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+        """Start to bring every token to the experts that it chose.
 
         Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``.
 
@@ -82,6 +100,9 @@ class Dispatcher(Protocol):
             probabilities: What the outputs of the chosen experts are multiplied by.
             experts: Numbers of the chosen experts in the whole layer; -1 stands for none.
         """
+
+    def receive(self, sent: Sent) -> Dispatched:
+        """Wait for the tokens that come to the experts of this rank, and sort them by expert."""
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """Bring outputs, already times their probabilities, back to the tokens and add them up.
@@ -112,10 +133,14 @@ class LocalDispatcher:
         """Tell that other ranks do not matter."""
         return False
 
-    def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
+    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+        """Leave the tokens where they are."""
+        return Sent(InFlight(hidden), InFlight(probabilities), InFlight(experts))
+
+    def receive(self, sent: Sent) -> Dispatched:
         """Sort the tokens that chose experts of this rank."""
-        row_map = map_rows(experts, self.here.start, self.here.size)
-        return Dispatched(*permute_both(hidden, probabilities, row_map), row_map)
+        row_map = map_rows(sent.experts.wait(), self.here.start, self.here.size)
+        return Dispatched(*permute_both(sent.hidden.wait(), sent.probabilities.wait(), row_map), row_map)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """Add up the outputs of every token."""
@@ -126,21 +151,21 @@ class LocalDispatcher:
 class GatherDispatcher:
     """Give every rank the tokens of all, and add up what each made of them.
 
-    No token is dropped whatever the routing is. The ranks of the axes hold different tokens, equally many. Over etp,
+    No token is dropped whatever the routing is. The ranks of the axis hold different tokens, equally many. Over etp,
     whose ranks hold parts of the inner features of the same experts, the sum of what ranks made of a token is the sum
     that tensor parallelism needs.
 
     Args:
         inner: What becomes of the tokens of all. If it is a :class:`LocalDispatcher`, sizes are static and nothing is
             read back from the device.
-        axes: Over which tokens are gathered.
+        axis: Over which tokens are gathered.
 
-    Communication: dispatch all-gathers tokens, probabilities and experts, backward it reduce-scatters the gradients of
+    Communication: send all-gathers tokens, probabilities and experts, backward it reduce-scatters the gradients of
         the former two; combine reduce-scatters outputs, backward it all-gathers their gradients.
     """
 
     inner: Dispatcher
-    axes: tuple[MeshAxis, ...]
+    axis: MeshAxis
 
     @property
     def is_static(self) -> bool:
@@ -152,20 +177,22 @@ class GatherDispatcher:
         """Tell that an all-gather takes equal parts."""
         return True
 
-    def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
-        """Gather all tokens and pass them on."""
-        for axis in self.axes:
-            hidden, probabilities, experts = (
-                all_gather_sequence(tensor, axis) for tensor in (hidden, probabilities, experts)
-            )
-        return self.inner.dispatch(hidden, probabilities, experts)
+    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+        """Start to gather all tokens."""
+        return Sent(
+            start_all_gather_sequence(hidden, self.axis),
+            start_all_gather_sequence(probabilities, self.axis),
+            start_all_gather_sequence(experts, self.axis),
+        )
+
+    def receive(self, sent: Sent) -> Dispatched:
+        """Pass the tokens of all on."""
+        gathered = sent.hidden.wait(), sent.probabilities.wait(), sent.experts.wait()
+        return self.inner.receive(self.inner.send(*gathered))
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """Add up this rank's outputs of every token, then those of all ranks."""
-        result = self.inner.combine(outputs, dispatched)
-        for axis in reversed(self.axes):
-            result = reduce_scatter_sequence(result, axis)
-        return result
+        return reduce_scatter_sequence(self.inner.combine(outputs, dispatched), self.axis)
 
 
 @dataclass(frozen=True)
@@ -179,7 +206,7 @@ class AllToAllDispatcher:
         num_experts: Experts of the layer.
         axis: The ranks that share them in equal parts (ep).
 
-    Communication: dispatch exchanges counts, tokens and probabilities, backward the gradients of the latter two;
+    Communication: send exchanges counts, tokens and probabilities, backward the gradients of the latter two;
         combine exchanges outputs, backward their gradients.
     """
 
@@ -196,8 +223,8 @@ class AllToAllDispatcher:
         """Tell that ranks tell each other how many rows they send."""
         return False
 
-    def dispatch(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Dispatched:
-        """Send tokens to their experts and sort those that came by expert."""
+    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+        """Start to send tokens to their experts, once the host knows how many go where."""
         leaving = map_rows(experts, 0, self.num_experts)
         counts = torch.diff(leaving.ends, prepend=leaving.ends.new_zeros(1)).view(self.axis.size, -1)
         one_each = (1,) * self.axis.size
@@ -205,16 +232,21 @@ class AllToAllDispatcher:
         sends, receives = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
         # Now the host knows how many rows there are.
         leaving = replace(leaving, pairs=leaving.pairs[: sum(sends)])
-        exchange = Exchange(leaving, tuple(sends), tuple(receives))
         rows, scales = (
-            exchange_rows(tensor, sends, receives, self.axis) for tensor in permute_both(hidden, probabilities, leaving)
+            start_row_exchange(tensor, sends, receives, self.axis)
+            for tensor in permute_both(hidden, probabilities, leaving)
         )
-        # They came sorted by rank, then by expert.
+        # They come sorted by rank, then by expert.
         num_here = counts.shape[1]
         numbers = torch.arange(num_here, device=counts.device).repeat(self.axis.size)
         found = torch.repeat_interleave(numbers, arriving.flatten(), output_size=sum(receives))
-        row_map = map_rows(found.unsqueeze(1), 0, num_here)
-        return Dispatched(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, exchange)
+        return Sent(rows, scales, InFlight(found), Exchange(leaving, tuple(sends), tuple(receives)))
+
+    def receive(self, sent: Sent) -> Dispatched:
+        """Sort the tokens that came by expert."""
+        row_map = map_rows(sent.experts.wait().unsqueeze(1), 0, self.num_experts // self.axis.size)
+        rows, scales = sent.hidden.wait(), sent.probabilities.wait()
+        return Dispatched(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, sent.exchange)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
         """Send outputs back and add up those of every token."""
@@ -256,7 +288,7 @@ def choose_dispatcher(
     here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
     dispatcher, reason = _over_ep(here, num_experts, top_k, mesh.ep, transport)
     if mesh.etp.size > 1:
-        dispatcher = GatherDispatcher(dispatcher, (mesh.etp,))
+        dispatcher = GatherDispatcher(dispatcher, mesh.etp)
         reason = f"{reason}; all-gather over etp, whose ranks hold parts of the same experts"
     return DispatcherChoice(dispatcher, reason)
 
@@ -269,7 +301,7 @@ def _over_ep(
     compared = f"top_k ({top_k}) is {'at least' if top_k >= ep.size else 'below'} ep ({ep.size})"
     why = compared if transport == "auto" else "asked for"
     if transport_over_ep(top_k, ep.size, transport) == "all_gather":
-        return GatherDispatcher(LocalDispatcher(here), (ep,)), f"all-gather over ep, of static sizes: {why}"
+        return GatherDispatcher(LocalDispatcher(here), ep), f"all-gather over ep, of static sizes: {why}"
     return AllToAllDispatcher(num_experts, ep), f"all-to-all over ep, of sizes that the host reads: {why}"
 
 

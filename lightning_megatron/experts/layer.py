@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.experts.attached_loss import LossWeight, attach_loss
-from lightning_megatron.experts.dispatch import Dispatched, DispatcherChoice, Transport, choose_dispatcher
+from lightning_megatron.experts.dispatch import Dispatched, DispatcherChoice, Sent, Transport, choose_dispatcher
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.router import Router, Routing
 from lightning_megatron.experts.segments import Segment, SegmentList
@@ -110,11 +110,13 @@ class MixtureOfExperts(nn.Module):
     def _list_segments(self, is_static: bool) -> SegmentList:
         found = [
             Segment("route", self._route, ("hidden",), ("tokens", "probabilities", "chosen")),
-            Segment("dispatch", self._dispatch, ("tokens", "probabilities", "chosen"), ("dispatched",), is_static),
+            Segment("send", self._send, ("tokens", "probabilities", "chosen"), ("sent",), is_static),
         ]
         if self.shared is not None:
+            # Here it runs beside the way of the tokens, and its backward pass beside that of their gradients.
             found.append(Segment("shared", self.shared, ("hidden",), ("shared",)))
         found += [
+            Segment("receive", self._receive, ("sent",), ("dispatched",), is_static),
             Segment("experts", self._compute, ("dispatched",), ("rows",), is_static),
             Segment("combine", self._combine, ("rows", "dispatched", "hidden"), ("output",), is_static),
         ]
@@ -136,8 +138,11 @@ class MixtureOfExperts(nn.Module):
             return routing.probabilities
         return attach_loss(routing.probabilities, sum(losses[1:], losses[0]), self.loss_weight.value)
 
-    def _dispatch(self, tokens: Tensor, probabilities: Tensor, chosen: Tensor) -> Dispatched:
-        return self.choice.dispatcher.dispatch(tokens, probabilities, chosen)
+    def _send(self, tokens: Tensor, probabilities: Tensor, chosen: Tensor) -> Sent:
+        return self.choice.dispatcher.send(tokens, probabilities, chosen)
+
+    def _receive(self, sent: Sent) -> Dispatched:
+        return self.choice.dispatcher.receive(sent)
 
     def _compute(self, dispatched: Dispatched) -> Tensor:
         arguments = dispatched.rows, dispatched.probabilities, dispatched.ends

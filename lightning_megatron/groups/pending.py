@@ -5,7 +5,7 @@ None of them is seen by autograd. On an axis of one rank each is done when it re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -89,6 +89,21 @@ def start_all_reduce(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending
     noted = _note("all_reduce", axis)
     work = dist.all_reduce(x, op=native, group=axis.group, async_op=True)
     return Pending(work, _finish(x, x, scale), keep=(x,), noted=noted)
+
+
+def start_exchange_rows(
+    out: Tensor, x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis
+) -> Pending:
+    """Start to send rows to every rank of the axis, and to join what they send.
+
+    Shapes: x ``(sum(sends), ...)``, contiguous; out ``(sum(receives), ...)``.
+    """
+    if axis.group is None:
+        out.copy_(x)
+        return Pending()
+    noted = _note("all_to_all", axis)
+    work = dist.all_to_all_single(out, x, list(receives), list(sends), group=axis.group, async_op=True)
+    return Pending(work, keep=(out, x), noted=noted)
 
 
 def _note(kind: str, axis: MeshAxis) -> Callable[[], None]:

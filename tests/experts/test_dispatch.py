@@ -76,7 +76,7 @@ def errors_of(transport: Transport, case: str, tokens: str, mesh: ParallelMesh) 
     wanted = expected(case, tokens, mesh, grid)
     module, routed = experts_on(mesh), route(case, SIZES[tokens](mesh.rank), SIZE, NUM_EXPERTS, mesh.rank)
     dispatcher = choose_dispatcher(NUM_EXPERTS, routed.experts.shape[1], mesh, transport).dispatcher
-    sent = dispatcher.dispatch(routed.hidden, routed.probabilities, routed.experts)
+    sent = dispatcher.receive(dispatcher.send(routed.hidden, routed.probabilities, routed.experts))
     output = dispatcher.combine(module(sent.rows, sent.probabilities, sent.ends), sent)
     (output * routed.outer).sum().backward()
     errors = {key: _distance(one, wanted[key]) for key, one in results_of(output, routed).items()}

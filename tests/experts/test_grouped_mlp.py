@@ -50,7 +50,7 @@ def weights_of(module: GroupedMLP) -> list[tuple[Tensor, Tensor]]:
 
 def mixture(routed: Routed, module: GroupedMLP) -> Tensor:
     dispatcher = choose_dispatcher(NUM_EXPERTS, 2, ParallelMesh.single()).dispatcher
-    sent = dispatcher.dispatch(routed.hidden, routed.probabilities, routed.experts)
+    sent = dispatcher.receive(dispatcher.send(routed.hidden, routed.probabilities, routed.experts))
     return dispatcher.combine(module(sent.rows, sent.probabilities, sent.ends), sent)
 
 

@@ -75,7 +75,7 @@ def mixture(config: ExpertsConfig, hidden: Tensor) -> list[Tensor]:
     hidden = hidden.detach().requires_grad_()
     routing = router(hidden)
     dispatcher = choose_dispatcher(config.num_experts, config.top_k, mesh).dispatcher
-    sent = dispatcher.dispatch(hidden.flatten(0, 1), routing.probabilities, routing.experts)
+    sent = dispatcher.receive(dispatcher.send(hidden.flatten(0, 1), routing.probabilities, routing.experts))
     output = dispatcher.combine(experts(sent.rows, sent.probabilities, sent.ends), sent)
     losses = [loss for loss in (routing.balance_loss, routing.z_loss) if loss is not None]
     outer = torch.randn(output.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
@@ -113,7 +113,7 @@ def test_a_captured_graph_follows_new_choices() -> None:
     experts = torch.rand(300, 16, device=DEVICE).topk(4).indices
 
     def step() -> Tensor:
-        sent = dispatcher.dispatch(hidden, probabilities, experts)
+        sent = dispatcher.receive(dispatcher.send(hidden, probabilities, experts))
         return dispatcher.combine(sent.rows * sent.probabilities.unsqueeze(1).to(sent.rows.dtype), sent)
 
     with torch.no_grad():

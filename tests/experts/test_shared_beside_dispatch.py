@@ -1,0 +1,74 @@
+"""The shared expert runs while tokens are on their way to experts, and backward while their gradients are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.groups import in_flight
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.pending import Pending
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.experts.test_layer import hidden_of, layer_of
+from tests.world import run_world
+
+
+def recorded(events: list[str], name: str, start: Callable[..., Pending]) -> Callable[..., Pending]:
+    """Return a starter of collectives that notes when one starts and when it is waited for."""
+
+    def start_and_record(*args: Any) -> Pending:
+        events.append(f"{name} starts")
+        pending = start(*args)
+
+        def end() -> None:
+            pending.wait()
+            events.append(f"{name} ends")
+
+        return Pending(None, end)
+
+    return start_and_record
+
+
+def record(layer: Any, patch: pytest.MonkeyPatch) -> list[str]:
+    """Run forward and backward, and return what happened in which order."""
+    events: list[str] = []
+    for name in ("all_gather", "reduce_scatter", "exchange_rows"):
+        patch.setattr(in_flight, f"start_{name}", recorded(events, name, getattr(in_flight, f"start_{name}")))
+    layer.shared.register_forward_hook(lambda *_: events.append("shared"))
+    layer.experts.register_forward_hook(lambda *_: events.append("experts"))
+    layer.shared.register_full_backward_hook(lambda *_: events.append("shared backward"))
+    output = layer(hidden_of("beside").requires_grad_())
+    events.append("backward")
+    output.backward(hidden_of("outer"))
+    return events
+
+
+def check_order(rank: int, size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    mesh = ParallelMesh.create(ParallelLayout(world_size=size, ep=size))
+    for transport, there, back, num_tensors in (
+        ("all_gather", "all_gather", "reduce_scatter", 3),
+        ("all_to_all", "exchange_rows", "exchange_rows", 2),
+    ):
+        layer = layer_of(mesh, {"transport": transport}, shared_ffn_hidden_size=8, shared_gate=True)
+        with pytest.MonkeyPatch.context() as patch:
+            events = record(layer, patch)
+        forward = [f"{there} starts"] * num_tensors + ["shared"] + [f"{there} ends"] * num_tensors
+        # Numbers of experts have no gradients.
+        backward = [f"{back} starts"] * 2 + ["shared backward"] + [f"{back} ends"] * 2
+        assert events == [*forward, "experts", "backward", *backward], (transport, events)
+    mesh.destroy()
+
+
+def test_the_shared_expert_runs_beside_the_way_of_tokens_and_of_their_gradients() -> None:
+    run_world(check_order, 2)
+
+
+def test_what_arrives_is_taken_once() -> None:
+    flight = in_flight.InFlight(torch.zeros(2))
+    assert flight.wait().shape == (2,)
+    with pytest.raises(AssertionError, match="what arrives is taken once"):
+        flight.wait()
