@@ -6,6 +6,8 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import cast
 
 import torch
 import triton
@@ -27,6 +29,7 @@ class AdamKernel:
     """Update slices of one optimizer group, and remember where they are from one step to the next."""
 
     def __init__(self) -> None:
+        self._columns: list[list[int]] = []
         self._tables: dict[bool, _Table] = {}
 
     def __call__(
@@ -73,16 +76,18 @@ class AdamKernel:
             is_decoupled: Whether the decay shrinks parameters; otherwise it adds to the gradients.
         """
         log1, log2 = _two_floats(_log(beta1)), _two_floats(_log(beta2))
-        # Slices that begin between the borders of vectors would make all accesses narrow.
-        keys: dict[bool, list[_Key]] = {}
-        for row in zip(parameters, gradients, averages, squares, steps, halves, strict=True):
-            key = _key_of(row)
-            keys.setdefault(not (key[0] | key[1] | key[2] | key[3] | key[5]) & 15, []).append(key)
         parameter, gradient, average, half = parameters[0], gradients[0], averages[0], halves[0]
-        for is_aligned, same in keys.items():
-            table = self._tables[is_aligned] = _table_of(same, parameter.device, self._tables.get(is_aligned))
+        self._find_tables(
+            [
+                *map(_addresses, (parameters, gradients, averages, squares, steps)),
+                [0] * len(halves) if half is None else _addresses(cast(Sequence[Tensor], halves)),
+                list(map(Tensor.numel, parameters)),
+            ],
+            parameter.device,
+        )
+        for is_aligned, table in self._tables.items():
             with on_device_of(parameter):
-                _advance[(len(same),)](table.rows, table.scales, lr, *log1, *log2, num_warps=1)
+                _advance[(len(table.key),)](table.rows, table.scales, lr, *log1, *log2, num_warps=1)
                 _update[(table.num_programs,)](
                     table.rows, table.owners, table.scales,
                     parameter if coefficient is None else coefficient,
@@ -95,9 +100,25 @@ class AdamKernel:
                     ALIGNED=is_aligned, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=_WARPS,
                 )  # fmt: skip
 
+    def _find_tables(self, columns: list[list[int]], device: torch.device) -> None:
+        """Make the tables of slices with these addresses and sizes, unless they are those of the step before."""
+        if columns == self._columns:
+            return
+        # Slices that begin between the borders of vectors would make all accesses narrow.
+        keys: dict[bool, list[_Key]] = {}
+        for row in zip(*columns, strict=True):
+            parameter, gradient, average, square, _, half, _ = row
+            keys.setdefault(not (parameter | gradient | average | square | half) & 15, []).append(row)
+        known, self._columns = self._tables, columns
+        self._tables = {aligned: _table_of(key, device, known.get(aligned)) for aligned, key in keys.items()}
 
-_Slice = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+
 _Key = tuple[int, ...]
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """List where tensors begin. It is asked of every slice in every step."""
+    return list(map(Tensor.data_ptr, tensors))
 
 
 @dataclass(frozen=True)
@@ -119,21 +140,12 @@ class _Table:
     num_programs: int
 
 
-def _key_of(row: _Slice) -> _Key:
-    """Return addresses and size of a slice. Every slice is asked in every step."""
-    parameter, gradient, average, square, step, half = row
-    return (
-        parameter.data_ptr(), gradient.data_ptr(), average.data_ptr(), square.data_ptr(), step.data_ptr(),
-        0 if half is None else half.data_ptr(), parameter.numel(),
-    )  # fmt: skip
-
-
 def _table_of(key: list[_Key], device: torch.device, known: _Table | None) -> _Table:
     """Return the table that is known if it is that of these slices, else make theirs without a wait of the host."""
     if known is not None and known.key == key:
         return known
     counts = [triton.cdiv(size, _CHUNK) for *_, size in key]
-    starts = [sum(counts[:index]) for index in range(len(counts))]
+    starts = [0, *accumulate(counts[:-1])]
     rows = torch.tensor([(*row, start) for row, start in zip(key, starts, strict=True)], dtype=torch.int64)
     owners = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))
 

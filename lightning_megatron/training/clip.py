@@ -26,7 +26,7 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Ten
 
     Communication: one all-reduce of a scalar over the world.
     """
-    counted = _joined(_counted_gradients(main, names))
+    counted = main.counted_gradients(names)
     total = torch.zeros((), dtype=torch.float64, device=main.mesh.device)
     for dtype in dict.fromkeys(gradient.dtype for gradient in counted):
         same = [gradient for gradient in counted if gradient.dtype == dtype]
@@ -95,39 +95,6 @@ def clip_by_value_(main: MainParameters, value: float, names: Collection[str] | 
     if gradients:
         torch._foreach_clamp_min_(gradients, -value)
         torch._foreach_clamp_max_(gradients, value)
-
-
-def _counted_gradients(main: MainParameters, names: Collection[str] | None) -> list[Tensor]:
-    """List the pieces of this rank's gradients that no other rank of the world counts."""
-    counted: list[Tensor] = []
-    # Where several ranks hold the same gradients, the first one counts them.
-    is_first = {is_expert: main.mesh.copies(is_expert).is_first for is_expert in (False, True)}
-    for name, one in main.slices.items():
-        gradient = one.main.grad
-        if gradient is None or (names is not None and name not in names):
-            continue
-        if one.is_exclusive or is_first[one.placement.is_expert]:
-            counted += one.counted_in(gradient)
-    return counted
-
-
-def _joined(pieces: list[Tensor]) -> list[Tensor]:
-    """Join pieces that lie one behind the other in a flat buffer: norms of few long ones cost the host less."""
-    firsts: list[Tensor] = []
-    sizes: list[int] = []
-    stop, memory = -1, -1
-    for piece in pieces:
-        start, numel = piece.data_ptr(), piece.numel()
-        # Another buffer may begin where one ends.
-        if start == stop and piece.dtype == firsts[-1].dtype and piece.untyped_storage().data_ptr() == memory:
-            sizes[-1] += numel
-        else:
-            firsts.append(piece)
-            sizes.append(numel)
-            memory = piece.untyped_storage().data_ptr()
-        stop = start + numel * piece.element_size() if piece.is_contiguous() else -1
-    runs = zip(firsts, sizes, strict=True)
-    return [first if size == first.numel() else first.as_strided((size,), (1,)) for first, size in runs]
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:

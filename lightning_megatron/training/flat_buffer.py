@@ -91,7 +91,8 @@ class FlatBuffer:
             parameter.data = view
         self.slices = {one.name: self._slice(one, specs[one.name]) for one in plan.slices(part)}
         self.load_mains()
-        self._versions = {name: members[name]._version for name in self.slices}
+        self._own_members = [members[name] for name in self.slices]
+        self._versions = self._count_writes()
 
     def gradient_of(self, name: str) -> Tensor:
         """Return the gradient of a whole local parameter, of its shape."""
@@ -127,12 +128,14 @@ class FlatBuffer:
         """
         if self.mains is None:
             return
-        for name, one in self.slices.items():
-            version = self.members[name]._version
-            if one.half is not None and (hidden or version != self._versions[name]):
+        versions = self._count_writes()
+        if versions == self._versions and not hidden:
+            return
+        for one, version, known in zip(self.slices.values(), versions, self._versions, strict=True):
+            if one.half is not None and (hidden or version != known):
                 is_main = one.main.to(one.half.dtype) == one.half
                 one.main.copy_(torch.where(is_main, one.main, one.half.to(one.main.dtype)))
-                self._versions[name] = version
+        self._versions = versions
 
     @property
     def still_holds(self) -> bool:
@@ -142,6 +145,10 @@ class FlatBuffer:
             parameter.data_ptr() == start + self.plan.place(name).start * itemsize
             for name, parameter in self.members.items()
         )
+
+    def _count_writes(self) -> list[int]:
+        """List how often torch has written in place into each parameter of which this rank has a part."""
+        return [member._version for member in self._own_members]
 
     def _own_parts(self) -> list[tuple[Tensor, Tensor]]:
         """Pair this rank's part of every bucket with the mains of it, where they are apart."""

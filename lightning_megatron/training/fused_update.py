@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +17,6 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.kernel_choice import choose_kernels
-from lightning_megatron.training.flat_buffer import MainSlice
 from lightning_megatron.training.main_parameters import MainParameters
 
 logger = logging.getLogger(__name__)
@@ -22,7 +24,39 @@ logger = logging.getLogger(__name__)
 #: Updates slices of one group in place; its arguments are those of ``kernels.AdamKernel``.
 Kernel = Callable[..., None]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+_STATE = (*_MOMENTS, "step")
+_Row = tuple[nn.Parameter, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Hold what the kernel takes of an optimizer, which is the same in every step of most runs.
+
+    Args:
+        objects: Parameters, gradients and states that it was taken from.
+        columns: Parameters, gradients, both moments, steps and halves by group and types.
+        lasts: Whether all gradients lie in the flat buffers, so that to hold them costs no memory.
+    """
+
+    objects: list[object]
+    columns: dict[tuple[Any, ...], tuple[tuple[Any, ...], ...]]
+    lasts: bool
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Tell whether the optimizer still has these very objects. It is asked of all parameters in every step."""
+        objects = _objects_of(optimizer)
+        return len(objects) == len(self.objects) and all(map(is_, objects, self.objects))
+
+
+def _objects_of(optimizer: Optimizer) -> list[object]:
+    """List parameters, gradients and states of an optimizer."""
+    objects: list[object] = []
+    for group in optimizer.param_groups:
+        objects += group["params"]
+        objects += [parameter.grad for parameter in group["params"]]
+    objects += optimizer.state.values()
+    objects += chain.from_iterable(map(dict.values, optimizer.state.values()))
+    return objects
 
 
 class FusedUpdate:
@@ -45,6 +79,7 @@ class FusedUpdate:
         self.moments_dtype = moments_dtype
         self._find = find or _find_kernel
         self._kernels: WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], Kernel]] = WeakKeyDictionary()
+        self._taken: WeakKeyDictionary[Optimizer, _Taken] = WeakKeyDictionary()
         self._said: set[str] = set()
 
     def serves(self, main: MainParameters, optimizer: Optimizer) -> bool:
@@ -86,8 +121,8 @@ class FusedUpdate:
             if isinstance(group["lr"], Tensor) or any(isinstance(beta, Tensor) for beta in group["betas"]):
                 return f"the learning rate or the betas of group {number} are tensors"
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.dtype != torch.float32 and parameter.requires_grad and parameter.numel():
+            for parameter in (one for one in group["params"] if one.dtype != torch.float32):
+                if parameter.requires_grad and parameter.numel():
                     name = next(name for name, one in main.slices.items() if one.main is parameter)
                     dtype = str(parameter.dtype).removeprefix("torch.")
                     return f"the main parameter of {name!r} is {dtype}"
@@ -111,44 +146,49 @@ class FusedUpdate:
         # The rounded parameters are written in place: what is on its way from the step before must have arrived.
         main.wait()
         kernels = self._kernels.setdefault(optimizer, {})
-        slices = {id(one.main): one for one in main.slices.values()}
-        for number, group in enumerate(optimizer.param_groups):
-            for key, rows in self._rows(optimizer, group["params"], slices).items():
-                kernel = kernels.get((number, *key))
-                if kernel is None:
-                    make, reason = self._find(main.mesh.device)
-                    assert make is not None, f"update is called for optimizers that are served: {reason}"
-                    kernel = kernels[number, *key] = make()
-                kernel(
-                    *zip(*rows, strict=True),
-                    None if coefficient is None else coefficient.float(),
-                    lr=group["lr"],
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    is_decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))),
-                )
+        taken = self._taken.get(optimizer)
+        if taken is None or not taken.is_of(optimizer):
+            taken = self._take(main, optimizer)
+            self._taken.pop(optimizer, None)
+            if taken.lasts:
+                self._taken[optimizer] = taken
+        for (number, *types), rows in taken.columns.items():
+            group, kernel = optimizer.param_groups[number], kernels.get((number, *types))
+            if kernel is None:
+                make, reason = self._find(main.mesh.device)
+                assert make is not None, f"update is called for optimizers that are served: {reason}"
+                kernel = kernels[number, *types] = make()
+            for parameter in rows[0]:
+                parameter.grad = None
+            kernel(
+                *rows,
+                None if coefficient is None else coefficient.float(),
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                is_decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))),
+            )
         return not _has_step_hooks(optimizer)
 
-    def _rows(
-        self, optimizer: Optimizer, parameters: Iterable[nn.Parameter], slices: Mapping[int, MainSlice]
-    ) -> dict[tuple[Any, ...], list[_Row]]:
-        """Collect what the kernel takes of each slice by the types of it, and take the gradients away."""
+    def _take(self, main: MainParameters, optimizer: Optimizer) -> _Taken:
+        """Collect what the kernel takes of each slice, by group and types."""
+        slices = {id(one.main): one for one in main.slices.values()}
         rows: dict[tuple[Any, ...], list[_Row]] = {}
-        for parameter in parameters:
-            gradient, one = parameter.grad, slices.get(id(parameter))
-            if gradient is None or one is None or parameter.numel() == 0:
-                continue
-            parameter.grad = None
-            state = self._state_of(optimizer, parameter)
-            # A kernel takes one type of each; mains are of one by what `serves` has found.
-            key = (gradient.dtype, None if one.half is None else one.half.dtype)
-            row = (parameter, gradient.contiguous(), state["exp_avg"], state["exp_avg_sq"], state["step"], one.half)
-            if key not in rows:
-                rows[key] = []
-            rows[key].append(row)
-        return rows
+        lasts = True
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                gradient, one = parameter.grad, slices.get(id(parameter))
+                if gradient is None or one is None or parameter.numel() == 0:
+                    continue
+                state = self._state_of(optimizer, parameter)
+                lasts &= gradient is one.gradient
+                row = (parameter, gradient.contiguous(), *map(state.__getitem__, _STATE), one.half)
+                # A kernel takes one type of each; mains are of one by what `serves` has found.
+                rows.setdefault((number, gradient.dtype, None if one.half is None else one.half.dtype), []).append(row)
+        columns = {key: tuple(zip(*same, strict=True)) for key, same in rows.items()}
+        return _Taken(_objects_of(optimizer), columns, lasts)
 
     def _state_of(self, optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's state, made as torch makes it, with moments in their type."""

@@ -31,19 +31,21 @@ class _Bucket:
     Args:
         buffer: Where it lies.
         index: Its number there.
+        names: The parameters whose gradients it holds.
         missing: Parameters whose gradients are not complete yet, while the last backward pass runs.
         pending: Its sum over the data-parallel ranks, once it has started.
     """
 
     buffer: FlatBuffer
     index: int
+    names: tuple[str, ...]
     missing: set[str]
     pending: Pending | None = None
 
-    @property
-    def names(self) -> list[str]:
-        """List the parameters whose gradients it holds."""
-        return [placed.name for placed in self.buffer.plan.buckets[self.index].placed]
+    @classmethod
+    def of(cls, buffer: FlatBuffer, index: int) -> _Bucket:
+        """Return a bucket of a buffer."""
+        return cls(buffer, index, tuple(placed.name for placed in buffer.plan.buckets[index].placed), set())
 
     @property
     def group(self) -> int:
@@ -111,7 +113,7 @@ class GradientReducer:
         Communication: one gather of ranges over tp, if there are partial gradients. All ranks must call it.
         """
         for buffer in buffers:
-            buckets = [_Bucket(buffer, index, set()) for index in range(len(buffer.plan.buckets))]
+            buckets = [_Bucket.of(buffer, index) for index in range(len(buffer.plan.buckets))]
             self._buckets += buckets
             self._bucket_of |= {name: bucket for bucket in buckets for name in bucket.names}
             mesh = self._main.mesh
@@ -213,27 +215,28 @@ class GradientReducer:
 
     def _arrived(self, names: list[str]) -> None:
         """Take note of gradients, and start what is complete now."""
-        bucket_of, seen = self._bucket_of, self._seen
+        seen, touched = self._seen, set(map(self._bucket_of.__getitem__, names))
+        if any(bucket.pending is not None for bucket in touched):
+            name = next(name for name in names if self._bucket_of[name].pending is not None)
+            raise RuntimeError(
+                f"a parameter's gradient must be complete when its sum over the ranks starts: {name!r} got another "
+                "one afterwards, because the model uses it more often now than in the steps before. Its gradient "
+                "would miss a part. Use MegatronStrategy(overlap_gradients=False)."
+            )
         for name in names:
-            if bucket_of[name].pending is not None:
-                raise RuntimeError(
-                    f"a parameter's gradient must be complete when its sum over the ranks starts: {name!r} got another "
-                    "one afterwards, because the model uses it more often now than in the steps before. Its gradient "
-                    "would miss a part. Use MegatronStrategy(overlap_gradients=False)."
-                )
             seen[name] = seen.get(name, 0) + 1
         if self._finished:
             for name in names:
                 self._unused.forgive_missing_zero_grad(name, self._finished)
         if self._armed:
-            self._take_off(names)
+            self._take_off(names, touched)
 
-    def _take_off(self, names: list[str]) -> None:
+    def _take_off(self, names: list[str], touched: Collection[_Bucket]) -> None:
         """Take gradients that are complete off what their buckets wait for, and start the groups that are complete."""
-        for name in names:
-            if self._seen[name] == self._expected.get(name):
-                self._bucket_of[name].missing.discard(name)
-        touched = {self._bucket_of[name] for name in names}
+        seen, expected = self._seen, self._expected
+        complete = [name for name in names if seen[name] == expected.get(name)]
+        for bucket in touched:
+            bucket.missing.difference_update(complete)
         for group in sorted({bucket.group for bucket in touched if not bucket.missing} & self._armed):
             self._start_complete(group)
 
@@ -252,8 +255,9 @@ class GradientReducer:
 
     def _fill(self, names: Iterable[str]) -> None:
         """Put zeros where no gradient has arrived."""
+        slots = self._slots
         for name in names:
-            slot = self._slots[name]
+            slot = slots[name]
             if slot.is_empty:
                 slot.gradient.zero_()
                 slot.is_empty = False
@@ -275,13 +279,14 @@ class GradientReducer:
             own = bucket.buffer.own_part(bucket.buffer.gradients, bucket.index)
             all_reduce_(own if alone else self._gradient_of(name), mesh.embedding)
 
-    def _hand_over(self, names: Iterable[str], dormant: Collection[str]) -> None:
-        slices, is_trainable = self._main.slices, self._main.is_trainable
+    def _hand_over(self, names: Collection[str], dormant: Collection[str]) -> None:
+        slices, main = self._main.slices, self._main
+        has_frozen = not main.are_trainable(names)
         for name in names:
             one = slices.get(name)
             if one is None:
                 continue
-            if name in dormant or not is_trainable(name):
+            if name in dormant or (has_frozen and not main.is_trainable(name)):
                 one.main.grad = None
             elif one.gradient.dtype == one.main.dtype:
                 one.main.grad = one.gradient
@@ -293,8 +298,8 @@ class GradientReducer:
         for bucket in buckets:
             bucket.pending = None
             bucket.missing = set()
-            for name in bucket.names:
-                self._slots[name].clear()
+            for slot in map(self._slots.__getitem__, bucket.names):
+                slot.clear()
 
 
 def _moving_into(slot: GradientSlot) -> object:

@@ -16,6 +16,7 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
+from lightning_megatron.training.counted_gradients import CountedGradients
 from lightning_megatron.training.flat_buffer import FlatBuffer, MainSlice
 from lightning_megatron.training.optimizer_kind import Unit, check_unit, smallest_unit
 from lightning_megatron.training.parameter_gather import ParameterGather
@@ -86,6 +87,8 @@ class MainParameters:
                 self._parameters[name] = parameter
         self._mains: dict[str, nn.Parameter] = {}
         self._slices: dict[str, MainSlice] = {}
+        self._main_ids: set[int] = set()
+        self._counted = CountedGradients()
         self._names_by_id = {id(parameter): name for name, parameter in self._parameters.items()}
 
     @property
@@ -141,9 +144,21 @@ class MainParameters:
             if one.main.grad is not None and (names is None or name in names)
         ]
 
+    def counted_gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
+        """List the pieces of finished gradients that count once in the whole model, those in a row as one.
+
+        Copies of a range, tied copies and padding rows do not count.
+
+        Args:
+            names: Count only these parameters; None means all.
+        """
+        is_first = {is_expert: self.mesh.copies(is_expert).is_first for is_expert in (False, True)}
+        return self._counted.of(self._slices, is_first, names)
+
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """List the names of the parameters in each of an optimizer's groups, before or after :meth:`attach`."""
-        return [[self._names_by_id[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        name_of = self._names_by_id.__getitem__
+        return [list(map(name_of, map(id, group["params"]))) for group in optimizer.param_groups]
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Tell whether every parameter of an optimizer is one of these."""
@@ -152,9 +167,10 @@ class MainParameters:
     def waits_for_attach(self, optimizer: Optimizer) -> bool:
         """Tell whether an optimizer holds a parameter that can be trained, in place of a main."""
         return any(
-            parameter.requires_grad and self._mains.get(self._names_by_id.get(id(parameter), "")) is not parameter
+            parameter.requires_grad
             for group in optimizer.param_groups
             for parameter in group["params"]
+            if id(parameter) not in self._main_ids
         )
 
     def attach(self, optimizer: Optimizer) -> list[FlatBuffer]:
@@ -179,8 +195,8 @@ class MainParameters:
         if self.ties is None:
             stages = all_gather_objects([(name, self.spec(name).tied_to) for name in self.names], self.mesh.pp_cpu)
             self.ties = resolve_ties(stages)
-        names = [name for group in self.names_of(optimizer) for name in group]
-        new = [n for n in self.names if n in set(names) and n not in self._mains and self._parameters[n].requires_grad]
+        names = names_in(self.names_of(optimizer))
+        new = [n for n in self.names if n in names and n not in self._mains and self._parameters[n].requires_grad]
         if not new:
             self._exchange(optimizer)
             return []
@@ -292,6 +308,7 @@ class MainParameters:
             main = nn.Parameter(buffer.parameters.new_empty(0, dtype=main_dtype)) if one is None else one.main
             self._mains[name] = main
             self._names_by_id[id(main)] = name
+            self._main_ids.add(id(main))
         self._slices |= buffer.slices
         return buffer
 
@@ -356,4 +373,4 @@ def _cut_state(one: MainSlice, parameter: nn.Parameter, state: object) -> object
 
 def names_in(optimizer_names: Iterable[Iterable[str]]) -> set[str]:
     """Join the names of all groups of an optimizer."""
-    return {name for group in optimizer_names for name in group}
+    return set().union(*optimizer_names)

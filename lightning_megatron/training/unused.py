@@ -44,8 +44,9 @@ class UnusedParameters:
         over the ranks with the same experts, if there are any.
         """
         tied = {name for pair in self._main.ties or () for name in pair}
-        asked = [name for name in names if (name not in self._known or name in self._dormant) and name not in tied]
-        if asked:
+        unsure = (set(names) - self._known | self._dormant) - tied
+        if not unsure.isdisjoint(names):
+            asked = [name for name in names if name in unsure]
             mesh, unused = self._main.mesh, set()
             for is_expert, axis in ((False, mesh.data_cpu), (True, mesh.edp_cpu)):
                 alike = [name for name in asked if self._main.spec(name).is_expert == is_expert]
@@ -56,7 +57,9 @@ class UnusedParameters:
             self._tell(unused - self._dormant, "had no gradient on any rank, and are left as they are until they do")
             self._dormant = (self._dormant - set(asked)) | unused
             self._known.update(asked)
-        filled = [name for name in names if name in self._without and name not in self._dormant]
+        filled = (
+            [name for name in names if name in self._without and name not in self._dormant] if self._without else []
+        )
         self._tell(filled, "had no gradient on this rank, and take part with zeros")
         self._without.difference_update(names)
         return self._dormant

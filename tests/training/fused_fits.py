@@ -91,6 +91,26 @@ class OwnClipping(FusedLM):
         assert float(torch.stack(norms).norm()) <= 0.1 + 1e-5, "the gradients that a module sees are clipped"
 
 
+class Meddling(FusedLM):
+    """Change what the optimizer holds, in another way before each of its steps."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.global_step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+        elif self.global_step == 3:
+            optimizer.state[parameters[0]]["exp_avg"] = optimizer.state[parameters[0]]["exp_avg"] * 0.5
+        elif self.global_step == 4:
+            parameters[1].grad = parameters[1].grad * 3.0
+        elif self.global_step == 5:
+            parameters[2].grad = None
+        elif self.global_step == 6:
+            optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = (
+                optimizer.param_groups[0]["params"][:-1],
+                [*optimizer.param_groups[1]["params"], optimizer.param_groups[0]["params"][-1]],
+            )
+
+
 @dataclass(frozen=True)
 class Fit:
     """Name a fit.
@@ -117,6 +137,7 @@ FITS = {
     "clipped by value": Fit(trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "clipped by the module": Fit(module=OwnClipping),
     "not clipped": Fit(),
+    "meddled with": Fit(module=Meddling, trainer={"gradient_clip_val": 0.1}),
     "Adam in float32": Fit("32-true", make=torch.optim.Adam, trainer={"gradient_clip_val": 0.1}),
     "accumulated": Fit(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
     "float16 that overflows": Fit("16-mixed", first_scale=2.0**24, trainer={"gradient_clip_val": 0.1}),

@@ -240,6 +240,21 @@ def test_norm_of_half_precision_gradients_is_summed_in_float32() -> None:
     assert grad_norm(run.main).item() == pytest.approx(gradient.double().norm().item(), rel=1e-5)
 
 
+def test_norm_is_of_the_gradients_that_are_there_now() -> None:
+    run = Run({name: nn.Parameter(torch.ones(2)) for name in "abc"}, ParallelMesh.single())
+    for step in (1, 2):
+        run.backward({name: torch.full((2,), float(step)) for name in "abc"})
+        run.finish()
+        assert grad_norm(run.main).item() == pytest.approx(step * 6**0.5)
+        assert grad_norm(run.main, {"b", "c"}).item() == pytest.approx(step * 2.0)
+        run.main.main("a").grad = torch.full((2,), 5.0)
+        assert grad_norm(run.main).item() == pytest.approx((50 + 4 * step**2) ** 0.5)
+        run.main.main("b").grad.fill_(0.0)
+        assert grad_norm(run.main).item() == pytest.approx((50 + 2 * step**2) ** 0.5)
+        run.main.main("c").grad = None
+        assert grad_norm(run.main).item() == pytest.approx(50**0.5)
+
+
 def test_norm_and_clipping_can_be_limited_to_names() -> None:
     run = Run({name: nn.Parameter(torch.ones(1)) for name in "ab"}, ParallelMesh.single())
     run.backward({name: torch.tensor([4.0]) for name in "ab"})
