@@ -2,6 +2,7 @@
 //
 //   nvcc -I kernels/csrc kernels/run_variants.cpp -x none liblm_kernels.so -o run_variants
 //   compute-sanitizer --tool racecheck ./run_variants
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -15,7 +16,7 @@ namespace {
 
 // Groups of which the first, one inside and the last are empty, and rows of no group.
 const std::vector<int> kEnds{0, 70, 200, 200, 271, 330, 330};
-constexpr int kRows = 350, kN = 136, kK = 200, kGap = 2 * kK, kSms = 8;
+constexpr int kRows = 350, kN = 144, kK = 200, kGap = 2 * kK, kSms = 8;
 const int kGroups = int(kEnds.size());
 constexpr int64_t kStep = int64_t(kN) * kK + kGap;
 
@@ -133,6 +134,47 @@ int run(const char* name, Kind kind, Launch launch) {
   return num_wrong != 0;
 }
 
+// SwiGLU behind the product, which is exact; with the product kept and not.
+int run_swiglu(const char* name, Launch launch) {
+  const Numbers of;
+  const int features = kN / 2;
+  const std::vector<float> before = small_numbers(size_t(kRows) * kN, 4);
+  const std::vector<float> product = expected(Kind::kForward, of, before);
+  std::vector<float> probabilities;
+  for (int r = 0; r < kRows; ++r) probabilities.push_back(float(1 + r % 8) / 8.f);
+  uint16_t *x = on_device(rounded(of.x)), *w = on_device(rounded(of.w));
+  float* p = on_device(probabilities);
+  int* ends = on_device(kEnds);
+  const size_t workspace_bytes = kGroups * kBytesPerGroup + 9 * kWorkspaceAlignment + kSms * 1024;
+  uint8_t* workspace = on_device(std::vector<uint8_t>(workspace_bytes));
+  int num_wrong = 0;
+  for (bool keeps : {false, true}) {
+    uint16_t *kept = on_device(rounded(before)), *d = on_device(rounded(std::vector<float>(kRows * features, 5.f)));
+    const Problem problem{kGroups, ends, kRows, kN, kK, kStep, x, w, d, p, keeps ? kept : nullptr};
+    const Status status = launch(problem, {keeps, keeps ? 2 : 0, kSms, workspace, workspace_bytes, nullptr, 1.f});
+    check(cudaGetLastError());
+    check(cudaDeviceSynchronize());
+    if (status != Status::kOk) ++num_wrong;
+    std::vector<uint16_t> found(size_t(kRows) * kN), result(size_t(kRows) * features);
+    check(cudaMemcpy(found.data(), kept, found.size() * 2, cudaMemcpyDeviceToHost));
+    check(cudaMemcpy(result.data(), d, result.size() * 2, cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < found.size(); ++i)
+      num_wrong += from_bf16(found[i]) != from_bf16(to_bf16(keeps ? product[i] : before[i]));
+    for (int r = 0; r < kRows; ++r)
+      for (int f = 0; f < features; ++f) {
+        const float gate = product[r * kN + f], up = product[r * kN + features + f];
+        const float wanted = r < kEnds.back() ? gate / (1.f + std::exp(-gate)) * up * probabilities[r] : 5.f;
+        num_wrong += !(std::fabs(from_bf16(result[r * features + f]) - wanted) <= 5e-3f * std::fabs(wanted) + 1e-30f);
+      }
+    check(cudaFree(kept));
+    check(cudaFree(d));
+  }
+  for (void* memory : {(void*)x, (void*)w, (void*)p, (void*)ends, (void*)workspace}) check(cudaFree(memory));
+  printf("%-50s %s (%d wrong)\n", name, num_wrong ? "FAILED" : "ok", num_wrong);
+  fflush(stdout);
+  return num_wrong != 0;
+}
+
 }  // namespace
 
 #define LM_RUN(kind, name) if (argc < 2 || strstr(#name, argv[1])) num_failed += run(#name, Kind::kind, lm_kernels::name);
@@ -142,9 +184,13 @@ int run(const char* name, Kind kind, Launch launch) {
 #define LM_RUN_FP32(name, ...) LM_RUN(kWeightGradFp32, name)
 #define LM_RUN_ADD(name, ...) LM_RUN(kWeightGradAdd, name)
 
+#define LM_RUN_SWIGLU(name, ...) \
+  if (argc < 2 || strstr(#name, argv[1])) num_failed += run_swiglu(#name, lm_kernels::name);
+
 int main(int argc, char** argv) {
   int num_failed = 0;
   LM_FORWARD_VARIANTS(LM_RUN_FORWARD)
+  LM_FORWARD_SWIGLU_VARIANTS(LM_RUN_SWIGLU)
   LM_DATA_GRAD_VARIANTS(LM_RUN_DATA_GRAD)
   LM_WEIGHT_GRAD_BF16_VARIANTS(LM_RUN_BF16)
   LM_WEIGHT_GRAD_FP32_VARIANTS(LM_RUN_FP32)

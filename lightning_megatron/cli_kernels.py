@@ -24,7 +24,7 @@ from lightning_megatron.extension import (
 )
 from lightning_megatron.extension.load import load_library, why_not_runnable
 from lightning_megatron.extension.sources import ARCHITECTURE, NEVER_RUN, Sources
-from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, choose_variant
+from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, choose_variant, why_apart
 
 EXAMPLE = """examples:
   lightning-megatron kernels build --jobs 4
@@ -143,8 +143,11 @@ def run_check(options: argparse.Namespace) -> None:
 
 def _describe_choices(rows: int, groups: int, n: int, k: int) -> list[str]:
     lines = [f"{rows} rows in {groups} groups ({rows // groups} each), n {n}, k {k}"]
-    width = max(map(len, VARIANTS))
+    width, apart = max(map(len, VARIANTS)), why_apart(n, k)
     for which in Pass:
+        if which is Pass.FORWARD_SWIGLU and apart is not None:
+            lines.append(f"  {'SwiGLU apart':<{width}}  {apart}")
+            continue
         choice = choose_variant(which, rows, groups, n, k)
         lines.append(f"  {choice.variant:<{width}}  along {'N' if choice.along_n else 'M'}: {choice.reason}")
     return lines

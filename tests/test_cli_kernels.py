@@ -32,7 +32,7 @@ def test_build_says_where_the_library_is_and_show_finds_it(
     main(["build", *where, "--jobs", "2"])
     printed = capsys.readouterr().out
     (made,) = (kit.folder / "cache").glob("*/*.so")
-    assert "compiling 6 files, 2 at once: about 4 min" in printed
+    assert "compiling 7 files, 2 at once: about 4 min" in printed
     assert printed.splitlines()[-1].startswith(f"{made}: 0.0 MB, built in ")
     assert printed.endswith("with nvcc 13.0.88, CUTLASS 4.2.0\n")
     main(["show", *where])
@@ -82,7 +82,10 @@ def test_show_gives_the_choice_for_a_shape_with_its_reason(capsys: pytest.Captur
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert shown[0] == "32768 rows in 32 groups (1024 each), n 1536, k 2048"
     assert "forward_pingpong_128x192_1x2 along M: 1536 columns fill multiples of 384" in shown
-    assert len(shown) == 6
+    assert "forward_swiglu_pingpong_128x192_1x1 along M: 1536 columns fill multiples of 192" in shown
+    assert len(shown) == 7
+    main(["show", "--rows", "32768", "--groups", "32", "--n", "1528", "--k", "2048"])
+    assert "SwiGLU apart" in capsys.readouterr().out
     with pytest.raises(UnsupportedError, match="some of --rows, --groups, --n and --k are missing"):
         main(["show", "--rows", "5"])
 

@@ -64,7 +64,7 @@ __device__ int describe_group(int g, int start, int rows, const Problem& problem
   auto b = static_cast<const bf16*>(problem.b);
   auto d = static_cast<typename Gemm::ElementD*>(problem.d);
   int gemm_m, gemm_n, gemm_k;
-  if constexpr (kKind == Kind::kForward) {
+  if constexpr (is_forward(kKind)) {
     gemm_m = rows, gemm_n = n, gemm_k = k;
     out.a[g] = a + row * k, cute::get<0>(out.stride_a[g]) = k;
     out.b[g] = b + weight, cute::get<0>(out.stride_b[g]) = k;

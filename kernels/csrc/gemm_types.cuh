@@ -11,8 +11,10 @@
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "epilogue.cuh"
 #include "grouped_gemm.h"
+#include "paired_mainloop.cuh"
 #include "ragged_scheduler.cuh"
 #include "shared_tensor_maps.cuh"
+#include "swiglu_epilogue.cuh"
 
 namespace lm_kernels {
 
@@ -45,6 +47,8 @@ struct Operands<Kind::kForward> {   // M = the group's rows, N = n, K = k
   using LayoutB = ColumnMajor;
 };
 template <>
+struct Operands<Kind::kForwardSwiglu> : Operands<Kind::kForward> {};
+template <>
 struct Operands<Kind::kDataGrad> {   // M = the group's rows, N = k, K = n
   using LayoutA = RowMajor;
   using LayoutB = RowMajor;
@@ -56,7 +60,9 @@ struct GroupedGemm {
   static constexpr Kind kKind = kKind_;
   static constexpr bool kReadsC = kStore == Store::kReadC;
   static constexpr bool kSharedMaps = !is_weight_grad(kKind);   // ragged K would read the next group's rows
+  static constexpr bool kSwiglu = kKind == Kind::kForwardSwiglu;
   static_assert((kKind == Kind::kWeightGradAdd) == (kStore != Store::kOverwrite));
+  static_assert(!kSwiglu || cute::is_same_v<Schedule, Pingpong>, "the epilogue is for one warp group at a time");
 
   using ElementD = cute::conditional_t<is_fp32(kKind), float, bf16>;
   using ElementC = cute::conditional_t<kReadsC, float, void>;
@@ -85,20 +91,24 @@ struct GroupedGemm {
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, ElementC, RowMajor*, kAlignOutput, ElementD,
       RowMajor*, kAlignOutput, typename Schedule::Epilogue, Fusion>::CollectiveOp;
 
-  template <Store store, class = void>
+  template <Store store, bool swiglu>
   struct EpilogueOf { using type = BuiltEpilogue<Product>; };
-  template <class Unused>
-  struct EpilogueOf<Store::kReadC, Unused> { using type = typename WithStagesC<BuiltEpilogue<AddC>, kStagesC>::type; };
-  template <class Unused>
-  struct EpilogueOf<Store::kReduceAdd, Unused> { using type = typename WithReduceAdd<BuiltEpilogue<Product>>::type; };
-  using Epilogue = typename EpilogueOf<kStore>::type;
+  template <bool swiglu>
+  struct EpilogueOf<Store::kReadC, swiglu> { using type = typename WithStagesC<BuiltEpilogue<AddC>, kStagesC>::type; };
+  template <bool swiglu>
+  struct EpilogueOf<Store::kReduceAdd, swiglu> { using type = typename WithReduceAdd<BuiltEpilogue<Product>>::type; };
+  template <Store store>
+  struct EpilogueOf<store, true> { using type = SwigluEpilogue<TileShape>; };
+  using Epilogue = typename EpilogueOf<kStore, kSwiglu>::type;
 
   using BuiltMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, bf16, typename Operands<kKind>::LayoutA*, kAlignInput, bf16,
       typename Operands<kKind>::LayoutB*, kAlignInput, float, TileShape, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
       typename Schedule::Mainloop>::CollectiveOp;
-  using Mainloop = cute::conditional_t<kSharedMaps, SharedTensorMaps<BuiltMainloop>, BuiltMainloop>;
+  using Mainloop = cute::conditional_t<
+      kSwiglu, PairedMainloop<BuiltMainloop>,
+      cute::conditional_t<kSharedMaps, SharedTensorMaps<BuiltMainloop>, BuiltMainloop>>;
 
   using Kernel = cutlass::gemm::kernel::GemmUniversal<RaggedProblemShape, Mainloop, Epilogue>;
   using Adapter = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;

@@ -9,13 +9,15 @@ namespace lm_kernels {
 // With x[rows, k], w[groups, n, k], y[rows, n] and their gradients, each group g owning consecutive rows:
 enum class Kind {
   kForward,          // y  = x w[g]^T          bf16
+  kForwardSwiglu,    // y  = silu(h[:, :n/2]) h[:, n/2:] p of h = x w[g]^T, p[rows]   bf16
   kDataGrad,         // dx = dy w[g]           bf16
   kWeightGradBf16,   // dw[g] = dy^T x         bf16
   kWeightGradFp32,   // dw[g] = alpha dy^T x   fp32
   kWeightGradAdd,    // dw[g] += alpha dy^T x  fp32
 };
 
-constexpr bool is_weight_grad(Kind kind) { return kind != Kind::kForward && kind != Kind::kDataGrad; }
+constexpr bool is_forward(Kind kind) { return kind == Kind::kForward || kind == Kind::kForwardSwiglu; }
+constexpr bool is_weight_grad(Kind kind) { return !is_forward(kind) && kind != Kind::kDataGrad; }
 constexpr bool is_fp32(Kind kind) { return kind == Kind::kWeightGradFp32 || kind == Kind::kWeightGradAdd; }
 
 constexpr int kMaxGroups = 1024;   // the argument builder keeps one counter a group in shared memory
@@ -36,6 +38,8 @@ struct Problem {
   const void* a;
   const void* b;
   void* d;
+  const float* probabilities = nullptr;   // of SwiGLU
+  void* kept = nullptr;                   // of SwiGLU: h, or null where it is not stored
 };
 
 struct LaunchOptions {

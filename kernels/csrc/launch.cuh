@@ -8,7 +8,7 @@ namespace lm_kernels {
 template <class Gemm>
 typename Gemm::Mainloop::Arguments mainloop_arguments(const Problem& problem, const GroupArguments<Gemm>& groups) {
   if constexpr (Gemm::kSharedMaps) {
-    constexpr bool kForward = Gemm::kKind == Kind::kForward;
+    constexpr bool kForward = is_forward(Gemm::kKind);
     const int n = problem.n, k = problem.k;
     const int stacked_n = int((problem.num_groups - 1) * (problem.weight_step / k)) + n;   // what lies between is in it
     typename Gemm::StrideA stride_a{};
@@ -20,6 +20,24 @@ typename Gemm::Mainloop::Arguments mainloop_arguments(const Problem& problem, co
             problem.b, kForward ? stacked_n : k,   kForward ? k : stacked_n, stride_b, groups.offsets};
   } else {
     return {groups.a, groups.stride_a, groups.b, groups.stride_b};
+  }
+}
+
+template <class Gemm>
+typename Gemm::Epilogue::Arguments epilogue_arguments(const Problem& problem, const GroupArguments<Gemm>& groups,
+                                                      float alpha) {
+  if constexpr (Gemm::kSwiglu) {
+    return {problem.probabilities, groups.offsets, problem.kept != nullptr};
+  } else {
+    typename Gemm::Epilogue::Arguments args{};
+    args.ptr_D = groups.d;
+    args.dD = groups.stride_d;
+    Gemm::set_alpha(args.thread, alpha);
+    if constexpr (Gemm::kReadsC) {
+      args.ptr_C = const_cast<typename Gemm::ElementC const**>(groups.d);
+      args.dC = groups.stride_d;
+    }
+    return args;
   }
 }
 
@@ -39,12 +57,10 @@ Status launch(const Problem& problem, const LaunchOptions& options) {
   // The order of tiles is our scheduler's; CUTLASS' setting only shapes the grid, which that scheduler wants along M.
   args.scheduler.raster_order = cutlass::gemm::kernel::detail::RasterOrderOptions::AlongM;
   args.mainloop = mainloop_arguments<Gemm>(problem, groups);
-  args.epilogue.ptr_D = groups.d;
-  args.epilogue.dD = groups.stride_d;
-  Gemm::set_alpha(args.epilogue.thread, options.alpha);
-  if constexpr (Gemm::kReadsC) {
-    args.epilogue.ptr_C = const_cast<typename Gemm::ElementC const**>(groups.d);
-    args.epilogue.dC = groups.stride_d;
+  args.epilogue = epilogue_arguments<Gemm>(problem, groups, options.alpha);
+  if constexpr (Gemm::kSwiglu) {
+    if (!Gemm::Mainloop::encode(problem, &args.mainloop) || !Gemm::Epilogue::encode(problem, &args.epilogue))
+      return Status::kNotImplementable;
   }
   args.hw_info.sm_count = options.num_sms;
 

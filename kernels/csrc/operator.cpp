@@ -1,9 +1,10 @@
-// The operator lm_kernels::grouped_gemm: checks what it is given and launches one variant.
+// The operators lm_kernels::grouped_gemm and grouped_swiglu: they check what they are given and launch one variant.
 //
 // Only torch's stable ABI is used, so one library serves every torch from 2.10 on, and any Python. Outputs and workspace
 // are the caller's. What the ends of groups are is not checked: they are on the device.
 #include <climits>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -32,23 +33,28 @@ struct Variant {
 
 #define LM_ROW(kind, name) {#name, kind, lm_kernels::name},
 #define LM_FORWARD_ROW(name, ...) LM_ROW(Kind::kForward, name)
+#define LM_FORWARD_SWIGLU_ROW(name, ...) LM_ROW(Kind::kForwardSwiglu, name)
 #define LM_DATA_GRAD_ROW(name, ...) LM_ROW(Kind::kDataGrad, name)
 #define LM_WEIGHT_GRAD_BF16_ROW(name, ...) LM_ROW(Kind::kWeightGradBf16, name)
 #define LM_WEIGHT_GRAD_FP32_ROW(name, ...) LM_ROW(Kind::kWeightGradFp32, name)
 #define LM_WEIGHT_GRAD_ADD_ROW(name, ...) LM_ROW(Kind::kWeightGradAdd, name)
 constexpr Variant kVariants[] = {
     LM_FORWARD_VARIANTS(LM_FORWARD_ROW)
+    LM_FORWARD_SWIGLU_VARIANTS(LM_FORWARD_SWIGLU_ROW)
     LM_DATA_GRAD_VARIANTS(LM_DATA_GRAD_ROW)
     LM_WEIGHT_GRAD_BF16_VARIANTS(LM_WEIGHT_GRAD_BF16_ROW)
     LM_WEIGHT_GRAD_FP32_VARIANTS(LM_WEIGHT_GRAD_FP32_ROW)
     LM_WEIGHT_GRAD_ADD_VARIANTS(LM_WEIGHT_GRAD_ADD_ROW)
 };
 
-#define LM_CHECK(condition, ...) STD_TORCH_CHECK(condition, "lm_kernels::grouped_gemm: ", __VA_ARGS__)
+#define LM_CHECK(condition, ...) STD_TORCH_CHECK(condition, "lm_kernels: ", __VA_ARGS__)
 
-const Variant& find_variant(const std::string& name) {
+const Variant& find_variant(const std::string& name, bool is_swiglu) {
   for (const Variant& variant : kVariants)
-    if (name == variant.name) return variant;
+    if (name == variant.name) {
+      LM_CHECK(is_swiglu == (variant.kind == Kind::kForwardSwiglu), name, " is a variant of the other operator");
+      return variant;
+    }
   LM_CHECK(false, "this library has no variant ", name, ". Build it again: lightning-megatron kernels build");
   return kVariants[0];
 }
@@ -111,8 +117,9 @@ lm_kernels::Problem checked_problem(Kind kind, const Tensor& d, const Tensor& a,
     check_shape("d", d, groups, n, k);
   } else {
     check_shape("b", b, groups, n, k);
-    check_shape("a", a, rows, kind == Kind::kForward ? k : n);
-    check_shape("d", d, rows, kind == Kind::kForward ? n : k);
+    const bool forward = lm_kernels::is_forward(kind);
+    check_shape("a", a, rows, forward ? k : n);
+    check_shape("d", d, rows, kind == Kind::kForwardSwiglu ? n / 2 : forward ? n : k);
   }
   LM_CHECK(groups <= lm_kernels::kMaxGroups, "there may be ", lm_kernels::kMaxGroups, " groups: there are ", groups);
   LM_CHECK(rows <= INT_MAX && groups * n <= INT_MAX && k <= INT_MAX, "sizes must fit 32 bits: rows ", rows,
@@ -139,17 +146,12 @@ const char* reason(Status status) {
   return "unknown";
 }
 
-void grouped_gemm(Tensor d, const Tensor& a, const Tensor& b, const Tensor& group_ends, Tensor workspace,
-                  std::string variant, bool raster_along_n, int64_t raster_band, int64_t num_sms, double alpha) {
-  const Variant& chosen = find_variant(variant);
-  const lm_kernels::Problem problem = checked_problem(chosen.kind, d, a, b, group_ends);
-  const int device = a.get_device();
+void launch(const Variant& chosen, const lm_kernels::Problem& problem, int device, const Tensor& workspace,
+            bool raster_along_n, int64_t raster_band, int64_t num_sms, double alpha) {
   check_tensor("workspace", workspace, ScalarType::Byte, 1, device);
   check_aligned("workspace", workspace, lm_kernels::kWorkspaceAlignment);
   LM_CHECK(raster_band >= 0 && raster_band <= INT_MAX, "raster_band must not be negative: ", raster_band);
   LM_CHECK(num_sms > 0 && num_sms <= INT_MAX, "num_sms must be positive: ", num_sms);
-  LM_CHECK(alpha == 1 || lm_kernels::is_fp32(chosen.kind), "only fp32 weight gradients are multiplied by alpha: ",
-           variant, " is none, and alpha is ", alpha);
   if (problem.num_groups == 0 || (problem.num_rows == 0 && !lm_kernels::is_weight_grad(chosen.kind))) return;
   LM_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch is built without CUDA");
   torch::stable::accelerator::DeviceGuard guard(device);
@@ -158,7 +160,36 @@ void grouped_gemm(Tensor d, const Tensor& a, const Tensor& b, const Tensor& grou
   const Status status =
       chosen.launch(problem, {raster_along_n, int(raster_band), int(num_sms), workspace.data_ptr(),
                               size_t(workspace.numel()), static_cast<cudaStream_t>(stream), float(alpha)});
-  LM_CHECK(status == Status::kOk, variant, ": ", reason(status));
+  LM_CHECK(status == Status::kOk, chosen.name, ": ", reason(status));
+}
+
+void grouped_gemm(Tensor d, const Tensor& a, const Tensor& b, const Tensor& group_ends, Tensor workspace,
+                  std::string variant, bool raster_along_n, int64_t raster_band, int64_t num_sms, double alpha) {
+  const Variant& chosen = find_variant(variant, false);
+  const lm_kernels::Problem problem = checked_problem(chosen.kind, d, a, b, group_ends);
+  LM_CHECK(alpha == 1 || lm_kernels::is_fp32(chosen.kind), "only fp32 weight gradients are multiplied by alpha: ",
+           variant, " is none, and alpha is ", alpha);
+  launch(chosen, problem, a.get_device(), workspace, raster_along_n, raster_band, num_sms, alpha);
+}
+
+void grouped_swiglu(Tensor d, std::optional<Tensor> kept, const Tensor& a, const Tensor& b,
+                    const Tensor& probabilities, const Tensor& group_ends, Tensor workspace, std::string variant,
+                    bool raster_along_n, int64_t raster_band, int64_t num_sms) {
+  const Variant& chosen = find_variant(variant, true);
+  lm_kernels::Problem problem = checked_problem(chosen.kind, d, a, b, group_ends);
+  LM_CHECK(problem.n % 16 == 0, "n (", problem.n, ") must be a multiple of 16, for gates and ups of whole 16 bytes");
+  const int device = a.get_device();
+  check_tensor("probabilities", probabilities, ScalarType::Float, 1, device);
+  LM_CHECK(probabilities.size(0) == problem.num_rows, "probabilities must be one for each of ", problem.num_rows,
+           " rows: there are ", probabilities.size(0));
+  problem.probabilities = static_cast<const float*>(probabilities.data_ptr());
+  if (kept.has_value()) {
+    check_tensor("kept", *kept, ScalarType::BFloat16, 2, device);
+    check_shape("kept", *kept, problem.num_rows, problem.n);
+    check_aligned("kept", *kept);
+    problem.kept = kept->data_ptr();
+  }
+  launch(chosen, problem, device, workspace, raster_along_n, raster_band, num_sms, 1);
 }
 
 }  // namespace
@@ -167,6 +198,12 @@ STABLE_TORCH_LIBRARY(lm_kernels, m) {
   m.def(
       "grouped_gemm(Tensor(a!) d, Tensor a, Tensor b, Tensor group_ends, Tensor(b!) workspace, str variant, "
       "bool raster_along_n, int raster_band, int num_sms, float alpha=1.0) -> ()");
+  m.def(
+      "grouped_swiglu(Tensor(a!) d, Tensor(b!)? kept, Tensor a, Tensor b, Tensor probabilities, Tensor group_ends, "
+      "Tensor(c!) workspace, str variant, bool raster_along_n, int raster_band, int num_sms) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lm_kernels, CUDA, m) { m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm)); }
+STABLE_TORCH_LIBRARY_IMPL(lm_kernels, CUDA, m) {
+  m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm));
+  m.impl("grouped_swiglu", TORCH_BOX(&grouped_swiglu));
+}

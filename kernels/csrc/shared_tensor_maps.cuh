@@ -93,7 +93,7 @@ struct SharedTensorMaps : Base {
   template <class... T> CUTLASS_DEVICE void tensormaps_cp_fence_release(T&&...) const {}
   template <class... T> CUTLASS_DEVICE void tensormaps_fence_acquire(T&&...) const {}
 
- private:
+ protected:
   template <class Shape>
   CUTLASS_DEVICE static auto views(Shape const& shape, Params const& params, GroupOffset at) {
     using namespace cute;

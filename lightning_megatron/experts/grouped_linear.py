@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from lightning_megatron.experts import grouped_operator
 from lightning_megatron.experts.product_choice import Backend, choose_product
 from lightning_megatron.experts.products import PRODUCTS, Loop
 from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
+
+#: What computes the output of rows, weights (or their stack) and ends.
+Output = Callable[[Tensor, Sequence[Tensor] | Tensor, Tensor], Tensor]
 
 
 def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None) -> Tensor:
@@ -45,11 +48,27 @@ def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backen
     if backend is None:
         out_features, in_features = weights[0].shape
         backend = choose_product(rows.device, dtype, len(weights), in_features, out_features).backend
-    rows, product = rows.contiguous(), PRODUCTS[backend]
+    product = PRODUCTS[backend]
+    return differentiable_product(rows, weights, ends, product, product.output)
+
+
+def differentiable_product(
+    rows: Tensor, weights: tuple[Tensor, ...], ends: Tensor, product: type[Loop], output: Output
+) -> Tensor:
+    """Compute a product and tell autograd of it; :func:`grouped_linear` says what it is.
+
+    Args:
+        rows: Rows sorted by group.
+        weights: One weight for each group.
+        ends: One past the last row of every group.
+        product: What computes the gradients.
+        output: What computes the output.
+    """
+    rows = rows.contiguous()
     slots = [slot for slot in slots_of(weights) if slot is not None] if torch.is_grad_enabled() else []
     if len(slots) == len(weights):
-        return _IntoSlots.apply(rows, ends, product, weights[0], weights, slots)
-    return _GroupedLinear.apply(rows, ends, product, *weights)
+        return _IntoSlots.apply(rows, ends, product, output, weights[0], weights, slots)
+    return _GroupedLinear.apply(rows, ends, product, output, *weights)
 
 
 class _IntoSlots(torch.autograd.Function):
@@ -65,6 +84,7 @@ class _IntoSlots(torch.autograd.Function):
         rows: Tensor,
         ends: Tensor,
         product: type[Loop],
+        output: Output,
         first: Tensor,
         weights: tuple[Tensor, ...],
         slots: list[GradientSlot],
@@ -74,7 +94,7 @@ class _IntoSlots(torch.autograd.Function):
         ctx.versions = _versions(weights)
         # Kept for the backward pass only if it takes no memory.
         ctx.view = SlotRow.of(slots).stacked_weights(weights)
-        return product.output(rows, weights if ctx.view is None else ctx.view, ends)
+        return output(rows, weights if ctx.view is None else ctx.view, ends)
 
     @staticmethod
     @once_differentiable
@@ -90,7 +110,7 @@ class _IntoSlots(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_rows = ctx.product.input_gradient(grad, ctx.weights if ctx.view is None else ctx.view, ends)
         ctx.product.add_weight_gradients(grad, rows, ends, ctx.slots)
-        return grad_rows, None, None, None, None, None
+        return grad_rows, None, None, None, None, None, None
 
 
 def _versions(weights: tuple[Tensor, ...]) -> list[int]:
@@ -99,13 +119,13 @@ def _versions(weights: tuple[Tensor, ...]) -> list[int]:
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ends: Tensor, product: type[Loop], *weights: Tensor) -> Tensor:
-        needs_weights = any(ctx.needs_input_grad[3:])
+    def forward(ctx: Any, rows: Tensor, ends: Tensor, product: type[Loop], output: Output, *weights: Tensor) -> Tensor:
+        needs_weights = any(ctx.needs_input_grad[4:])
         ctx.save_for_backward(rows if needs_weights else None, ends, *weights)
         ctx.product = product
         # The slots of this moment: a frozen weight has none, even if it is thawed before the backward pass.
         ctx.slots = slots_of(weights)
-        return product.output(rows, weights, ends)
+        return output(rows, weights, ends)
 
     @staticmethod
     @once_differentiable
@@ -120,6 +140,6 @@ class _GroupedLinear(torch.autograd.Function):
             for number, (weight, slot) in enumerate(zip(weights, ctx.slots, strict=True)):
                 if slot is not None:
                     slot.add(found[number])
-                elif ctx.needs_input_grad[3 + number]:
+                elif ctx.needs_input_grad[4 + number]:
                     grad_weights[number] = found[number].to(weight.dtype)
-        return grad_rows, None, None, *grad_weights
+        return grad_rows, None, None, None, *grad_weights

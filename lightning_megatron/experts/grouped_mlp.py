@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_megatron.experts.grouped_linear import grouped_linear
+from lightning_megatron.experts.grouped_swiglu import grouped_swiglu, is_one_launch
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.init import Initializer, sharded_parameter
@@ -110,8 +111,11 @@ class GroupedMLP(nn.ModuleDict):
             probabilities: What each row's output is multiplied by.
             ends: One past the last row of every expert here (int32, on the device).
         """
-        inner = grouped_linear(rows, self.weights(self.first_name), ends)
-        weighted = weighted_activation(inner, probabilities, ends, self.activation)
+        first = self.weights(self.first_name)
+        if self.activation == "swiglu" and is_one_launch(rows, first):
+            weighted = grouped_swiglu(rows, first, probabilities, ends)
+        else:
+            weighted = weighted_activation(grouped_linear(rows, first, ends), probabilities, ends, self.activation)
         return grouped_linear(weighted, self.weights("down"), ends)
 
 

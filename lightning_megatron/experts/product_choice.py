@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extension import default_cache, find_library, read_sources, why_no_library
 from lightning_megatron.extension.load import load_library, why_not_runnable
-from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
+from lightning_megatron.plan.grouped_gemm import MAX_GROUPS, why_apart
 
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 16  # of the rows of every operand of both kernels (bytes)
@@ -51,6 +51,42 @@ def choose_product(
     """
     choice = _choose(device, dtype, num_groups, in_features, out_features)
     _log.info("grouped products by %s: %s", choice.backend, choice.reason)
+    return choice
+
+
+@dataclass(frozen=True)
+class SwiGLUChoice:
+    """Say whether the product of rows with gates and ups applies SwiGLU as well, and why.
+
+    Args:
+        is_fused: Whether one launch does both.
+        reason: Why, for the log.
+    """
+
+    is_fused: bool
+    reason: str
+
+
+@cache
+def choose_swiglu(
+    device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
+) -> SwiGLUChoice:
+    """Choose where SwiGLU is applied to grouped products of a kind, and log the choice once.
+
+    Args:
+        device: Where the tensors live.
+        dtype: Of rows and weights.
+        num_groups: Number of groups.
+        in_features: Size of each input row (elements).
+        out_features: Size of each output row, gates and ups (elements).
+    """
+    product = choose_product(device, dtype, num_groups, in_features, out_features)
+    if product.backend != "bundled":
+        choice = SwiGLUChoice(False, f"the product is by {product.backend}")
+    else:
+        why_not = why_apart(out_features, in_features)
+        choice = SwiGLUChoice(why_not is None, why_not or "it saves a pass over the product's result")
+    _log.info("SwiGLU of experts %s: %s", "in the product's kernel" if choice.is_fused else "apart", choice.reason)
     return choice
 
 

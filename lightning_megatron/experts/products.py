@@ -87,6 +87,21 @@ class Bundled(GroupedMM):
         return _launch(Pass.FORWARD, rows.new_empty((rows.shape[0], stack.shape[1])), rows, stack, ends)
 
     @staticmethod
+    def swiglu(
+        rows: Tensor, weights: Sequence[Tensor] | Tensor, probabilities: Tensor, ends: Tensor, *, keep: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the SwiGLU of rows times the transposes of weights, times probabilities; and the product, if kept.
+
+        The product is rounded before the activation, kept or not.
+        """
+        stack = _rows_apart(stacked(weights).to(rows.dtype))
+        out_features = stack.shape[1]
+        result = rows.new_empty((rows.shape[0], out_features // 2))
+        kept = rows.new_empty((rows.shape[0], out_features)) if keep else None
+        _launch_swiglu(result, kept, rows, stack, probabilities, ends)
+        return result, kept
+
+    @staticmethod
     def input_gradient(grad: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
         """Return the gradient of rows."""
         stack = _rows_apart(stacked(weights).to(grad.dtype))
@@ -136,6 +151,16 @@ def _launch(which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor, alp
     run = torch.ops.lm_kernels.grouped_gemm.default
     run(result, a, b, ends, workspace, choice.variant, choice.along_n, choice.band, num_sms, alpha)
     return result
+
+
+def _launch_swiglu(
+    result: Tensor, kept: Tensor | None, rows: Tensor, stack: Tensor, probabilities: Tensor, ends: Tensor
+) -> None:
+    choice, num_sms, num_bytes = _choice(Pass.FORWARD_SWIGLU, rows.shape[0], *stack.shape, rows.device)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
+    run = torch.ops.lm_kernels.grouped_swiglu.default
+    order = (choice.variant, choice.along_n, choice.band, num_sms)
+    run(result, kept, rows, stack, probabilities, ends, workspace, *order)
 
 
 @lru_cache(_REMEMBERED_CHOICES)

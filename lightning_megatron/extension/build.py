@@ -15,12 +15,10 @@ from pathlib import Path
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extension.library import DESCRIPTION, LIBRARY, BuiltLibrary, describe
-from lightning_megatron.extension.sources import Sources
+from lightning_megatron.extension.sources import Sources, flags_of
 from lightning_megatron.extension.toolchain import Toolchain
 from lightning_megatron.once import one_at_a_time
 
-#: The oldest torch whose stable ABI the operator uses: 2.10, in the form that torch's headers want.
-_TORCH_TARGET = "0x020a000000000000"
 #: What one file of kernels takes on one core, with nvcc 13.0 and CUTLASS 4.2; the operator takes two seconds.
 SECONDS_PER_FILE, GIGABYTES_PER_JOB = 75, 6
 #: Objects, and what nvcc writes on the way.
@@ -63,18 +61,12 @@ def build_library(
 
 def compile_commands(sources: Sources, toolchain: Toolchain, objects: Path) -> list[list[str]]:
     """Return the command lines that compile each file, without the last one, which links."""
-    nvcc, common = str(toolchain.nvcc), ["-O3", "-DNDEBUG", "-Xcompiler", "-fPIC"]
-    number = sources.architecture.removeprefix("sm_")
-    kernels = ["-std=c++17", "--expt-relaxed-constexpr", f"-gencode=arch=compute_{number},code=sm_{number}"]
-    operator = ["-std=c++20", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={_TORCH_TARGET}"]
-    by_suffix = {
-        ".cu": [*kernels, f"-I{toolchain.cutlass}"],
-        ".cpp": [*operator, f"-I{toolchain.torch / 'include'}"],
-    }
-    return [
-        [nvcc, *common, *by_suffix[unit.suffix], "-c", str(unit), "-o", str(objects / f"{unit.name}.o")]
-        for unit in sources.units
-    ]
+    headers = {".cu": toolchain.cutlass, ".cpp": toolchain.torch / "include"}
+    commands = []
+    for unit in sources.units:
+        flags = (*flags_of(unit.suffix, sources.architecture), f"-I{headers[unit.suffix]}")
+        commands.append([str(toolchain.nvcc), *flags, "-c", str(unit), "-o", str(objects / f"{unit.name}.o")])
+    return commands
 
 
 def link_command(sources: Sources, toolchain: Toolchain, objects: Path, library: Path) -> list[str]:

@@ -22,7 +22,9 @@ _BLOCK, _MIN_COLUMNS = 1024, 128
 _PROGRAMS = 8448
 
 
-def apply_weighted_swiglu(gate_up: Tensor, probabilities: Tensor, ends: Tensor) -> Tensor:
+def apply_weighted_swiglu(
+    gate_up: Tensor, probabilities: Tensor, ends: Tensor, computed: Tensor | None = None
+) -> Tensor:
     """Multiply the SiLU of the first half of the features by the second half and by the row's probability.
 
     Equal to ``silu(gate) * up * probability`` of ``gate, up = gate_up.chunk(2, -1)``, computed in float32 and rounded
@@ -35,16 +37,21 @@ def apply_weighted_swiglu(gate_up: Tensor, probabilities: Tensor, ends: Tensor) 
         gate_up: The fused projection of every row.
         probabilities: What each row is multiplied by, in float32.
         ends: One past the last row of every expert, on the device.
+        computed: The output, where the kernel that made ``gate_up`` has computed it too; it then has gradients.
 
     Source: Shazeer 2020.
     """
-    return _WeightedSwiGLU.apply(gate_up, probabilities, ends)
+    return _WeightedSwiGLU.apply(gate_up, probabilities, ends, None if computed is None else (computed,))
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, probabilities: Tensor, ends: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gate_up: Tensor, probabilities: Tensor, ends: Tensor, computed: tuple[Tensor] | None
+    ) -> Tensor:
         ctx.save_for_backward(gate_up, probabilities, ends)
+        if computed is not None:  # in a tuple, so that autograd does not take it for an input
+            return computed[0]
         rows, features = as_rows(gate_up), gate_up.shape[1] // 2
         output = gate_up.new_empty((rows.shape[0], features))
         if output.numel():
@@ -68,7 +75,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
                     rows, probabilities.contiguous(), ends, grad, grad_rows, grad_probabilities, rows.stride(0),
                     grad.stride(0), rows.shape[0], features, ends.shape[0], **_shape(features),
                 )  # fmt: skip
-        return grad_rows, grad_probabilities, None
+        return grad_rows, grad_probabilities, None, None
 
 
 def _shape(features: int) -> dict[str, int]:

@@ -17,6 +17,7 @@ class Pass(StrEnum):
     """Name a product of a linear layer whose weight is chosen by group; N rows and K columns have each weight."""
 
     FORWARD = "forward"  # y = x w^T
+    FORWARD_SWIGLU = "forward_swiglu"  # y = silu(gate) up p of (gate, up) = x w^T
     DATA_GRAD = "data_grad"  # dx = dy w
     WEIGHT_GRAD_BF16 = "weight_grad_bf16"  # dw = dy^T x
     WEIGHT_GRAD_FP32 = "weight_grad_fp32"  # dw = dy^T x
@@ -41,20 +42,21 @@ class Choice:
 
 
 _COOPERATIVE, _WIDE, _SQUARE = "cooperative_128x256_1x1", "pingpong_128x192_1x2", "pingpong_128x128_1x2"
+_WIDE_ALONE = "pingpong_128x192_1x1"
 
 #: Every variant that the rule can name; the bundled library has these and no others.
 VARIANTS: tuple[str, ...] = (
-    *(
-        f"{kind}_{tile}"
-        for kind in ("forward", "data_grad", "weight_grad_bf16")
-        for tile in (_COOPERATIVE, _WIDE, _SQUARE)
-    ),
+    *(f"forward_{tile}" for tile in (_COOPERATIVE, _WIDE, _SQUARE)),
+    *(f"forward_swiglu_{tile}" for tile in (_WIDE_ALONE, _SQUARE)),
+    *(f"{kind}_{tile}" for kind in ("data_grad", "weight_grad_bf16") for tile in (_COOPERATIVE, _WIDE, _SQUARE)),
     *(f"weight_grad_fp32_{tile}" for tile in (_WIDE, _SQUARE)),
     *(f"weight_grad_add_reduce_{tile}" for tile in (_WIDE, _SQUARE)),
     f"weight_grad_add_read_{_SQUARE}",
 )
 
 MAX_GROUPS = 1024
+# Of the rows of a weight with gates and ups: each of the two has rows of whole 16 bytes in the result.
+_SWIGLU_UNIT = 16
 #: Of the workspace, in bytes; the arguments of a group lie in nine arrays.
 WORKSPACE_ALIGNMENT, BYTES_PER_GROUP = 128, 96
 _NUM_ARRAYS = 9
@@ -66,10 +68,12 @@ _FEW_ROWS = 256
 # A reduction this long hides the epilogue of the largest tile.
 _LONG_REDUCTION = 4096
 _LONG_REDUCTION_BAND = 16
+# With SwiGLU in its launch a product gains 7 % at 4,096, and nothing at 7,168.
+_TOO_LONG_FOR_SWIGLU = 6144
 # TMA adds reach 1.2 TB/s, loads and stores 3.2 TB/s: the adds pay when the product takes longer than them anyway.
 _ROWS_FOR_REDUCE_ADD = 1024
-# Two tiles of 192 columns make a cluster; it may waste this part of the columns.
-_WIDE_COLUMNS, _WIDE_WASTE = 384, 0.035
+# Two tiles of 192 columns make a cluster, or one stands alone; they may waste this part of the columns.
+_WIDE_COLUMNS, _WIDE_ALONE_COLUMNS, _WIDE_WASTE = 384, 192, 0.035
 
 
 def choose_variant(which: Pass, num_rows: int, num_groups: int, n: int, k: int, variant: str | None = None) -> Choice:
@@ -87,18 +91,56 @@ def choose_variant(which: Pass, num_rows: int, num_groups: int, n: int, k: int, 
         UnsupportedError: If the kernels cannot do these sizes, or the variant is for another product.
     """
     _check_sizes(num_rows, num_groups, n, k)
+    if which is Pass.FORWARD_SWIGLU and n % _SWIGLU_UNIT:
+        raise UnsupportedError(
+            f"n ({n}) must be a multiple of {_SWIGLU_UNIT}, because gates and ups are n / 2 features each, and TMA "
+            "stores rows of whole 16 bytes. Use such sizes, or the product and the activation one after the other."
+        )
     rows = num_rows // num_groups
-    is_weight_grad = which not in {Pass.FORWARD, Pass.DATA_GRAD}
-    chosen = _choose_weight_grad(which, rows, n, k) if is_weight_grad else _choose_activation(which, rows, n, k)
+    if which is Pass.FORWARD_SWIGLU:
+        chosen = _choose_swiglu(rows, n, k)
+    elif which is Pass.FORWARD or which is Pass.DATA_GRAD:
+        chosen = _choose_activation(which, rows, n, k)
+    else:
+        chosen = _choose_weight_grad(which, rows, n, k)
     if variant is None:
         return chosen
-    own = [name for name in VARIANTS if name.startswith(which)]
+    own = [name for name in VARIANTS if pass_of(name) is which]
     if variant not in own:
         raise UnsupportedError(
             f"the variant must be one for {which}: {variant!r}. Each variant computes one product. "
             f"Use {one_of(own)}, or None for the rule's choice."
         )
     return replace(chosen, variant=variant, reason="it was asked for")
+
+
+def pass_of(variant: str) -> Pass:
+    """Return the product that a variant computes.
+
+    Args:
+        variant: One of VARIANTS.
+    """
+    return max((which for which in Pass if variant.startswith(f"{which}_")), key=len)
+
+
+def why_apart(n: int, k: int) -> str | None:
+    """Return why SwiGLU should be a kernel of its own behind the product; None if it belongs into the product's.
+
+    Inside of the product's kernel it saves a pass over the result, which is a part of the time that falls with the
+    length of the reduction. But that kernel has no cooperative variant, the product's best one for long reductions.
+
+    Args:
+        n: Rows of each weight: gates and ups.
+        k: Columns of each weight: the features of x.
+    """
+    if n % _SWIGLU_UNIT:
+        return f"{n} rows of a weight are not a multiple of {_SWIGLU_UNIT}: gates and ups want whole 16 bytes each"
+    if k >= _TOO_LONG_FOR_SWIGLU:
+        return f"the reduction over {k} is at least {_TOO_LONG_FOR_SWIGLU}"
+    fits, reason = _fills(n, _WIDE_ALONE_COLUMNS)
+    if k >= _LONG_REDUCTION and not fits:
+        return f"the reduction over {k} is at least {_LONG_REDUCTION}, and {reason}"
+    return None
 
 
 def workspace_bytes(num_groups: int, num_sms: int) -> int:
@@ -122,6 +164,15 @@ def _choose_activation(which: Pass, rows: int, n: int, k: int) -> Choice:
     return Choice(f"{which}_{tile}", False, 0, reason)
 
 
+def _choose_swiglu(rows: int, n: int, k: int) -> Choice:
+    band = _LONG_REDUCTION_BAND if k >= _LONG_REDUCTION else 0
+    if rows < _FEW_ROWS:
+        reason = f"{rows} rows a group are fewer than {_FEW_ROWS}"
+        return Choice(f"{Pass.FORWARD_SWIGLU}_{_SQUARE}", False, band, reason)
+    fits, reason = _fills(n, _WIDE_ALONE_COLUMNS)
+    return Choice(f"{Pass.FORWARD_SWIGLU}_{_WIDE_ALONE if fits else _SQUARE}", False, band, reason)
+
+
 def _choose_weight_grad(which: Pass, rows: int, n: int, k: int) -> Choice:
     along_n = k < n  # the operand that a wave of tiles shares is then the larger one
     tile, reason = _tile_of_columns(k)
@@ -137,10 +188,14 @@ def _choose_weight_grad(which: Pass, rows: int, n: int, k: int) -> Choice:
 
 
 def _tile_of_columns(columns: int) -> tuple[str, str]:
-    padded = -(-columns // _WIDE_COLUMNS) * _WIDE_COLUMNS
+    fits, reason = _fills(columns, _WIDE_COLUMNS)
+    return _WIDE if fits else _SQUARE, reason
+
+
+def _fills(columns: int, unit: int) -> tuple[bool, str]:
+    padded = -(-columns // unit) * unit
     fits = padded <= columns * (1 + _WIDE_WASTE)
-    verb = "fill" if fits else "do not fill"
-    return _WIDE if fits else _SQUARE, f"{columns} columns {verb} multiples of {_WIDE_COLUMNS}"
+    return fits, f"{columns} columns {'fill' if fits else 'do not fill'} multiples of {unit}"
 
 
 def _check_sizes(num_rows: int, num_groups: int, n: int, k: int) -> None:

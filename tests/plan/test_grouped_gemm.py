@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.plan.grouped_gemm import VARIANTS, Choice, Pass, choose_variant, workspace_bytes
+from lightning_megatron.plan.grouped_gemm import (
+    VARIANTS,
+    Choice,
+    Pass,
+    choose_variant,
+    pass_of,
+    why_apart,
+    workspace_bytes,
+)
 
 C, W, S = "cooperative_128x256_1x1", "pingpong_128x192_1x2", "pingpong_128x128_1x2"
 # Rows, groups, n, k of the shapes that the rule was measured on, and the tiles of forward, data gradient, bf16 weight
@@ -29,6 +37,41 @@ def test_the_measured_shapes_get_the_variants_that_were_best(shape: str) -> None
     assert chosen == [f"{which}_{tile}" for which, tile in zip(PASSES, tiles, strict=True)]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "tile"),
+    [
+        ((32768, 32, 1536, 2048), "pingpong_128x192_1x1"),
+        ((32768, 64, 1536, 2048), "pingpong_128x192_1x1"),
+        ((16384, 32, 4096, 7168), "pingpong_128x192_1x1"),
+        ((16384, 8, 28672, 4096), "pingpong_128x192_1x1"),
+        ((4096, 32, 1536, 2048), S),
+        ((32768, 32, 1024, 2048), S),
+    ],
+)
+def test_swiglu_in_the_product_gets_the_variant_that_was_best(sizes: tuple[int, int, int, int], tile: str) -> None:
+    assert choose_variant(Pass.FORWARD_SWIGLU, *sizes).variant == f"forward_swiglu_{tile}"
+
+
+def test_swiglu_is_apart_where_the_product_alone_has_a_better_variant() -> None:
+    assert why_apart(1536, 2048) is None
+    assert why_apart(1024, 2048) is None
+    assert why_apart(28672, 4096) is None
+    assert why_apart(4096, 7168) == "the reduction over 7168 is at least 6144"
+    assert (
+        why_apart(1024, 4096)
+        == "the reduction over 4096 is at least 4096, and 1024 columns do not fill multiples of 192"
+    )
+    assert "520 rows of a weight are not a multiple of 16" in str(why_apart(520, 2048))
+    with pytest.raises(UnsupportedError, match=r"n \(520\) must be a multiple of 16"):
+        choose_variant(Pass.FORWARD_SWIGLU, 1000, 8, 520, 384)
+
+
+def test_every_variant_belongs_to_the_longest_name_that_it_begins_with() -> None:
+    assert pass_of("forward_pingpong_128x128_1x2") is Pass.FORWARD
+    assert pass_of("forward_swiglu_pingpong_128x128_1x2") is Pass.FORWARD_SWIGLU
+    assert {pass_of(variant) for variant in VARIANTS} == set(Pass)
+
+
 def test_weight_gradients_walk_along_their_longer_side() -> None:
     tall, wide = (16384, 8, 28672, 4096), (16384, 8, 4096, 14336)
     assert choose_variant(Pass.WEIGHT_GRAD_BF16, *tall).along_n
@@ -37,9 +80,14 @@ def test_weight_gradients_walk_along_their_longer_side() -> None:
     assert choose_variant(Pass.WEIGHT_GRAD_ADD, 4096, 32, 1536, 2048).along_n  # sums that are read
 
 
-def test_only_the_largest_tile_of_activations_walks_in_bands() -> None:
+def test_only_the_largest_tile_of_plain_activations_walks_in_bands() -> None:
     assert choose_variant(Pass.FORWARD, 16384, 8, 28672, 4096).band == 16
     assert choose_variant(Pass.FORWARD, 32768, 32, 1536, 2048).band == 0
+
+
+def test_long_reductions_with_swiglu_walk_in_bands() -> None:
+    assert choose_variant(Pass.FORWARD_SWIGLU, 16384, 8, 28672, 4096).band == 16
+    assert choose_variant(Pass.FORWARD_SWIGLU, 32768, 32, 1536, 2048).band == 0
 
 
 def test_the_rule_names_every_variant_and_no_other() -> None:

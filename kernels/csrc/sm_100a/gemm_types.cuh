@@ -7,7 +7,7 @@ namespace lm_kernels {
 template <Kind kKind_, int kTileM, int kTileN>
 struct GroupedGemmSm100 {
   static constexpr Kind kKind = kKind_;
-  static constexpr bool kReadsC = kKind == Kind::kWeightGradAdd, kSharedMaps = false;
+  static constexpr bool kReadsC = kKind == Kind::kWeightGradAdd, kSharedMaps = false, kSwiglu = false;
 
   using ElementD = cute::conditional_t<is_fp32(kKind), float, bf16>;
   using ElementC = cute::conditional_t<kReadsC, float, void>;

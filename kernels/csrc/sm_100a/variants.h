@@ -1,15 +1,9 @@
 // The variants for sm_100a, in place of those of sm_90a. They were compiled and have never been run: no rule names them.
 #pragma once
-#include "../variants.h"
-
-#undef LM_FORWARD_VARIANTS
-#undef LM_DATA_GRAD_VARIANTS
-#undef LM_WEIGHT_GRAD_BF16_VARIANTS
-#undef LM_WEIGHT_GRAD_FP32_VARIANTS
-#undef LM_WEIGHT_GRAD_ADD_VARIANTS
-
 #define LM_FORWARD_VARIANTS(V) \
   V(forward_sm100a_256x256_2x1, GroupedGemmSm100<Kind::kForward, 256, 256>)
+
+#define LM_FORWARD_SWIGLU_VARIANTS(V)   // none
 
 #define LM_DATA_GRAD_VARIANTS(V) \
   V(data_grad_sm100a_256x256_2x1, GroupedGemmSm100<Kind::kDataGrad, 256, 256>)
@@ -23,12 +17,4 @@
 #define LM_WEIGHT_GRAD_ADD_VARIANTS(V) \
   V(weight_grad_add_sm100a_256x128_2x1, GroupedGemmSm100<Kind::kWeightGradAdd, 256, 128>)
 
-namespace lm_kernels {
-#define LM_DECLARE_VARIANT(name, ...) Status name(const Problem&, const LaunchOptions&);
-LM_FORWARD_VARIANTS(LM_DECLARE_VARIANT)
-LM_DATA_GRAD_VARIANTS(LM_DECLARE_VARIANT)
-LM_WEIGHT_GRAD_BF16_VARIANTS(LM_DECLARE_VARIANT)
-LM_WEIGHT_GRAD_FP32_VARIANTS(LM_DECLARE_VARIANT)
-LM_WEIGHT_GRAD_ADD_VARIANTS(LM_DECLARE_VARIANT)
-#undef LM_DECLARE_VARIANT
-}  // namespace lm_kernels
+#include "../variants.h"   // declares them

@@ -1,0 +1,164 @@
+"""Product and SwiGLU in one launch: when, and what is handed to the kernels, shown by stand-ins that compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts import grouped_mlp, grouped_swiglu, product_choice, products
+from lightning_megatron.experts.grouped_linear import grouped_linear
+from lightning_megatron.experts.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.product_choice import ProductChoice, choose_swiglu
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.plan.experts import ExpertsConfig
+from tests.experts.test_bundled_products import Kernels
+
+NUM_ROWS, FEATURES, IN = 16, 24, 16
+ENDS = torch.tensor([3, 3, 9, 12], dtype=torch.int32)
+GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
+
+
+def swiglu(gate_up: Tensor, probabilities: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, -1)
+    return (F.silu(gate) * up * probabilities.unsqueeze(-1)).to(gate_up.dtype)
+
+
+class Launches:
+    """Compute what the launch does, and remember whether the product was kept."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kept: list[bool] = []
+        self._kernels = kernels
+
+    def __call__(
+        self, result: Tensor, kept: Tensor | None, rows: Tensor, stack: Tensor, probabilities: Tensor, ends: Tensor
+    ) -> None:
+        self.kept.append(kept is not None)
+        assert probabilities.dtype == torch.float32
+        inner = rows.new_zeros((rows.shape[0], stack.shape[1])) if kept is None else kept.zero_()
+        self._kernels(products.Pass.FORWARD, inner, rows, stack, ends)
+        result.copy_(swiglu(inner, probabilities))
+
+
+class Computed(torch.autograd.Function):
+    """Give a result that was computed with the product the gradients of the activation."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor, probabilities: Tensor, computed: tuple[Tensor]) -> Tensor:  # noqa: ANN001
+        ctx.save_for_backward(gate_up, probabilities)
+        return computed[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN001
+        leaves = tuple(tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            return (*torch.autograd.grad(swiglu(*leaves), leaves, grad), None)
+
+
+def apply_weighted_swiglu(gate_up: Tensor, probabilities: Tensor, ends: Tensor, computed: Tensor) -> Tensor:
+    return Computed.apply(gate_up, probabilities, (computed,))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    kernels = Kernels()
+    found = Launches(kernels)
+    monkeypatch.setattr(products, "_launch", kernels)
+    monkeypatch.setattr(products, "_launch_swiglu", found)
+    module = SimpleNamespace(apply_weighted_swiglu=apply_weighted_swiglu)
+    monkeypatch.setattr(grouped_swiglu, "fused_kernels", lambda rows: module)
+    return found
+
+
+@pytest.fixture
+def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pretend that the bundled kernels are there."""
+    monkeypatch.setattr(product_choice, "choose_product", lambda *kind: ProductChoice("bundled", "they are there"))
+    choose_swiglu.cache_clear()
+    yield
+    choose_swiglu.cache_clear()
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_outputs_and_gradients_are_those_of_product_and_activation(launches: Launches) -> None:
+    last, outer, results = int(ENDS[-1]), draw(NUM_ROWS, FEATURES, seed=1), []
+    outer[last:] = 0
+    for fused in (True, False):
+        rows, probabilities = draw(NUM_ROWS, IN, seed=2).requires_grad_(), torch.rand(NUM_ROWS).requires_grad_()
+        torch.nn.init.constant_(probabilities, 0.7)
+        weights = [draw(2 * FEATURES, IN, seed=3 + e).requires_grad_() for e in range(4)]
+        if fused:
+            output = grouped_swiglu.grouped_swiglu(rows, weights, probabilities, ENDS)
+        else:
+            inner = grouped_linear(rows, weights, ENDS, "loop").nan_to_num()
+            output = swiglu(inner, probabilities)
+        grads = torch.autograd.grad(output, (rows, probabilities, *weights), outer)
+        results.append((output[:last], grads[0][:last], grads[1][:last], *grads[2:]))
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one.float(), other.float(), atol=3e-2, rtol=2e-2)
+    assert launches.kept == [True]
+
+
+def test_without_gradients_the_product_is_not_kept(launches: Launches) -> None:
+    rows, weights = draw(NUM_ROWS, IN), [draw(2 * FEATURES, IN, seed=e).requires_grad_() for e in range(4)]
+    kept = grouped_swiglu.grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
+    with torch.no_grad():
+        alone = grouped_swiglu.grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
+    assert launches.kept == [True, False]
+    assert torch.equal(kept, alone)
+    assert kept.requires_grad
+    assert not alone.requires_grad
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
+def test_experts_take_one_launch_for_swiglu_where_it_is_chosen(
+    activation: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=FEATURES)
+    wrapped = nn.ModuleDict({"experts": GroupedMLP(IN, config, ParallelMesh.single(), activation=activation)})  # type: ignore[arg-type]
+    initialize_(wrapped, "cpu", 0)
+    module, rows = wrapped["experts"].bfloat16(), draw(NUM_ROWS, IN)
+    expected = module(rows, torch.ones(NUM_ROWS), ENDS)
+    assert launches.kept == []
+    monkeypatch.setattr(grouped_mlp, "is_one_launch", lambda rows, weights: True)
+    found = module(rows, torch.ones(NUM_ROWS), ENDS)
+    assert launches.kept == ([True] if activation == "swiglu" else [])
+    last = int(ENDS[-1])
+    assert torch.allclose(found[:last].float(), expected[:last].float(), atol=1e-2, rtol=1e-2)
+
+
+def test_without_the_kernels_it_is_two_launches_or_refused() -> None:
+    rows, weights = draw(NUM_ROWS, IN), [draw(2 * FEATURES, IN)]
+    assert not grouped_swiglu.is_one_launch(rows, weights)
+    with pytest.raises(UnsupportedError, match="half type on a GPU with Triton.*bfloat16 on cpu"):
+        grouped_swiglu.grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS[:1])
+
+
+@pytest.mark.usefixtures("bundled")
+def test_the_choice_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger=product_choice.__name__):
+        assert choose_swiglu(GPU, BF16, 32, 2048, 1536).is_fused
+        assert choose_swiglu(GPU, BF16, 32, 2048, 1536).is_fused
+        assert not choose_swiglu(GPU, BF16, 32, 4096, 1024).is_fused
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == "SwiGLU of experts in the product's kernel: it saves a pass over the product's result"
+    assert second.startswith(
+        "SwiGLU of experts apart: the reduction over 4096 is at least 4096, and 1024 columns do not"
+    )
+
+
+def test_other_products_leave_it_apart() -> None:
+    choose_swiglu.cache_clear()
+    choice = choose_swiglu(torch.device("cpu"), torch.float32, 32, 2048, 1536)
+    assert not choice.is_fused
+    assert choice.reason == "the product is by loop"

@@ -1,0 +1,278 @@
+"""On a GPU the product with SwiGLU in its launch gives float64's results, and the gradients of the two one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lightning_megatron.experts import grouped_mlp
+from lightning_megatron.experts.grouped_linear import grouped_linear
+from lightning_megatron.experts.grouped_mlp import GroupedMLP, weighted_activation
+from lightning_megatron.experts.grouped_swiglu import grouped_swiglu, is_one_launch
+from lightning_megatron.experts.product_choice import choose_swiglu
+from lightning_megatron.experts.products import Bundled
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, pass_of, workspace_bytes
+
+pytestmark = pytest.mark.gpu
+
+SWIGLU = [variant for variant in VARIANTS if pass_of(variant) is Pass.FORWARD_SWIGLU]
+#: Sizes of groups, n and k: features that no tile divides, empty groups anywhere, every small size, one group, none.
+CASES = {
+    "uneven": ([1, 700, 0, 3, 129, 64, 65, 0], 528, 320),
+    "small": (list(range(20)), 208, 136),
+    "tiny": ([i % 7 for i in range(70)], 144, 264),
+    "holes": ([0, 128, 0, 256, 0], 256, 256),
+    "one": ([777], 512, 1024),
+    "single": ([900 if i == 33 else 0 for i in range(40)], 384, 192),
+    "many": ([(i * 37) % 40 for i in range(256)], 192, 128),
+    "large": ([3000, 10, 1500, 257], 1536, 384),
+    "narrow": ([30, 40], 16, 64),
+    "empty": ([0, 0, 0, 0], 256, 128),
+}
+TAIL, UNTOUCHED = 37, 5.0
+E, N, K, R = 6, 272, 320, 700
+SIZES = (
+    [100, 0, 333, 1, 127, 139],
+    [0, 128, 256, 64, 200, 0],
+    [0, 0, 0, 0, 0, 0],
+    [0, 0, 700, 0, 0, 0],
+    [1, 2, 3, 4, 5, 6],
+)
+#: Relative errors: of what is rounded to bfloat16, and of what is rounded at other places in two computations.
+HALF, TWICE = 4e-3, 2e-3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library() -> None:
+    """Skip where the kernels are not built or cannot run, or there is no Triton."""
+    choice = choose_swiglu(torch.device("cuda", 0), torch.bfloat16, E, K, N)
+    if not choice.is_fused:
+        pytest.skip(choice.reason)
+    if not is_one_launch(draw(1, K), draw(E, N, K)):
+        pytest.skip("needs triton, which comes with the CUDA builds of torch")
+
+
+def draw(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+def ends_of(sizes: Sequence[int]) -> Tensor:
+    return torch.tensor(sizes, device="cuda").cumsum(0).int()
+
+
+def poisoned(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return rows of which those of no group are not numbers."""
+    rows = rows.clone()
+    rows[sum(sizes) :] = torch.nan
+    return rows
+
+
+def product(rows: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
+    bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+    return torch.cat([rows[i:j].double() @ w.double().t() for w, (i, j) in zip(weights, pairwise(bounds), strict=True)])
+
+
+def swiglu(gate_up: Tensor, probabilities: Tensor) -> Tensor:
+    gate, up = gate_up.double().chunk(2, -1)
+    return F.silu(gate) * up * probabilities.double().unsqueeze(-1)
+
+
+def assert_close(found: Tensor, wanted: Tensor, limit: float, what: str) -> None:
+    error = float((found.detach().double() - wanted.detach()).norm() / wanted.detach().norm().clamp_min(1e-30))
+    assert error < limit, f"{what}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not stored"])
+@pytest.mark.parametrize("variant", SWIGLU)
+@pytest.mark.parametrize(
+    ("along_n", "band", "idle_sms", "gap"), [(False, 0, 0, 0), (True, 3, 35, 2)], ids=["plain", "banded"]
+)
+def test_every_variant_equals_float64(
+    variant: str, along_n: bool, band: int, idle_sms: int, gap: int, keeps: bool
+) -> None:
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count - idle_sms
+    for name, (sizes, n, k) in CASES.items():
+        num_rows, last = sum(sizes) + TAIL, sum(sizes)
+        rows, probabilities = poisoned(draw(num_rows, k), sizes), poisoned(torch.rand(num_rows, device="cuda"), sizes)
+        memory = torch.full((len(sizes), n + gap, k), torch.nan, device="cuda", dtype=torch.bfloat16)
+        memory[:, :n] = draw(len(sizes), n, k, scale=2 / k**0.5)
+        weights, ends = memory[:, :n], ends_of(sizes)
+        result, kept = (torch.full_like(draw(num_rows, width), UNTOUCHED) for width in (n // 2, n))
+        workspace = torch.empty(workspace_bytes(len(sizes), num_sms), dtype=torch.uint8, device="cuda")
+        operands = (result, kept if keeps else None, rows, weights, probabilities, ends, workspace)
+        torch.ops.lm_kernels.grouped_swiglu(*operands, variant, along_n, band, num_sms)
+        assert (result[last:] == UNTOUCHED).all(), f"{name}: rows of no group were written"
+        assert (kept[last if keeps else 0 :] == UNTOUCHED).all(), f"{name}: what is not kept was written"
+        inner = product(rows, weights, sizes)
+        if keeps:
+            assert_close(kept[:last], inner, HALF, f"{name}: product")
+            inner = kept[:last].double()
+        wanted = swiglu(inner.bfloat16(), probabilities[:last])
+        assert_close(result[:last], wanted, HALF, f"{name}: result")
+        if keeps:  # every element: one rounding, and the errors of exp and of a quotient in float32
+            assert ((result[:last] - wanted).abs() <= 5e-3 * wanted.abs() + 1e-30).all(), name
+
+
+def both(rows: Tensor, weights: Sequence[Tensor], probabilities: Tensor, ends: Tensor, fused: bool) -> Tensor:
+    if fused:
+        return grouped_swiglu(rows, weights, probabilities, ends)
+    return weighted_activation(grouped_linear(rows, weights, ends, "bundled"), probabilities, ends, "swiglu")
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_gradients_are_those_of_product_and_activation_one_by_one(sizes: list[int]) -> None:
+    last, ends = sum(sizes), ends_of(sizes)
+    weights = [draw(N, K, scale=0.1).requires_grad_() for _ in range(E)]
+    rows = poisoned(draw(R, K), sizes).requires_grad_()
+    probabilities = poisoned(torch.rand(R, device="cuda"), sizes).requires_grad_()
+    outer = poisoned(draw(R, N // 2), sizes)
+    results = []
+    for fused in (True, False):
+        output = both(rows, weights, probabilities, ends, fused)
+        grad_rows, grad_probabilities, *rest = torch.autograd.grad(output, (rows, probabilities, *weights), outer)
+        results.append([output[:last], grad_rows[:last], grad_probabilities[:last], torch.stack(rest)])
+    for one, other, what in zip(*results, ("output", "rows", "probabilities", "weights"), strict=True):
+        assert one.isfinite().all(), what
+        assert_close(one, other.double(), TWICE, what)
+    if last == 0:
+        assert not results[0][3].any()
+
+
+@pytest.mark.parametrize("gap", [0, 2 * K, 64], ids=["dense", "whole rows", "any"])
+def test_slots_get_the_same_sums(gap: int) -> None:
+    step, sums = N * K + gap, []
+    memory = draw(E * step, scale=0.1)
+    for fused in (True, False):
+        weights = [nn.Parameter(memory[e * step : e * step + N * K].view(N, K)) for e in range(E)]
+        total = torch.full((E, step), torch.nan, device="cuda")
+        for weight, part in zip(weights, total, strict=True):
+            set_slot(weight, GradientSlot(part[: N * K].view(N, K), lambda: None))
+        torch.manual_seed(0)
+        for sizes in (SIZES[1], SIZES[0], SIZES[2], SIZES[3]):
+            rows, outer = poisoned(draw(R, K), sizes), poisoned(draw(R, N // 2), sizes)
+            both(rows, weights, torch.rand(R, device="cuda"), ends_of(sizes), fused).backward(outer)
+        sums.append(total[:, : N * K])
+        assert total[:, N * K :].isnan().all(), "what lies between the slots was written"
+    assert_close(sums[0], sums[1].double(), TWICE, "sums")
+
+
+def test_without_gradients_the_product_is_not_stored() -> None:
+    sizes, num_rows = [400, 0, 1332, 4, 508, 556], 2800
+    rows, weights, ends = draw(num_rows, K), draw(E, N, K).unbind(), ends_of(sizes)
+    probabilities = torch.rand(num_rows, device="cuda")
+    kept = grouped_swiglu(rows, [weight.requires_grad_() for weight in weights], probabilities, ends)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        found = grouped_swiglu(rows, weights, probabilities, ends)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert torch.equal(found, kept.detach())
+    assert peak < num_rows * N * rows.itemsize, "the product was allocated"
+
+
+def test_one_graph_serves_all_ends() -> None:
+    weights, ends = draw(E, N, K, scale=0.1), ends_of(SIZES[0])
+    rows, probabilities = draw(R, K), torch.rand(R, device="cuda")
+
+    def step() -> tuple[Tensor, Tensor | None, Tensor]:
+        result, kept = Bundled.swiglu(rows, weights, probabilities, ends, keep=True)
+        return result, kept, Bundled.swiglu(rows, weights, probabilities, ends, keep=False)[0]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result, kept, alone = step()
+    assert kept is not None
+    for sizes in (*SIZES, *reversed(SIZES)):
+        last = sum(sizes)
+        rows.copy_(poisoned(draw(R, K), sizes))
+        probabilities.copy_(poisoned(torch.rand(R, device="cuda"), sizes))
+        ends.copy_(ends_of(sizes))
+        graph.replay()
+        assert_close(kept[:last], product(rows, weights, sizes), HALF, "product")
+        assert_close(result[:last], swiglu(kept[:last], probabilities[:last]), HALF, "result")
+        assert torch.equal(result[:last], alone[:last])
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_experts_take_one_launch_and_give_the_same(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=N // 2)
+    wrapped = nn.ModuleDict({"experts": GroupedMLP(K, config, ParallelMesh.single()).bfloat16()})
+    wrapped.to_empty(device="cuda")
+    initialize_(wrapped, "cuda", 0)
+    module, sizes = wrapped["experts"], [100, 0, 333, 1, 127, 139]
+    rows, probabilities = draw(R, K).requires_grad_(), torch.rand(R, device="cuda").requires_grad_()
+    ends, leaves, results, launches = ends_of(sizes), (rows, probabilities, *module.parameters()), [], []
+    launch = Bundled.swiglu
+
+    def counted(*args: Tensor, keep: bool) -> tuple[Tensor, Tensor | None]:
+        launches.append(keep)
+        return launch(*args, keep=keep)
+
+    monkeypatch.setattr(Bundled, "swiglu", staticmethod(counted))
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(grouped_mlp, "is_one_launch", lambda rows, weights: False)
+        arguments = (rows, probabilities, ends)
+        output = checkpoint(module, *arguments, use_reentrant=True) if recompute else module(*arguments)
+        output[: sum(sizes)].float().square().sum().backward()
+        results.append([output.detach()[: sum(sizes)], *gradients_of(leaves)])
+    assert launches == ([False, True] if recompute else [True])
+    for one, other in zip(*results, strict=True):
+        assert_close(one, other.double(), 2 * TWICE, "one launch against two")
+
+
+def gradients_of(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Take the gradients away."""
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return [gradient for gradient in found if gradient is not None]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    ends, rows, weights, probabilities = ends_of([8, 8]), draw(16, 64), draw(2, 64, 64), torch.rand(16, device="cuda")
+    result, kept = draw(16, 32), draw(16, 64)
+    workspace, variant = torch.empty(workspace_bytes(2, 8), dtype=torch.uint8, device="cuda"), SWIGLU[0]
+    given = (result, kept, rows, weights, probabilities, ends, workspace, variant)
+    for message, number, wrong in (
+        ("d must have shape", 0, kept),
+        ("kept must have shape", 1, result),
+        ("kept has the wrong dtype", 1, kept.float()),
+        ("probabilities has the wrong dtype", 4, probabilities.bfloat16()),
+        ("probabilities must be one for each of 16 rows: there are 8", 4, probabilities[:8].clone()),
+        ("is a variant of the other operator", 7, "forward_pingpong_128x128_1x2"),
+        ("has no variant nothing", 7, "nothing"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.lm_kernels.grouped_swiglu(*given[:number], wrong, *given[number + 1 :], False, 0, 8)
+    with pytest.raises(RuntimeError, match=r"n \(40\) must be a multiple of 16"):
+        torch.ops.lm_kernels.grouped_swiglu(
+            draw(16, 20), None, rows, draw(2, 40, 64), probabilities, ends, workspace, variant, False, 0, 8
+        )
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not stored"])
+def test_the_schema_says_what_is_written(keeps: bool) -> None:
+    sizes, num_sms = [8, 24], 8
+    workspace = torch.zeros(workspace_bytes(2, num_sms), dtype=torch.uint8, device="cuda")
+    given = (
+        *(torch.zeros(32, 32, device="cuda").bfloat16(), draw(32, 64).zero_() if keeps else None),
+        *(draw(32, 64), draw(2, 64, 64), torch.rand(32, device="cuda"), ends_of(sizes), workspace),
+        *(SWIGLU[0], False, 0, num_sms),
+    )
+    torch.library.opcheck(torch.ops.lm_kernels.grouped_swiglu.default, given, test_utils="test_schema")
