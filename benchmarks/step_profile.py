@@ -20,7 +20,10 @@ COMMUNICATION = "communication"
 
 # The first that fits counts: attention kernels have matrix products in their names.
 _CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (COMMUNICATION, ("nccl", "symm_mem", "one_shot", "two_shot")),
+    (
+        COMMUNICATION,
+        ("nccl", "symm_mem", "symmetric_memory", "one_shot", "two_shot", "_put_tokens", "_put_sums", "_add_slots"),
+    ),
     ("attention", ("flash", "fmha", "sdpa", "attention")),
     ("router", ("_route_",)),
     ("permutes", ("_spread", "_collect", "_weighed", "_count_choices", "_add_up_counts", "_place_choices")),

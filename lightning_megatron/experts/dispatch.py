@@ -14,8 +14,7 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_reduce_, exchange_rows, reduce_scatter_sequence
 from lightning_megatron.groups.in_flight import InFlight, start_all_gather_sequence, start_row_exchange
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.experts import Transport, transport_over_ep
-from lightning_megatron.plan.shards import ShardRange, even_range
+from lightning_megatron.plan.shards import ShardRange
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,14 @@ class Dispatched:
         probabilities: What every row's output is multiplied by.
         row_map: Where the choices of the tokens that came here lie in the rows.
         exchange: How they came, if by an all-to-all.
+        choices: What the tokens of this rank chose, if they were put where their experts are.
     """
 
     rows: Tensor
     probabilities: Tensor
     row_map: RowMap
     exchange: Exchange | None = None
+    choices: Tensor | None = None
 
     @property
     def ends(self) -> Tensor:
@@ -256,55 +257,6 @@ class AllToAllDispatcher:
         return unpermute(exchange_rows(rows, exchange.receives, exchange.sends, self.axis), exchange.row_map)
 
 
-@dataclass(frozen=True)
-class DispatcherChoice:
-    """Name the dispatcher of a layer, and why.
-
-    Args:
-        dispatcher: What brings tokens to experts.
-        reason: Why this one, for the log.
-    """
-
-    dispatcher: Dispatcher
-    reason: str
-
-
-def choose_dispatcher(
-    num_experts: int, top_k: int, mesh: ParallelMesh, transport: Transport = "auto"
-) -> DispatcherChoice:
-    """Choose how tokens come to experts.
-
-    An all-gather brings a rank the tokens of ep - 1 others, an all-to-all top_k / ep times as many rows.
-
-    Args:
-        num_experts: Experts of the layer.
-        top_k: Experts that a token goes to.
-        mesh: The groups of this rank.
-        transport: How tokens come to the ranks of ep.
-
-    Raises:
-        ParallelPlanError: If the experts do not divide by ep.
-    """
-    here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
-    dispatcher, reason = _over_ep(here, num_experts, top_k, mesh.ep, transport)
-    if mesh.etp.size > 1:
-        dispatcher = GatherDispatcher(dispatcher, mesh.etp)
-        reason = f"{reason}; all-gather over etp, whose ranks hold parts of the same experts"
-    return DispatcherChoice(dispatcher, reason)
-
-
-def _over_ep(
-    here: ShardRange, num_experts: int, top_k: int, ep: MeshAxis, transport: Transport
-) -> tuple[Dispatcher, str]:
-    if ep.size == 1:
-        return LocalDispatcher(here), "no dispatch: ep is 1, so that this rank has all experts"
-    compared = f"top_k ({top_k}) is {'at least' if top_k >= ep.size else 'below'} ep ({ep.size})"
-    why = compared if transport == "auto" else "asked for"
-    if transport_over_ep(top_k, ep.size, transport) == "all_gather":
-        return GatherDispatcher(LocalDispatcher(here), ep), f"all-gather over ep, of static sizes: {why}"
-    return AllToAllDispatcher(num_experts, ep), f"all-to-all over ep, of sizes that the host reads: {why}"
-
-
 def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:
     """Refuse microbatches of different sizes on the ranks that gather each other's tokens, on all of them.
 
@@ -321,6 +273,6 @@ def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:
     if -smallest != largest:
         raise RankMismatchError(
             f"the ranks that share experts must have equally many tokens in a microbatch: this rank has {num_tokens}, "
-            f"the others from {-smallest} to {largest}. An all-gather takes equal parts. Pad sequences to one length, "
-            "or use expert_transport='all_to_all' with etp 1."
+            f"the others from {-smallest} to {largest}. An all-gather and puts take equal parts. Pad sequences to one "
+            "length, or use expert_transport='all_to_all' with etp 1."
         )

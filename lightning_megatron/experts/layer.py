@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.experts.attached_loss import LossWeight, attach_loss
-from lightning_megatron.experts.dispatch import Dispatched, DispatcherChoice, Sent, Transport, choose_dispatcher
+from lightning_megatron.experts.dispatch import Dispatched, Sent
+from lightning_megatron.experts.dispatcher_choice import DispatcherChoice, choose_dispatcher
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.router import Router, Routing
 from lightning_megatron.experts.segments import Segment, SegmentList
@@ -18,7 +19,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import Activation
 from lightning_megatron.layers.recompute import recomputed
-from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.experts import ExpertsConfig, Transport
 
 
 class MixtureOfExperts(nn.Module):
@@ -103,7 +104,8 @@ class MixtureOfExperts(nn.Module):
     def _parts(self) -> tuple[DispatcherChoice, SegmentList]:
         """Return what follows from the groups, which a later run may change."""
         if self._built is None or self._built[0][0] is not self.mesh or self._built[0][1] != self.transport:
-            choice = choose_dispatcher(self.config.num_experts, self.config.top_k, self.mesh, self.transport)
+            sizes, has_shared = (self.config.num_experts, self.config.top_k), self.shared is not None
+            choice = choose_dispatcher(*sizes, self.mesh, self.transport, has_shared=has_shared)
             self._built = (self.mesh, self.transport), choice, self._list_segments(choice.dispatcher.is_static)
         return self._built[1:]
 

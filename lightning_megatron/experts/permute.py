@@ -144,7 +144,7 @@ class _ToRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        chosen = _gathered(grads[0], ctx.row_map)
+        chosen = read_choices(grads[0], ctx.row_map)
         return (chosen.unflatten(0, (-1, ctx.sharers)).sum(1) if ctx.sharers > 1 else chosen), None, None
 
 
@@ -154,7 +154,7 @@ class _FromRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, row_map: RowMap) -> Tensor:
         ctx.row_map = row_map
-        return _gathered(rows, row_map)
+        return read_choices(rows, row_map)
 
     @staticmethod
     @once_differentiable
@@ -162,7 +162,7 @@ class _FromRows(torch.autograd.Function):
         return grads[0].index_select(0, ctx.row_map.pairs), None
 
 
-def _gathered(rows: Tensor, row_map: RowMap) -> Tensor:
+def read_choices(rows: Tensor, row_map: RowMap) -> Tensor:
     """Read the row of every choice; zeros for choices of experts that are not here."""
     index = row_map.rows.flatten()
     if not rows.shape[0]:

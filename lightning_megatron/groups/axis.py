@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from lightning_megatron.groups.journal import Journal
+from lightning_megatron.groups.peer_memory import PeerMemory
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class MeshAxis:
         group: The process group; None for a group of one, which never communicates.
         pipelines_products: Whether matrix products and their communication run as one, piece by piece, on GPUs.
         journal: Where the collectives of this rank are counted.
+        peer_memory: What the ranks of the group write into.
     """
 
     name: str
@@ -29,6 +31,7 @@ class MeshAxis:
     group: ProcessGroup | None = field(default=None, compare=False)
     journal: Journal = field(default_factory=Journal, compare=False, repr=False)
     pipelines_products: bool = False
+    peer_memory: PeerMemory = field(default_factory=PeerMemory, compare=False, repr=False)
 
     @property
     def size(self) -> int:

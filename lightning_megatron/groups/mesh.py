@@ -172,6 +172,7 @@ class ParallelMesh:
         if not dist.is_initialized():
             return
         release_workspace(self.tp)
+        self.ep.peer_memory.release()
         if self.owns_world:
             dist.destroy_process_group()
             return

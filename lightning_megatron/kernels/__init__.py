@@ -10,6 +10,7 @@ from lightning_megatron.kernels.cross_entropy import cross_entropy_gradient, cro
 from lightning_megatron.kernels.gelu import apply_gelu
 from lightning_megatron.kernels.norm import MAX_WIDTH as MAX_NORM_WIDTH
 from lightning_megatron.kernels.norm import add_norm
+from lightning_megatron.kernels.peer_rows import add_slots, put_sums, put_tokens
 from lightning_megatron.kernels.rotary import rotate_qkv
 from lightning_megatron.kernels.route import RouteSettings, route_tokens
 from lightning_megatron.kernels.swiglu import apply_swiglu
@@ -23,6 +24,7 @@ __all__ = [
     "MAX_SORTED_EXPERTS",
     "RouteSettings",
     "add_norm",
+    "add_slots",
     "cross_entropy_gradient",
     "cross_entropy_statistics",
     "apply_gelu",
@@ -30,6 +32,8 @@ __all__ = [
     "apply_swiglu",
     "apply_weighted_swiglu",
     "permute_tokens",
+    "put_sums",
+    "put_tokens",
     "route_tokens",
     "sort_choices",
     "split_rows",

@@ -29,6 +29,7 @@ class ActivationCosts:
         loss_kept: what the loss keeps.
         loss_forward: what the loss needs beside that in forward.
         loss_backward: what it needs beside that in backward.
+        slots: memory that tokens are put into on their way to experts, one for all blocks.
     """
 
     boundary: int
@@ -42,6 +43,7 @@ class ActivationCosts:
     loss_kept: int
     loss_forward: int
     loss_backward: int
+    slots: int
 
 
 def activation_costs(
@@ -103,4 +105,5 @@ def activation_costs(
         loss_kept=table.loss_kept * logits,
         loss_forward=table.loss_forward * logits,
         loss_backward=table.loss_backward * logits,
+        slots=network.slots,
     )

@@ -78,7 +78,7 @@ class StageMemory:
         activations: what layers keep for backward.
         loss: logits, and what the loss makes of them.
         workspace: what the layer or the optimizer needs while it runs.
-        communication: transfers between stages on their way.
+        communication: transfers between stages on their way, and memory that tokens are put into.
         libraries: workspaces of libraries.
     """
 
@@ -206,7 +206,8 @@ def _stage_memory(
         loss=worst.loss,
         workspace=worst.workspace,
         # One tensor on its way in, one on its way out.
-        communication=2 * costs.boundary if layout.pp > 1 and worst.name != "optimizer step" else 0,
+        communication=(2 * costs.boundary if layout.pp > 1 and worst.name != "optimizer step" else 0)
+        + max(block.costs.slots for block in blocks),
         libraries=training.library_bytes,
     )
 

@@ -10,8 +10,9 @@ from lightning_megatron.plan.legal_values import divisors, one_of
 
 Scoring = Literal["softmax", "sigmoid"]
 BalanceScope = Literal["microbatch", "sequence", "global"]
-#: ``auto``: all-gather where a token goes to as many experts as there are ranks or more, else all-to-all.
-Transport = Literal["auto", "all_gather", "all_to_all"]
+#: ``auto``: static sizes where a token goes to as many experts as there are ranks or more, else all-to-all.
+Transport = Literal["auto", "all_gather", "all_to_all", "one_sided"]
+ChosenTransport = Literal["none", "all_gather", "all_to_all", "one_sided"]
 
 #: A group of experts is as good as this many of its best together.
 BEST_OF_GROUP = 2
@@ -161,20 +162,23 @@ class ExpertsConfig:
             raise ParallelPlanError(f"{name} ({value}) of experts must {rule}, because {why}. Change {name}.")
 
 
-def transport_over_ep(
-    top_k: int, ep: int, transport: Transport = "auto"
-) -> Literal["none", "all_gather", "all_to_all"]:
+def transport_over_ep(top_k: int, ep: int, transport: Transport = "auto", *, can_put: bool = False) -> ChosenTransport:
     """Say how tokens come to the ranks that share the experts of a layer.
 
-    An all-gather brings a rank the tokens of ep - 1 others, an all-to-all top_k / ep times as many rows.
+    An all-gather brings a rank the tokens of ep - 1 others, an all-to-all top_k / ep times as many rows, puts those of
+    an all-gather that are needed. Behind an all-gather or puts experts have memory for the worst routing, so that
+    neither is chosen where an all-to-all brings fewer rows.
 
     Args:
         top_k: Experts that a token goes to (experts).
         ep: Ranks that share the experts (ranks).
         transport: What was asked for.
+        can_put: Whether puts may take the place of an all-gather that is not asked for.
     """
     if ep == 1:
         return "none"
-    if transport == "auto":
-        return "all_gather" if top_k >= ep else "all_to_all"
-    return transport
+    if transport != "auto":
+        return transport
+    if top_k < ep:
+        return "all_to_all"
+    return "one_sided" if can_put else "all_gather"

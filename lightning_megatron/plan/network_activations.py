@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightning_megatron.plan.experts import ExpertsConfig, Transport, transport_over_ep
 from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.token_slots import TokenSlots
 
 #: Positions in sorted rows, and numbers of experts, are int64.
 _INDEX = 8
@@ -22,6 +23,7 @@ class NetworkCosts:
         forward: what its forward needs beside what it keeps.
         backward: what its backward needs beside what it keeps, at most; negative where it has given up more.
         backward_start: the same until experts have the gradients of their outputs.
+        slots: memory that tokens are put into, one for all blocks.
     """
 
     kept: int
@@ -29,6 +31,7 @@ class NetworkCosts:
     backward: int
     recomputed: int = 0
     backward_start: int = 0
+    slots: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +94,8 @@ def mixture_costs(
 ) -> NetworkCosts:
     """Compute the bytes of a mixture of experts.
 
-    Over ep 1 and by an all-gather, buffers have sizes that do not depend on the routing: the most rows that could come.
+    Over ep 1, by an all-gather and by puts, buffers have sizes that do not depend on the routing: the most rows that
+    could come.
     By an all-to-all they have the sizes of the routing, which is taken to be balanced: as many rows come to a rank as
     leave it. No choice is taken to be dropped.
 
@@ -114,7 +118,7 @@ def mixture_costs(
     # Outputs of experts, and those of every choice; behind an all-to-all both again.
     forward = vectors + table.choice_copies * choices + (vectors + choices if rows.are_exchanged else 0)
     forward += element * batch.stream_tokens * hidden if experts.shared_ffn_hidden_size else 0
-    gathered = element * rows.tokens * hidden if rows.tokens > batch.own_tokens else 0
+    gathered = element * rows.gathered * hidden if rows.gathered > batch.own_tokens else 0
     # Those of all experts' matrices, where they are made before they are added to those of earlier microbatches.
     matrix = table.expert_gradients * element * (experts.num_experts // batch.ep) * inner * hidden
     firsts = 2 if model.gated else 1
@@ -137,6 +141,7 @@ def mixture_costs(
         forward=max(forward, wide if table.expert_copies else 0),
         backward=max(moments),
         backward_start=gathered + min(1, table.choice_copies) * choices + vectors,
+        slots=_slot_bytes(experts, hidden, batch) if rows.are_put else 0,
     )
 
 
@@ -145,30 +150,46 @@ class _RowCounts:
     """Count what one rank has of tokens.
 
     Args:
-        tokens: those that it sorts by expert.
-        choices: how many experts these chose together.
+        gathered: tokens that collectives bring together.
+        choices: how many experts those chose together that it sorts by expert.
         buffer: rows of the buffer that its experts compute on.
         are_exchanged: whether rows come and go by an all-to-all.
+        are_put: whether tokens are put into memory that ranks share.
     """
 
-    tokens: int
+    gathered: int
     choices: int
     buffer: int
-    are_exchanged: bool
+    are_exchanged: bool = False
+    are_put: bool = False
 
     @classmethod
     def of(cls, experts: ExpertsConfig, batch: MicrobatchShape) -> _RowCounts:
         transport = transport_over_ep(experts.top_k, batch.ep, batch.transport)
-        tokens = batch.own_tokens * batch.etp * (batch.ep if transport == "all_gather" else 1)
-        choices = tokens * experts.top_k
+        sent = batch.own_tokens * batch.etp
         if transport == "all_to_all":
-            return cls(tokens, choices, choices, True)
-        return cls(tokens, choices, tokens * min(experts.top_k, experts.num_experts // batch.ep), False)
+            return cls(sent, sent * experts.top_k, sent * experts.top_k, are_exchanged=True)
+        tokens = sent * batch.ep
+        gathered = sent if transport == "one_sided" else tokens
+        buffer = tokens * min(experts.top_k, experts.num_experts // batch.ep)
+        return cls(gathered, tokens * experts.top_k, buffer, are_put=transport == "one_sided")
 
     @property
     def map_bytes(self) -> int:
         """Return the bytes that say where the choices of tokens lie in sorted rows, and whose these are."""
         return 2 * _INDEX * (self.choices + (self.buffer if self.are_exchanged else 0))
+
+
+def _slot_bytes(experts: ExpertsConfig, hidden: int, batch: MicrobatchShape) -> int:
+    """Return the memory that tokens are put into with what they chose."""
+    return TokenSlots(
+        num_ranks=batch.ep,
+        num_tokens=batch.own_tokens * batch.etp,
+        width=hidden,
+        top_k=experts.top_k,
+        element=batch.activation_bytes,
+        scale=batch.wide_bytes,
+    ).num_bytes
 
 
 def _routing_bytes(experts: ExpertsConfig, hidden: int, table: KeptActivations, batch: MicrobatchShape) -> int:

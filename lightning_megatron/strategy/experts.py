@@ -8,13 +8,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.attached_loss import LossWeight
-from lightning_megatron.experts.dispatch import Transport
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.statistics import StepStatistics, step_statistics
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config_checks import check_expert_axes
 from lightning_megatron.models.layered import LayeredModule
-from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.plan.layout import ParallelLayout
 
 
@@ -28,7 +27,7 @@ class ExpertsOfRun:
     """
 
     def __init__(self, models: Sequence[LayeredModule], mesh: ParallelMesh, transport: Transport) -> None:
-        self._mesh = mesh
+        self._mesh, self._transport = mesh, transport
         self._layers: dict[int, MixtureOfExperts] = {}
         first = 0
         for model in models:
@@ -68,6 +67,12 @@ class ExpertsOfRun:
             if layer.router.follows_load:
                 layer.router.update_(self.statistics[number].load)
             layer.statistics.clear_()
+
+    @property
+    def transport(self) -> Transport:
+        """Return how tokens come to the ranks of ep, where that was found out on the machine, else what was asked."""
+        is_put = any(layer.choice.transport == "one_sided" for layer in self._layers.values())
+        return "one_sided" if is_put else self._transport
 
     def notes(self) -> list[str]:
         """Say how tokens come to their experts, and why."""

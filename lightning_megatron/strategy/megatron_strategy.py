@@ -66,8 +66,11 @@ class MegatronStrategy(ModelStrategy):
             attention core), experts (what experts make of their rows) or full (whole blocks). None leaves the models'
             own setting.
         expert_transport: How tokens come to the ranks of their experts: all_gather (static sizes; ranks must have
-            equally many tokens) or all_to_all (each token to its experts alone; the host reads sizes). auto takes
-            all_gather where a token goes to as many experts as there are ranks of ep or more.
+            equally many tokens), all_to_all (each token to its experts alone; the host reads sizes) or one_sided (each
+            token to its experts alone, with the sizes of all_gather, into the memory of other GPUs of the host, which
+            needs TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment where there is NVLink multicast). auto takes
+            static sizes where a token goes to as many experts as there are ranks of ep or more: one_sided where GPUs
+            can and there is no shared expert to run beside, else all_gather; and all_to_all elsewhere.
         tensor_parallel_plan: How plain torch.nn modules are cut over tp: name patterns and kinds, such as
             {"*.up": "column", "*.down": "row"}. None swaps the blocks that are known.
         pipeline_plan: What the stages share of a model that is not of this package: {"model.layers": "blocks"} names
@@ -116,7 +119,7 @@ class MegatronStrategy(ModelStrategy):
         microbatch_group_size: int | None = None,
         order: str = "tp-cp-ep-dp-pp",
         recompute: Literal["none", "selective", "experts", "full"] | None = None,
-        expert_transport: Literal["auto", "all_gather", "all_to_all"] = "auto",
+        expert_transport: Literal["auto", "all_gather", "all_to_all", "one_sided"] = "auto",
         tensor_parallel_plan: dict[str, str] | None = None,
         pipeline_plan: dict[str, str] | None = None,
         timeout: float | timedelta | None = None,

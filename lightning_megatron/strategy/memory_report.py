@@ -196,7 +196,7 @@ def training_shape(strategy: ModelStrategy, module: LightningModule, optimizers:
         schedule=options.schedule_name,
         microbatch_group_size=options.microbatch_group_size,
         sequence_parallel=strategy.mesh.sequence_parallel,
-        expert_transport=options.expert_transport,
+        expert_transport=options.expert_transport if strategy._experts is None else strategy._experts.transport,
         zero=options.zero,
         parameter_bytes=dtypes.parameters.itemsize,
         gradient_bytes=gradients.itemsize,

@@ -8,9 +8,9 @@ from math import lcm
 from typing import Any, get_args
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.experts.dispatch import Transport
 from lightning_megatron.groups.mesh import check_group_names
 from lightning_megatron.layers.recompute import check_recompute
+from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.schedule import SCHEDULE_NAMES
 

@@ -45,6 +45,12 @@ def test_time_is_divided_among_work_communication_and_nothing() -> None:
     assert "62.5% hidden" in report(found)
 
 
+def test_what_gpus_write_into_each_others_memory_is_communication() -> None:
+    names = ("c10d::symmetric_memory::barrier_kernel(unsigned int**)", "_put_tokens", "_put_sums", "_add_slots")
+    assert {Kernel(name, 0, 1, 7).kind for name in names} == {"communication"}
+    assert Kernel("at::native::index_put_kernel_impl", 0, 1, 7).kind != "communication"
+
+
 def test_intervals_join_and_subtract() -> None:
     assert union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
     assert outside([(0, 10), (2, 4)], [(1, 2), (9, 12)]) == 8

@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.experts.dispatch import AllToAllDispatcher, GatherDispatcher, Transport, choose_dispatcher
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts import dispatcher_choice, peer_transfer
+from lightning_megatron.experts.dispatch import AllToAllDispatcher, GatherDispatcher
+from lightning_megatron.experts.dispatcher_choice import choose_dispatcher
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.one_sided import OneSidedDispatcher
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.init import initialize_
-from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.dense import CASES, Routed, dense, route
 from tests.experts.trained import TrainedExperts
@@ -23,7 +27,7 @@ from tests.world import run_world
 NUM_EXPERTS, SIZE, INNER, NUM_TOKENS = 4, 6, 8, 5
 CONFIG = ExpertsConfig(num_experts=NUM_EXPERTS, top_k=2, ffn_hidden_size=INNER)
 LAYOUTS = {"ep2": {"ep": 2}, "ep4": {"ep": 4}, "ep2 etp2": {"ep": 2, "etp": 2}, "etp2": {"etp": 2}}
-TRANSPORTS: tuple[Transport, ...] = ("all_gather", "all_to_all")
+TRANSPORTS: tuple[Transport, ...] = ("all_gather", "all_to_all", "one_sided")
 #: How many tokens a rank has.
 SIZES = {"some": lambda rank: NUM_TOKENS, "none": lambda rank: 0, "different": lambda rank: 2 * rank}
 
@@ -33,7 +37,7 @@ def runs() -> list[tuple[str, Transport, str, str]]:
     found = []
     for layout, sizes in LAYOUTS.items():
         for transport in TRANSPORTS if "ep" in sizes else TRANSPORTS[:1]:
-            is_static = transport == "all_gather" or "etp" in sizes
+            is_static = transport != "all_to_all" or "etp" in sizes
             numbers = [name for name in SIZES if name != "different" or not is_static]
             found += [(layout, transport, case, number) for case in CASES for number in numbers]
     return found
@@ -144,7 +148,38 @@ def test_the_choice_of_a_dispatcher_says_why() -> None:
         (1, "auto", AllToAllDispatcher, "top_k (1) is below ep (2)"),
         (1, "all_gather", GatherDispatcher, "asked for"),
         (2, "all_to_all", AllToAllDispatcher, "asked for"),
+        (1, "one_sided", OneSidedDispatcher, "asked for"),
     ):
         choice = choose_dispatcher(4, top_k, mesh, transport)  # type: ignore[arg-type]
         assert isinstance(choice.dispatcher, kind)
         assert reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("why_not", "top_k", "has_shared", "kind", "reason"),
+    [
+        (None, 2, False, "one_sided", "at least ep (2), and these GPUs write into each other's memory"),
+        (None, 1, False, "all_to_all", "top_k (1) is below ep (2)"),
+        (None, 2, True, "all_gather", "no puts: it runs beside the shared expert"),
+        ("ranks are far apart", 2, False, "all_gather", "no puts: ranks are far apart"),
+    ],
+)
+def test_gpus_put_tokens_where_they_can(
+    monkeypatch: pytest.MonkeyPatch, why_not: str | None, top_k: int, has_shared: bool, kind: str, reason: str
+) -> None:
+    single = ParallelMesh.single()
+    mesh = replace(single, ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
+    monkeypatch.setattr(dispatcher_choice, "why_no_puts", lambda axis, device: why_not)
+    monkeypatch.setattr(dispatcher_choice, "transfer_over", lambda axis, each, device: None)
+    choice = choose_dispatcher(4, top_k, mesh, has_shared=has_shared)
+    assert choice.transport == kind
+    assert isinstance(choice.dispatcher, OneSidedDispatcher) == (kind == "one_sided")
+    assert choice.reason.endswith(reason)
+
+
+def test_puts_that_were_asked_for_are_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
+    monkeypatch.setattr(peer_transfer, "why_no_puts", lambda axis, device: "ranks are far apart")
+    with pytest.raises(UnsupportedError, match="write into each other's memory: ranks are far apart") as raised:
+        choose_dispatcher(4, 2, mesh, "one_sided")
+    assert "'all_gather', 'all_to_all' or 'auto'" in str(raised.value)

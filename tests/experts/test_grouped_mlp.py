@@ -12,7 +12,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.experts.dispatch import choose_dispatcher
+from lightning_megatron.experts.dispatcher_choice import choose_dispatcher
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.permute import map_rows, permute, permute_probabilities, unpermute
 from lightning_megatron.experts.products import stacked

@@ -172,10 +172,15 @@ GRIDS: dict[str, dict[str, Any]] = {
 def cases(layout: ParallelLayout) -> list[tuple[str, bool, str, int]]:
     """Name settings, sequence parallelism, transport and length; a length that tp does not divide is padded."""
     found = [(name, False, "auto", S) for name in SETTINGS]
-    found += [("plain", False, transport, S) for transport in ("all_gather", "all_to_all")]
+    found += [("plain", False, transport, S) for transport in ("all_gather", "all_to_all", "one_sided")]
     if layout.tp > 1:
-        found += [(name, True, "auto", S) for name in SETTINGS] + [("plain", True, "all_to_all", S)]
-        found += [("plain", False, "all_gather", 5), ("shared", False, "all_to_all", 3)]
+        found += [(name, True, "auto", S) for name in SETTINGS]
+        found += [("plain", True, transport, S) for transport in ("all_to_all", "one_sided")]
+        found += [
+            ("plain", False, "all_gather", 5),
+            ("shared", False, "all_to_all", 3),
+            ("capacity", False, "one_sided", 5),
+        ]
     return found
 
 

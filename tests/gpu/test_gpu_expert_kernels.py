@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.dispatch import choose_dispatcher
+from lightning_megatron.experts.dispatcher_choice import choose_dispatcher
 from lightning_megatron.experts.exact_linear import exact_linear
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.router import Router

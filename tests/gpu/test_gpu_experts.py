@@ -14,6 +14,7 @@ GRIDS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "ep2": {"ep": 2},
         "ep2, all-to-all": {"ep": 2, "expert_transport": "all_to_all"},
+        "ep2, one-sided": {"ep": 2, "expert_transport": "one_sided"},
         "tp2 +sp, ep2": {"tp": 2, "ep": 2, "etp": 1},
         "tp2, etp2": {"tp": 2, "sequence_parallel": False},
         "pp2": {"pp": 2},
@@ -21,6 +22,7 @@ GRIDS: dict[int, dict[str, dict[str, Any]]] = {
     4: {
         "ep4": {"ep": 4},
         "ep4, all-to-all": {"ep": 4, "expert_transport": "all_to_all"},
+        "ep4, one-sided": {"ep": 4, "expert_transport": "one_sided"},
         "ep2 edp2": {"ep": 2},
         "tp2 +sp, ep2": {"tp": 2, "ep": 2, "etp": 1},
         "tp2, etp2 ep2": {"tp": 2, "ep": 2, "sequence_parallel": False},

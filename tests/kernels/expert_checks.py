@@ -15,6 +15,7 @@ from lightning_megatron.experts.permute import RowMap, sort_by_expert
 from lightning_megatron.experts.scores import Scored, score_tokens, weigh_choices
 from lightning_megatron.plan.experts import BEST_OF_GROUP, ExpertsConfig
 from tests.kernels.checks import Draw, check_rounded, leaf, wide
+from tests.kernels.peer_checks import check_peer_rows
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ExpertSizes:
         routings: Tokens, experts, choices, size of a token.
         inner: Rows, inner features, rows past the last end.
         routers: Sequences, their length, and what the configuration of the experts says.
+        peers: Ranks, tokens of each, experts, choices, size of a token.
         ways: How tokens choose.
         logits: What routers are given.
     """
@@ -32,6 +34,7 @@ class ExpertSizes:
     routings: tuple[tuple[int, int, int, int], ...]
     inner: tuple[tuple[int, int, int], ...]
     routers: tuple[tuple[int, int, dict[str, object]], ...]
+    peers: tuple[tuple[int, int, int, int, int], ...]
     ways: tuple[str, ...] = ("random", "all to the same", "last experts empty", "some nowhere", "all nowhere")
     logits: tuple[str, ...] = ("random", "ties", "all alike")
 
@@ -54,12 +57,14 @@ SMALL = ExpertSizes(
     routings=((7, 4, 2, 37), (1, 1, 1, 1), (40, 5, 3, 8), (5, 40, 8, 16), (0, 4, 2, 8)),
     inner=((5, 37, 3), (1, 1, 0), (20, 64, 0), (0, 8, 4), (3, 200, 2)),
     routers=tuple((2, 9, config) for config in ROUTERS) + ((1, 0, ROUTERS[0]), (3, 1, ROUTERS[3])),
+    peers=((2, 7, 4, 2, 37), (3, 5, 9, 3, 64), (1, 3, 4, 2, 8), (4, 1, 4, 1, 1)),
 )
 # For the interpreter: every branch of every kernel, few programs.
 FEW = ExpertSizes(
     routings=((6, 4, 2, 21), (25, 5, 3, 8), (0, 4, 2, 8)),
     inner=((5, 37, 3), (20, 64, 0), (0, 8, 4)),
     routers=tuple((2, 4, config) for config in ROUTERS) + ((1, 0, ROUTERS[0]),),
+    peers=((2, 5, 4, 2, 21), (3, 4, 9, 3, 32), (4, 1, 4, 1, 1)),
     ways=("random", "some nowhere"),
     logits=("ties",),
 )
@@ -79,6 +84,7 @@ REAL = ExpertSizes(
             },
         ),
     ),
+    peers=((2, 4096, 128, 8, 2048), (8, 1000, 256, 8, 7168), (4, 4096, 8, 2, 4096), (3, 1001, 12, 3, 1001)),
 )  # fmt: skip
 
 
@@ -307,4 +313,5 @@ CHECKS: dict[str, Callable[[Draw, ExpertSizes], None]] = {
     "weighted swiglu": check_swiglu,
     "router": check_router,
     "split": check_split,
+    "peer rows": lambda draw, sizes: check_peer_rows(draw, sizes.peers),
 }

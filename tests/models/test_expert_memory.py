@@ -15,8 +15,9 @@ from lightning_megatron.experts.dispatch import (
     AllToAllDispatcher,
     GatherDispatcher,
     LocalDispatcher,
-    choose_dispatcher,
 )
+from lightning_megatron.experts.dispatcher_choice import choose_dispatcher
+from lightning_megatron.experts.one_sided import OneSidedDispatcher
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
@@ -95,7 +96,8 @@ def estimated_bytes(config: GPTConfig, dtype: torch.dtype, **how: Any) -> int:
         activation_costs(shape, table, batch, seq_length=LENGTH, has_experts=config.has_experts_in(layer))
         for layer in range(config.num_layers)
     ]
-    return sum(block.kept for block in blocks) + blocks[0].head + blocks[0].loss_kept
+    slots = max(block.slots for block in blocks)
+    return sum(block.kept for block in blocks) + blocks[0].head + blocks[0].loss_kept + slots
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -154,6 +156,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], bool, Transport]] = {
     "ep 2 inside tp 2": ({"tp": 2, "etp": 1, "ep": 2}, True, "all_gather"),
     "ep 2 by an all-gather": ({"ep": 2}, False, "auto"),
     "ep 2 by an all-to-all": ({"ep": 2}, False, "all_to_all"),
+    "ep 2 by puts": ({"ep": 2}, False, "one_sided"),
+    "ep 2 inside tp 2 by puts": ({"tp": 2, "etp": 1, "ep": 2}, True, "one_sided"),
 }
 
 
@@ -225,7 +229,8 @@ def test_ranks_that_share_experts_need_what_the_estimate_says() -> None:
 
 def test_the_estimate_and_the_layer_choose_the_same_way_for_tokens() -> None:
     kinds = {LocalDispatcher: "none", GatherDispatcher: "all_gather", AllToAllDispatcher: "all_to_all"}
-    asked: tuple[Transport, ...] = ("auto", "all_gather", "all_to_all")
+    kinds[OneSidedDispatcher] = "one_sided"
+    asked: tuple[Transport, ...] = ("auto", "all_gather", "all_to_all", "one_sided")
     for ep, top_k, transport in product((1, 2, 4), (1, 2, 4), asked):
         mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", tuple(range(ep))))
         chosen = choose_dispatcher(8, top_k, mesh, transport).dispatcher

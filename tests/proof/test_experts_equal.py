@@ -22,12 +22,15 @@ pytestmark = pytest.mark.slow
 GRIDS: dict[str, dict[str, Any]] = {
     "ep4": {"ep": 4},
     "ep4, all-to-all": {"ep": 4, "expert_transport": "all_to_all"},
+    "ep4, one-sided": {"ep": 4, "expert_transport": "one_sided"},
     "ep2 edp2": {"ep": 2},
     "tp2 +sp, ep2": {"tp": 2, "ep": 2, "etp": 1},
     "tp2, etp2 ep2": {"tp": 2, "ep": 2, "sequence_parallel": False},
     "tp4 +sp, ep4, all-to-all": {"tp": 4, "ep": 4, "etp": 1, "expert_transport": "all_to_all"},
     "tp4, etp4": {"tp": 4, "sequence_parallel": False},
+    "tp2, etp2 ep2, one-sided": {"tp": 2, "ep": 2, "sequence_parallel": False, "expert_transport": "one_sided"},
     "pp2, ep2": {"pp": 2, "ep": 2},
+    "pp2, ep2, one-sided": {"pp": 2, "ep": 2, "expert_transport": "one_sided"},
     "pp2 vpp2, edp2": {"pp": 2, "vpp": 2},
     "tp2 pp2 +sp, ep2": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
 }
@@ -45,6 +48,8 @@ def jobs() -> dict[str, Job]:
         ("pp2, ep2", {"recompute": "full"}),
         ("tp2 +sp, ep2", {"recompute": "experts"}),
         ("ep2 edp2", {"zero": 0}),
+        ("ep4, one-sided", {"recompute": "experts"}),
+        ("pp2, ep2, one-sided", {"recompute": "full"}),
     ]
     for name, option in special:
         found[f"experts, {name}, {option}"] = Job("experts", layout=GRIDS[name] | option)

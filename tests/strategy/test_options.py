@@ -26,7 +26,11 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
     [
         ({"cp": 2}, UnsupportedError, "cp .2. above 1 is not available"),
         ({"ep": 0}, ParallelPlanError, "ep must be a whole number of at least 1: it is 0"),
-        ({"expert_transport": "pigeons"}, ParallelPlanError, "one of auto, all_gather, all_to_all: 'pigeons'"),
+        (
+            {"expert_transport": "pigeons"},
+            ParallelPlanError,
+            "one of auto, all_gather, all_to_all, one_sided: 'pigeons'",
+        ),
         ({"tp": 0}, ParallelPlanError, "tp"),
         ({"order": "tp-xp"}, ParallelPlanError, "'xp'"),
         ({"order": "tp-tp"}, ParallelPlanError, "at most once"),

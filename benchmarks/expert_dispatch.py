@@ -1,0 +1,170 @@
+"""Time the way of tokens to their experts and back, by every transport, on the GPUs of one host.
+
+    torchrun --nproc-per-node 2 -m benchmarks.expert_dispatch
+
+Dispatch and combine of one layer, without the experts between them, in bfloat16: forward, and backward with the
+gradients of tokens and probabilities. Before each pass the ranks meet on the device, with the host ahead; transports
+take turns, and a figure is the median. The forward pass of an all-to-all contains what the host does once it has read
+the sizes. MB are what a rank sends to others for this routing in dispatch and in combine together, GB/s that by the
+time of the forward pass, the sorting of rows included. Host is what it takes to queue both passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.expert_layer import by_kernel
+from lightning_megatron.experts.dispatch import Dispatched, Dispatcher
+from lightning_megatron.experts.dispatcher_choice import choose_dispatcher
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.experts import Transport
+from lightning_megatron.plan.layout import ParallelLayout
+
+#: Name: features, experts, choices of a token.
+SHAPES = {
+    "Qwen3-30B-A3B": (2048, 128, 8),
+    "Mixtral": (4096, 8, 2),
+    "DeepSeek-V3": (7168, 256, 8),
+    "one choice": (4096, 8, 1),
+}
+TRANSPORTS: tuple[Transport, ...] = ("all_gather", "all_to_all", "one_sided")
+HEAD_START = 3_000_000  # about what the host needs for a pass (cycles)
+LONGEST = 12
+
+
+@dataclass
+class Pass:
+    """One transport with tokens of its own."""
+
+    dispatcher: Dispatcher
+    mesh: ParallelMesh
+    hidden: Tensor
+    probabilities: Tensor
+    experts: Tensor
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+
+    def run(self) -> tuple[Tensor, Dispatched]:
+        """Bring tokens to their experts and back."""
+        sent = self.dispatcher.receive(self.dispatcher.send(self.hidden, self.probabilities, self.experts))
+        return self.dispatcher.combine(sent.rows, sent), sent
+
+    def run_backward(self, output: Tensor, sent: Dispatched) -> None:
+        """Bring gradients the same way."""
+        torch.autograd.grad(
+            (output, sent.probabilities), (self.hidden, self.probabilities), (output.detach(), sent.probabilities)
+        )
+
+    def measure(self) -> None:
+        """Time both passes once (ms)."""
+        begin, start = self._meet(), time.perf_counter()
+        found = self.run()
+        taken, end = time.perf_counter() - start, _mark()
+        begin_backward, start = self._meet(), time.perf_counter()
+        self.run_backward(*found)
+        taken, end_backward = taken + time.perf_counter() - start, _mark()
+        torch.cuda.synchronize()
+        self.forward.append(begin.elapsed_time(end))
+        self.backward.append(begin_backward.elapsed_time(end_backward))
+        self.host.append(1e3 * taken)
+
+    def _meet(self) -> torch.cuda.Event:
+        torch.cuda._sleep(HEAD_START)
+        all_reduce_(torch.ones(1, device=self.mesh.device), self.mesh.ep)
+        return _mark()
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def sent_bytes(transport: Transport, experts: Tensor, num_experts: int, mesh: ParallelMesh, row: int) -> int:
+    """Return what this rank sends to others in one direction (bytes)."""
+    holders = experts // (num_experts // mesh.ep.size)
+    others = holders != mesh.ep.rank
+    if transport == "all_gather":
+        return (mesh.ep.size - 1) * experts.shape[0] * row
+    if transport == "all_to_all":
+        return int(others.sum()) * row
+    ranks = torch.arange(mesh.ep.size, device=holders.device)
+    is_holder = (holders.unsqueeze(-1) == ranks).any(1)
+    return int(is_holder[:, ranks != mesh.ep.rank].sum()) * row
+
+
+def measure(shape: str, num_tokens: int, rounds: int, mesh: ParallelMesh, profiles: bool) -> list[str]:
+    """Return a line of the table for every transport."""
+    width, num_experts, top_k = SHAPES[shape]
+    generator = torch.Generator("cuda").manual_seed(mesh.ep.rank)
+    scores = torch.rand(num_tokens, num_experts, device="cuda", generator=generator)
+    found = scores.topk(top_k)
+    hidden = torch.randn(num_tokens, width, device="cuda", generator=generator).bfloat16().requires_grad_()
+    passes = {}
+    for transport in TRANSPORTS:
+        dispatcher = choose_dispatcher(num_experts, top_k, mesh, transport).dispatcher
+        probabilities = found.values.clone().requires_grad_()
+        passes[transport] = Pass(dispatcher, mesh, hidden, probabilities, found.indices)
+    for number in range(rounds + 3):
+        for one in passes.values():
+            one.measure()
+            if number < 3:
+                one.forward.clear()
+                one.backward.clear()
+                one.host.clear()
+    lines = []
+    for transport, one in passes.items():
+        moved = 2 * sent_bytes(transport, found.indices, num_experts, mesh, 2 * width)
+        forward, backward = statistics.median(one.forward), statistics.median(one.backward)
+        times = f"{1e3 * forward:.0f} | {1e3 * backward:.0f} | {1e3 * (forward + backward):.0f}"
+        host = "waits" if transport == "all_to_all" else f"{1e3 * statistics.median(one.host):.0f}"
+        lines.append(f"| {shape} | {transport} | {moved / 1e6:.1f} | {times} | {moved / forward / 1e6:.0f} | {host} |")
+        if profiles:
+            kernels = by_kernel(lambda one=one: one.run_backward(*one.run()), 10)[:LONGEST]
+            lines += [f"    {taken:8.1f} us  {count:4.0f} x  {name[:90]}" for name, count, taken in kernels]
+    return lines
+
+
+def main() -> None:
+    """Measure all shapes and print a table on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="what is measured")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a rank")
+    parser.add_argument("--rounds", type=int, default=30, help="timed passes of each transport")
+    parser.add_argument("--profile", action="store_true", help="list the longest kernels, too")
+    parser.add_argument("--out", type=Path, help="file that the table is written to as well")
+    options = parser.parse_args()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=device)
+    where = f"{size} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    lines = [
+        f"{where}, bfloat16, {options.tokens} tokens a rank\n",
+        "| shape | transport | MB sent | forward us | backward us | both us | GB/s forward | host us |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for shape in options.shapes:
+        lines += measure(shape, options.tokens, options.rounds, mesh, options.profile)
+    if rank == 0:
+        print("\n".join(lines), flush=True)
+        if options.out:
+            options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    mesh.destroy()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Memory that ranks share grows where it must, and tokens find in it what they chose, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_megatron.experts.peer_transfer import Collectives
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.peer_memory import PeerMemory
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.token_slots import TokenSlots
+from tests.world import run_world
+
+CPU = torch.device("cpu")
+
+
+def test_memory_is_shared_by_all_who_need_no_more() -> None:
+    memory = PeerMemory()
+    first = memory.reserve(None, 64, CPU)
+    assert memory.reserve(None, 48, CPU) is first
+    larger = memory.reserve(None, 65, CPU)
+    assert larger.memory.numel() == 65
+    assert memory.reserve(None, 64, CPU) is larger
+    memory.release()
+    assert memory.reserve(None, 64, CPU) is not larger
+
+
+def test_memory_that_inference_asked_for_is_written_in_training() -> None:
+    memory = PeerMemory()
+    with torch.inference_mode():
+        region = memory.reserve(None, 64, CPU)
+    assert not region.memory.is_inference()
+
+
+def test_cpus_write_into_no_memory_of_others() -> None:
+    assert PeerMemory().why_not(None, CPU) == "ranks are on cpu"
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 5, 2, 2, 4), (3, 1, 1, 1, 2, 2), (1, 0, 4, 2, 8, 8), (4, 7, 64, 8, 4, 0)])
+def test_parts_of_slots_lie_side_by_side_where_wide_loads_may_begin(sizes: tuple[int, ...]) -> None:
+    names = ("num_ranks", "num_tokens", "width", "top_k", "element", "scale")
+    slots = TokenSlots(**dict(zip(names, sizes, strict=True)))
+    assert slots.count == slots.num_ranks * slots.num_tokens
+    assert 0 <= slots.scales_at - slots.count * slots.width * slots.element < 16
+    assert 0 <= slots.choices_at - slots.scales_at - slots.count * slots.top_k * slots.scale < 16
+    assert slots.num_bytes == slots.choices_at + slots.count * slots.top_k * 8
+    assert slots.scales_at % 16 == slots.choices_at % 16 == 0
+
+
+def _spread(rank: int, size: int) -> None:
+    mesh = ParallelMesh.create(ParallelLayout(size, ep=size))
+    hidden = torch.arange(3.0).view(3, 1).expand(3, 4) + 10 * rank
+    experts = torch.tensor([[0, 1], [3, -1], [-1, -1]])
+    probabilities = torch.full((3, 2), 0.5 + rank)
+    slots = Collectives(mesh.ep, 2).spread(hidden, probabilities, experts)
+    # On both ranks token 0 chose experts of the first rank, token 1 one of the second, token 2 none.
+    expected = torch.full((6, 4), torch.nan)
+    expected[[rank, 3 + rank]] = torch.tensor([[0.0], [10.0]]) + rank
+    assert torch.equal(slots.rows.nan_to_num(99.0), expected.nan_to_num(99.0))
+    assert torch.equal(slots.choices, experts.repeat(2, 1))
+    assert torch.equal(slots.scales, torch.tensor([0.5, 1.5]).repeat_interleave(6).view(6, 2))
+    again = Collectives(mesh.ep, 2).spread(hidden, None, experts)
+    assert again.region is slots.region
+    assert again.scales is None
+    mesh.destroy()
+
+
+def test_tokens_that_chose_no_expert_here_are_not_there() -> None:
+    run_world(_spread, 2)
