@@ -39,6 +39,7 @@ def case(shape: str, kind: str, options: argparse.Namespace) -> list[str]:
     line = ["--model", shape, "--layout", layout, "--steps", str(options.steps), "--out", str(out)]
     line += ["--profile", str(out.with_suffix(".trace.json.gz"))] if options.profile else []
     line += ["--forced-balance"] if kind == "balanced" else []
+    line += ["--in-a-row"] if options.in_a_row else []
     line += ["--accelerator", options.accelerator, "--options", options.options]
     args = argparse.Namespace(**vars(parser().parse_args(line)))
     args.peer, args.peer_path, args.timeout = options.peer, options.peer_path, options.timeout
@@ -72,6 +73,7 @@ def main() -> None:
     options.add_argument("--peer", default="", help="program to compare with")
     options.add_argument("--peer-path", default="", help="folders for its imports alone")
     options.add_argument("--only-peer", action="store_true", help="leave our own out")
+    options.add_argument("--in-a-row", action="store_true", help="ours: do not wait for the device between the steps")
     options.add_argument("--profile", action="store_true", help="say what the steps are made of, too")
     options.add_argument("--options", default="{}", help="further arguments of the strategy, as JSON")
     options.add_argument("--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS for ours")
