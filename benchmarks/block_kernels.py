@@ -1,6 +1,6 @@
 """Time every fused kernel beside the operators of torch and beside torch.compile, on one GPU, and print one table.
 
-    python benchmarks/block_kernels.py --out kernels.md
+    python -m benchmarks.block_kernels --out kernels.md
 
 A figure is the median of single calls with the chip idle before each; the variants take turns, so that none has the
 cooler chip. Bytes are what the step must read and write at least, and are the same for all variants.

@@ -1,7 +1,7 @@
 """Time a training step of large shapes, beside another program's in the same job, and say where the time goes.
 
-    python benchmarks/data_parallel.py --model llama8b_half --layout dp4 --profile runs/dp4.json.gz
-    python benchmarks/data_parallel.py --model gpt2_1_2b --layout single --peer path/to/peer.py
+    python -m benchmarks.data_parallel --model llama8b_half --layout dp4 --profile runs/dp4.json.gz
+    python -m benchmarks.data_parallel --model gpt2_1_2b --layout single --peer path/to/peer.py
 
 ``benchmarks/train_shapes.py`` says what is trained and how a step is timed. The peer is a program that torchrun runs
 with ``--model --tp --mbs --steps --warmup`` and that prints a line ``RESULT {json}`` with ms, tok_s_gpu, tflops_gpu and

@@ -1,6 +1,6 @@
 """Time every kernel of experts beside the operators of torch and beside the bytes that it must move, on one GPU.
 
-    python benchmarks/expert_kernels.py --out expert_kernels.md
+    python -m benchmarks.expert_kernels --out expert_kernels.md
 
 A figure is the median of single calls with the chip idle and its cache emptied before each; the variants take turns, so
 that none has the cooler chip. Bytes are what the step must read and write at least; the time of them is that at the

@@ -1,6 +1,6 @@
 """Say where the time of a mixture of experts goes on one GPU: by kernel, and on the host.
 
-    python benchmarks/expert_layer.py --out expert_layer.md
+    python -m benchmarks.expert_layer --out expert_layer.md
 
 One layer in bfloat16, forward and backward, with weights and float32 sums of gradients side by side as in training. The
 time of the device is the median of single passes that the host has queued before they begin, with the cache emptied

@@ -1,7 +1,7 @@
 """Time the bundled grouped GEMM beside torch's, a loop of products and Transformer Engine, and print one table.
 
     lightning-megatron kernels build
-    python benchmarks/grouped_gemm.py --out grouped_gemm.md
+    python -m benchmarks.grouped_gemm --out grouped_gemm.md
 
 A figure is the median of single calls with the chip idle before each; the variants take turns, so that none has the
 cooler chip. TFLOP/s count 2 x rows x n x k for each product, whatever a kernel computes beyond that. Operands are
@@ -315,16 +315,35 @@ def means(rows: Sequence[Row]) -> list[str]:
     return [*lines, "", f"grouped_mm's own figures differ by at most {spread:.1%} between the halves of its calls."]
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_options(description: str, shapes: Sequence[str]) -> argparse.Namespace:
+    """Return what is measured, how often, and where the table goes; end with the reason if there are no kernels.
+
+    Args:
+        description: Of the benchmark.
+        shapes: Names of those that there are.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the table to this file as well")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="calls of each variant (default: 10)")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="measure these only")
+    parser.add_argument("--shapes", nargs="+", choices=shapes, default=list(shapes), help="measure these only")
     options = parser.parse_args()
     choice = choose_product(torch.device("cuda", 0), torch.bfloat16, 8, 64, 64)
     if choice.backend != "bundled":
         parser.error(f"the bundled kernels cannot be used: {choice.reason}")
+    return options
+
+
+def publish(table: str, unit: str, out: Path | None) -> None:
+    """Print a table with what it was measured on, and write it to a file as well, if there is one."""
+    text = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {unit}\n\n{table}"
+    print(text)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Measure and print."""
+    options = read_options(__doc__, list(SHAPES))
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     rows: list[Row] = []
@@ -333,10 +352,8 @@ def main() -> None:
             rows += measure(shape, skewed, options.rounds, generator)
             print(*table(rows[-len(PASSES) :]).splitlines()[2 : 2 + len(PASSES)], sep="\n", flush=True)
             torch.cuda.empty_cache()
-    text = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, TFLOP/s\n\n{table(rows)}"
-    print(f"\n{text}")
-    if options.out is not None:
-        options.out.write_text(text + "\n", encoding="utf-8")
+    print()
+    publish(table(rows), "TFLOP/s", options.out)
 
 
 if __name__ == "__main__":

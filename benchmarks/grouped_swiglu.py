@@ -1,7 +1,7 @@
 """Time the product of experts with SwiGLU in its launch beside the two one after the other, and print one table.
 
     lightning-megatron kernels build
-    python benchmarks/grouped_swiglu.py --out grouped_swiglu.md
+    python -m benchmarks.grouped_swiglu --out grouped_swiglu.md
 
 A figure is the median of single calls with the chip idle before each; the variants take turns. `kept`: the product is
 stored as well, for the backward pass. `not stored`: it is not, as without gradients and in the first forward pass of
@@ -11,19 +11,16 @@ the product in memory in either case.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.grouped_gemm import burst, draw, group_sizes
+from benchmarks.grouped_gemm import burst, draw, group_sizes, publish, read_options
 from lightning_megatron.experts.grouped_mlp import weighted_activation
-from lightning_megatron.experts.product_choice import choose_product
 from lightning_megatron.experts.products import Bundled
 from lightning_megatron.plan.grouped_gemm import Pass, choose_variant, why_apart
 
@@ -99,21 +96,11 @@ def table(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the table to this file as well")
-    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="calls of each variant (default: 10)")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="measure these only")
-    options = parser.parse_args()
-    choice = choose_product(torch.device("cuda", 0), torch.bfloat16, 8, 64, 64)
-    if choice.backend != "bundled":
-        parser.error(f"the bundled kernels cannot be used: {choice.reason}")
+    options = read_options(__doc__, list(SHAPES))
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     rows = [measure(shape, skewed, options.rounds, generator) for shape in options.shapes for skewed in (False, True)]
-    text = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, microseconds\n\n{table(rows)}"
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n", encoding="utf-8")
+    publish(table(rows), "microseconds", options.out)
 
 
 if __name__ == "__main__":

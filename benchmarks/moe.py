@@ -1,7 +1,7 @@
 """Time training steps of mixtures of experts, beside another program's in the same job, and say where the time goes.
 
-    python benchmarks/moe.py --devices 4 --peer path/to/mcore_peer.py --out runs/moe
-    python benchmarks/moe.py --devices 2 --shapes qwen3_30b_s --kinds balanced
+    python -m benchmarks.moe --devices 4 --peer path/to/mcore_peer.py --out runs/moe
+    python -m benchmarks.moe --devices 2 --shapes qwen3_30b_s --kinds balanced
 
 Each shape is trained with experts dealt out in turn (balanced) and with those that its untrained router chooses
 (natural). Shapes and rules are those of ``benchmarks/train_shapes.py``; what the peer must be stands in

@@ -95,9 +95,8 @@ def mixture_costs(
     """Compute the bytes of a mixture of experts.
 
     Over ep 1, by an all-gather and by puts, buffers have sizes that do not depend on the routing: the most rows that
-    could come.
-    By an all-to-all they have the sizes of the routing, which is taken to be balanced: as many rows come to a rank as
-    leave it. No choice is taken to be dropped.
+    could come. By an all-to-all they have the sizes of the routing, which is taken to be balanced: as many rows come to
+    a rank as leave it. No choice is taken to be dropped.
 
     Args:
         model: the model, which has experts.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from operator import is_
 
 from torch import Tensor
 
 from lightning_megatron.training.flat_buffer import MainSlice
+from lightning_megatron.training.same_objects import same_objects
 
 
 class CountedGradients:
@@ -33,11 +33,7 @@ class CountedGradients:
             names: Count only these parameters; None means all.
         """
         gradients = [one.main.grad if names is None or name in names else None for name, one in slices.items()]
-        if (
-            len(gradients) == len(self._gradients)
-            and is_first == self._is_first
-            and all(map(is_, gradients, self._gradients))
-        ):
+        if is_first == self._is_first and same_objects(gradients, self._gradients):
             return self._runs
         runs = _joined(_counted(slices, gradients, is_first))
         if all(

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.kernel_choice import choose_kernels
 from lightning_megatron.training.main_parameters import MainParameters
+from lightning_megatron.training.same_objects import same_objects
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,8 @@ class _Taken:
     lasts: bool
 
     def is_of(self, optimizer: Optimizer) -> bool:
-        """Tell whether the optimizer still has these very objects. It is asked of all parameters in every step."""
-        objects = _objects_of(optimizer)
-        return len(objects) == len(self.objects) and all(map(is_, objects, self.objects))
+        """Tell whether the optimizer still has these very objects."""
+        return same_objects(_objects_of(optimizer), self.objects)
 
 
 def _objects_of(optimizer: Optimizer) -> list[object]:

@@ -255,9 +255,8 @@ class GradientReducer:
 
     def _fill(self, names: Iterable[str]) -> None:
         """Put zeros where no gradient has arrived."""
-        slots = self._slots
         for name in names:
-            slot = slots[name]
+            slot = self._slots[name]
             if slot.is_empty:
                 slot.gradient.zero_()
                 slot.is_empty = False
@@ -298,8 +297,8 @@ class GradientReducer:
         for bucket in buckets:
             bucket.pending = None
             bucket.missing = set()
-            for slot in map(self._slots.__getitem__, bucket.names):
-                slot.clear()
+            for name in bucket.names:
+                self._slots[name].clear()
 
 
 def _moving_into(slot: GradientSlot) -> object:

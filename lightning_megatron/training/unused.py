@@ -57,9 +57,7 @@ class UnusedParameters:
             self._tell(unused - self._dormant, "had no gradient on any rank, and are left as they are until they do")
             self._dormant = (self._dormant - set(asked)) | unused
             self._known.update(asked)
-        filled = (
-            [name for name in names if name in self._without and name not in self._dormant] if self._without else []
-        )
+        filled = [name for name in names if name in self._without and name not in self._dormant]
         self._tell(filled, "had no gradient on this rank, and take part with zeros")
         self._without.difference_update(names)
         return self._dormant

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,33 +9,16 @@ import torch
 
 from lightning_megatron.groups import in_flight
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.pending import Pending
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.test_layer import hidden_of, layer_of
+from tests.recorded import record_starts
 from tests.world import run_world
-
-
-def recorded(events: list[str], name: str, start: Callable[..., Pending]) -> Callable[..., Pending]:
-    """Return a starter of collectives that notes when one starts and when it is waited for."""
-
-    def start_and_record(*args: Any) -> Pending:
-        events.append(f"{name} starts")
-        pending = start(*args)
-
-        def end() -> None:
-            pending.wait()
-            events.append(f"{name} ends")
-
-        return Pending(None, end)
-
-    return start_and_record
 
 
 def record(layer: Any, patch: pytest.MonkeyPatch) -> list[str]:
     """Run forward and backward, and return what happened in which order."""
     events: list[str] = []
-    for name in ("all_gather", "reduce_scatter", "exchange_rows"):
-        patch.setattr(in_flight, f"start_{name}", recorded(events, name, getattr(in_flight, f"start_{name}")))
+    record_starts(patch, in_flight, ("all_gather", "reduce_scatter", "exchange_rows"), events)
     layer.shared.register_forward_hook(lambda *_: events.append("shared"))
     layer.experts.register_forward_hook(lambda *_: events.append("experts"))
     layer.shared.register_full_backward_hook(lambda *_: events.append("shared backward"))

@@ -87,8 +87,8 @@ def test_a_job_that_is_told_to_end_saves_its_step_and_goes_on_there(
             with suppress(ProcessLookupError):
                 os.kill(attempts(job, rank)[-1].pid, signal.SIGTERM)
         code = finish(process)
-    # torchrun's own exit code for a job that was told to end is 1, or that of an abort on its way out.
-    assert code != 0 if launcher == "torchrun" else code == 143, outputs(job)
+    # torchrun has exit codes of its own for a job that was told to end: a thread of its may abort it on its way out.
+    assert code in ((1, -signal.SIGABRT) if launcher == "torchrun" else (143,)), outputs(job)
     (first,) = attempts(job)
     assert first.last_step < job.steps
     assert newest_step(job) == first.last_step == first.saved[-1]

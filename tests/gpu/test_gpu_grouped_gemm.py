@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_megatron.extension import default_cache, find_library, read_sources
 from lightning_megatron.extension.load import load_library, why_not_runnable
 from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, pass_of, workspace_bytes
+from tests.gpu.grouped import TAIL, UNTOUCHED, draw
 
 pytestmark = pytest.mark.gpu
 
@@ -25,10 +26,6 @@ CASES = {
     "large": ([3000, 10, 1500, 257], 1024, 384),
     "empty": ([0, 0, 0, 0], 256, 128),
 }
-#: Rows behind the last group: of no group, and left as they are.
-TAIL = 37
-#: What rows of no group hold in results, a number: what was computed for them would be none.
-UNTOUCHED = 5.0
 #: Largest relative error of a whole result: a rounding to bfloat16, or sums in float32.
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float32: 5e-5}
 
@@ -40,10 +37,6 @@ def library() -> None:
     if found is None or why is not None:
         pytest.skip(why or "needs the built kernels: lightning-megatron kernels build")
     load_library(found.path)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda").bfloat16()
 
 
 def reference(which: Pass, a: Tensor, b: Tensor, d: Tensor, sizes: list[int], alpha: float = 1.0) -> Tensor:

@@ -19,19 +19,12 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.grouped_gemm import Pass
+from tests.gpu.grouped import SIZES, UNTOUCHED, assert_close, draw, ends_of, poisoned
 
 pytestmark = pytest.mark.gpu
 
 E, N, K, R = 6, 264, 320, 700
-SIZES = (
-    [100, 0, 333, 1, 127, 139],
-    [0, 128, 256, 64, 200, 0],
-    [0, 0, 0, 0, 0, 0],
-    [0, 0, 700, 0, 0, 0],
-    [1, 2, 3, 4, 5, 6],
-)
 HALF, SUM = 4e-3, 5e-5
-UNTOUCHED = 5.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,14 +33,6 @@ def _library() -> None:
     choice = choose_product(torch.device("cuda", 0), torch.bfloat16, E, K, N)
     if choice.backend != "bundled":
         pytest.skip(choice.reason)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda").bfloat16()
-
-
-def ends_of(sizes: list[int]) -> Tensor:
-    return torch.tensor(sizes, device="cuda").cumsum(0).int()
 
 
 def expected(rows: Tensor, weights: Tensor, outer: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,18 +45,6 @@ def expected(rows: Tensor, weights: Tensor, outer: Tensor, sizes: list[int]) -> 
         grad_rows.append(dy @ weight)
         grad_weights.append(dy.t() @ x)
     return torch.cat(outputs), torch.cat(grad_rows), torch.stack(grad_weights)
-
-
-def assert_close(found: Tensor, wanted: Tensor, limit: float, what: str) -> None:
-    error = float((found.detach().double() - wanted.detach()).norm() / wanted.norm().clamp_min(1e-30))
-    assert error < limit, f"{what}: relative error {error:.1e}"
-
-
-def poisoned(rows: Tensor, sizes: list[int]) -> Tensor:
-    """Return rows of which those of no group are not numbers: whoever reads one spoils a sum."""
-    rows = rows.clone()
-    rows[sum(sizes) :] = torch.nan
-    return rows
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -22,6 +22,7 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, pass_of, workspace_bytes
+from tests.gpu.grouped import SIZES, TAIL, UNTOUCHED, assert_close, draw, ends_of, poisoned
 
 pytestmark = pytest.mark.gpu
 
@@ -39,15 +40,7 @@ CASES = {
     "narrow": ([30, 40], 16, 64),
     "empty": ([0, 0, 0, 0], 256, 128),
 }
-TAIL, UNTOUCHED = 37, 5.0
 E, N, K, R = 6, 272, 320, 700
-SIZES = (
-    [100, 0, 333, 1, 127, 139],
-    [0, 128, 256, 64, 200, 0],
-    [0, 0, 0, 0, 0, 0],
-    [0, 0, 700, 0, 0, 0],
-    [1, 2, 3, 4, 5, 6],
-)
 #: Relative errors: of what is rounded to bfloat16, and of what is rounded at other places in two computations.
 HALF, TWICE = 4e-3, 2e-3
 
@@ -62,21 +55,6 @@ def _library() -> None:
         pytest.skip("needs triton, which comes with the CUDA builds of torch")
 
 
-def draw(*shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
-
-
-def ends_of(sizes: Sequence[int]) -> Tensor:
-    return torch.tensor(sizes, device="cuda").cumsum(0).int()
-
-
-def poisoned(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return rows of which those of no group are not numbers."""
-    rows = rows.clone()
-    rows[sum(sizes) :] = torch.nan
-    return rows
-
-
 def product(rows: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
     bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     return torch.cat([rows[i:j].double() @ w.double().t() for w, (i, j) in zip(weights, pairwise(bounds), strict=True)])
@@ -85,11 +63,6 @@ def product(rows: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
 def swiglu(gate_up: Tensor, probabilities: Tensor) -> Tensor:
     gate, up = gate_up.double().chunk(2, -1)
     return F.silu(gate) * up * probabilities.double().unsqueeze(-1)
-
-
-def assert_close(found: Tensor, wanted: Tensor, limit: float, what: str) -> None:
-    error = float((found.detach().double() - wanted.detach()).norm() / wanted.detach().norm().clamp_min(1e-30))
-    assert error < limit, f"{what}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not stored"])

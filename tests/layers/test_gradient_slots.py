@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.pending import Pending
 from lightning_megatron.layers import regions
 from lightning_megatron.layers.embedding import (
     InputEmbedding,
@@ -30,6 +29,7 @@ from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.oracles import assert_equal
+from tests.recorded import record_starts
 from tests.world import run_world
 
 S, B, D, F_OUT, V = 8, 3, 16, 12, 150
@@ -121,27 +121,13 @@ def check_overlap(mesh: ParallelMesh) -> None:
     """Check what is under way beside which product in the backward pass."""
     events: list[str] = []
 
-    def recorded(name: str, start: Callable[..., Pending]) -> Callable[..., Pending]:
-        def start_and_record(*args: Any) -> Pending:
-            events.append(f"{name} starts")
-            pending = start(*args)
-
-            def end() -> None:
-                pending.wait()
-                events.append(f"{name} ends")
-
-            return Pending(None, end)
-
-        return start_and_record
-
     layer = ColumnParallelLinear(D, F_OUT, mesh)
     initialize_(layer, "cpu", seed=0)
     attach_slots(layer)
     seq = S // (mesh.tp.size if mesh.sequence_parallel else 1)
     output = layer(draw(seq, B, D).requires_grad_())
     with pytest.MonkeyPatch.context() as patch, products_to(events):
-        for name in ("all_gather", "reduce_scatter", "all_reduce"):
-            patch.setattr(regions, f"start_{name}", recorded(name, getattr(regions, f"start_{name}")))
+        record_starts(patch, regions, ("all_gather", "reduce_scatter", "all_reduce"), events)
         output.backward(draw(*output.shape))
     total = "reduce_scatter" if mesh.sequence_parallel else "all_reduce"
     expected = ["input gradient", f"{total} starts", "weight gradient", f"{total} ends"]

@@ -101,6 +101,15 @@ def test_experts_train_on_four_processes_like_on_one(tmp_path: Path) -> None:
     assert (tmp_path / "four/moe_speeches_cpu/version_0/expert_load.png").exists()
 
 
+def options_of(model: Path, folder: Path) -> list[str]:
+    """Write a few texts in the tokens of a Hugging Face folder, and return what trains that folder on them."""
+    texts = [f"In {year} our fathers brought forth a new nation." for year in range(1960, 2000)]
+    write_documents(str(folder / "text"), texts, load_tokenizer(model))
+    data = {"corpus": "null", "train": folder / "text", "split": "8,1,1", "seq_length": 32}
+    options = [f"--data.{name}={value}" for name, value in data.items()]
+    return [*options, "--trainer.accelerator=cpu", "--trainer.precision=32-true", f"--model.path={model}"]
+
+
 @pytest.mark.slow
 def test_a_hugging_face_folder_trains_on_four_processes_like_on_one(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -109,11 +118,7 @@ def test_a_hugging_face_folder_trains_on_four_processes_like_on_one(tmp_path: Pa
 
     model = tmp_path / "tiny_llama"
     save_tiny_llama(model)
-    texts = [f"In {year} our fathers brought forth a new nation." for year in range(1960, 2000)]
-    write_documents(str(tmp_path / "text"), texts, load_tokenizer(model))
-    data = {"corpus": "null", "train": tmp_path / "text", "split": "8,1,1", "seq_length": 32}
-    options = [f"--data.{name}={value}" for name, value in data.items()]
-    options += ["--trainer.accelerator=cpu", "--trainer.precision=32-true", f"--model.path={model}"]
+    options = options_of(model, tmp_path)
     one = losses(tmp_path / "one", FINETUNE, options=[*options, "--trainer.devices=1"])
     layout = ["--trainer.devices=4", "--trainer.strategy.tp=2", "--trainer.strategy.pp=2"]
     four = losses(tmp_path / "four", FINETUNE, options=[*options, *layout])
@@ -134,11 +139,7 @@ def test_a_folder_with_experts_trains_on_ranks_that_share_them_and_becomes_one_a
 
     model = tmp_path / "tiny_mixtral"
     save_tiny_mixtral(model)
-    texts = [f"In {year} our fathers brought forth a new nation." for year in range(1960, 2000)]
-    write_documents(str(tmp_path / "text"), texts, load_tokenizer(model))
-    data = {"corpus": "null", "train": tmp_path / "text", "split": "8,1,1", "seq_length": 32}
-    options = [f"--data.{name}={value}" for name, value in data.items()]
-    options += ["--trainer.accelerator=cpu", "--trainer.precision=32-true", f"--model.path={model}"]
+    options = options_of(model, tmp_path)
     options += ['--model.expert_settings={"aux_loss": 0.02, "aux_loss_scope": "global"}']
     one = losses(tmp_path / "one", FINETUNE, options=[*options, "--trainer.devices=1"])
     layout = ["--trainer.devices=2", "--trainer.strategy.ep=2", "--data.batch_size=2"]
