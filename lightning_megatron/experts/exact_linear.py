@@ -50,6 +50,7 @@ class _ExactLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         grad, rows = grads[0].flatten(0, -2), hidden.flatten(0, -2)
+        # The weight's gradient in parts of a sum.
         grad_rows, grad_weight = None, None
         with _without_autocast(grad):
             if _on_tensor_cores(hidden, weight):
@@ -57,18 +58,17 @@ class _ExactLinear(torch.autograd.Function):
                 if ctx.needs_input_grad[0]:
                     grad_rows = parts @ torch.cat([weight, weight])
                 if ctx.needs_input_grad[1]:
-                    both = torch.mm(parts.t(), rows, out_dtype=torch.float32)
-                    grad_weight = torch.add(*both.chunk(2))
+                    grad_weight = torch.mm(parts.t(), rows, out_dtype=torch.float32).unflatten(0, (2, -1))
             else:
                 if ctx.needs_input_grad[0]:
                     grad_rows = (grad @ weight.to(grad.dtype)).to(hidden.dtype)
                 if ctx.needs_input_grad[1]:
-                    grad_weight = grad.t() @ rows.to(grad.dtype)
+                    grad_weight = (grad.t() @ rows.to(grad.dtype)).unsqueeze(0)
         grad_hidden = None if grad_rows is None else grad_rows.view_as(hidden)
         if grad_weight is not None and ctx.slot is not None:
-            ctx.slot.add(grad_weight)
+            ctx.slot.add_sum(grad_weight)
             return grad_hidden, None
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, None if grad_weight is None else grad_weight.sum(0).to(weight.dtype)
 
 
 def _on_tensor_cores(hidden: Tensor, weight: Tensor) -> bool:

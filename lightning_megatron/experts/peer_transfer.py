@@ -8,6 +8,7 @@ way. Each of the two is the backward pass of the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -48,25 +49,23 @@ class Slots:
     @classmethod
     def over(cls, axis: MeshAxis, rows: Tensor, scales: Tensor | None, experts: Tensor) -> Slots:
         """Lay out slots for such rows, scales and choices of every rank of an axis."""
-        layout = TokenSlots(
-            num_ranks=axis.size,
-            num_tokens=experts.shape[0],
-            width=rows.shape[1],
-            top_k=experts.shape[1],
-            element=rows.element_size(),
-            scale=0 if scales is None else scales.element_size(),
-        )
+        scale = 0 if scales is None else scales.element_size()
+        layout = _lay_out(axis.size, *experts.shape, rows.shape[1], rows.element_size(), scale)
         region = axis.peer_memory.reserve(axis.group, layout.num_bytes, rows.device)
-
-        def view(start: int, like: Tensor, width: int) -> Tensor:
-            size = layout.count * width * like.element_size()
-            return region.memory[start : start + size].view(like.dtype).view(layout.count, width)
-
-        features = view(0, rows, layout.width)
+        features = region.view(0, (layout.count, layout.width), rows.dtype)
         if scales is None:
             return cls(region, layout, features, None, None)
-        others = view(layout.scales_at, scales, layout.top_k), view(layout.choices_at, experts, layout.top_k)
-        return cls(region, layout, features, *others)
+        shape = (layout.count, layout.top_k)
+        probabilities = region.view(layout.scales_at, shape, scales.dtype)
+        return cls(region, layout, features, probabilities, region.view(layout.choices_at, shape, experts.dtype))
+
+
+# Asked for in every transfer, of which a layer has four in a step. The number of tokens may differ from step to step.
+@lru_cache(1024)
+def _lay_out(num_ranks: int, num_tokens: int, top_k: int, width: int, element: int, scale: int) -> TokenSlots:
+    return TokenSlots(
+        num_ranks=num_ranks, num_tokens=num_tokens, width=width, top_k=top_k, element=element, scale=scale
+    )
 
 
 class PeerTransfer(Protocol):

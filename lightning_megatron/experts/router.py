@@ -32,7 +32,7 @@ class Routing:
         counts: How many tokens each expert gets from this rank. Shape ``(E,)``, int32.
         load: How many would have gone there if none were dropped; what balances the experts. Shape ``(E,)``, int32.
         dropped: How many choices are dropped; None where experts take all. A number, int32.
-        entropy: Mean entropy of the tokens' scores, as parts of their sum (nats). A number.
+        entropy_sum: Sum over tokens of the entropy of their scores, as parts of those of a token (nats). A number.
         balance_loss: This rank's part of the auxiliary loss, coefficient included; None where there is none. The rule
             of parts, and what gives it a gradient, is in ``experts.balance``. A number.
         z_loss: The same of the loss of logits. A number.
@@ -43,7 +43,7 @@ class Routing:
     counts: Tensor
     load: Tensor
     dropped: Tensor | None
-    entropy: Tensor
+    entropy_sum: Tensor
     balance_loss: Tensor | None
     z_loss: Tensor | None
 
@@ -125,7 +125,7 @@ class Router(nn.Module):
             counts=counts,
             load=load,
             dropped=dropped,
-            entropy=scored.entropy_sum / places.numel(),
+            entropy_sum=scored.entropy_sum,
             balance_loss=self._balance_loss(scored, num_tokens) if self.training else None,
             z_loss=scored.square_sum * (config.z_loss / num_tokens) if self.training and config.z_loss else None,
         )

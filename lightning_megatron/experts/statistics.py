@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,7 @@ class RouterStatistics:
             self.sums = self.sums.to(routing.load.device)
         numbers = self.sums[:_LOAD].unbind()
         self.sums[_LOAD:].add_(routing.load)
-        numbers[_ENTROPY].add_(routing.entropy, alpha=routing.experts.shape[0])
+        numbers[_ENTROPY].add_(routing.entropy_sum)
         for index, value in (
             (_DROPPED, routing.dropped),
             (_BALANCE_LOSS, routing.balance_loss),
@@ -63,10 +63,6 @@ class RouterStatistics:
             if value is not None:
                 numbers[index].add_(value)
         numbers[_NUM_MICROBATCHES].add_(1)
-
-    def clear_(self) -> None:
-        """Begin another step."""
-        self.sums.zero_()
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +108,13 @@ class StepStatistics:
     def _mean(self, index: int) -> Tensor:
         """Return the mean of a number over microbatches."""
         return self.sums[index] * self.num_parts / self.sums[_NUM_MICROBATCHES].clamp(min=1.0)
+
+
+@torch.no_grad()
+def clear_statistics_(layers: Sequence[RouterStatistics]) -> None:
+    """Let all layers begin another step."""
+    if layers:
+        torch._foreach_zero_([layer.sums for layer in layers])
 
 
 @torch.no_grad()

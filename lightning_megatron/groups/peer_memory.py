@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,24 @@ class PeerRegion:
     memory: Tensor
     pointers: Tensor | None = None
     _handle: Any = field(default=None, repr=False)
+    _views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+
+    def view(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a part of this rank's memory as a tensor, the same one whenever it is asked for.
+
+        Args:
+            start: Where it begins (bytes).
+            shape: Its sizes.
+            dtype: Its type.
+        """
+        key = (start, shape, dtype)
+        found = self._views.get(key)
+        if found is None:
+            # Training goes on with views that a validation before it may have asked for.
+            with torch.inference_mode(False):
+                size = math.prod(shape) * dtype.itemsize
+                found = self._views[key] = self.memory[start : start + size].view(dtype).view(shape)
+        return found
 
     def wait(self) -> None:
         """Let the current stream wait until those of all ranks have come here, and what they have written is there."""

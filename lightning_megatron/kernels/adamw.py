@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from lightning_megatron.kernels.launch import on_device_of
+from lightning_megatron.kernels.launch import ceil_div, on_device_of
 
 # Elements of a program, and of one pass of its loop.
 _CHUNK = 8192
@@ -144,7 +144,7 @@ def _table_of(key: list[_Key], device: torch.device, known: _Table | None) -> _T
     """Return the table that is known if it is that of these slices, else make theirs without a wait of the host."""
     if known is not None and known.key == key:
         return known
-    counts = [triton.cdiv(size, _CHUNK) for *_, size in key]
+    counts = [ceil_div(size, _CHUNK) for *_, size in key]
     starts = [0, *accumulate(counts[:-1])]
     rows = torch.tensor([(*row, start) for row, start in zip(key, starts, strict=True)], dtype=torch.int64)
     owners = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), torch.tensor(counts))

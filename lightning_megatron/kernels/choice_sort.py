@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from lightning_megatron.kernels.launch import on_device_of, power_of_two
+from lightning_megatron.kernels.launch import ceil_div, on_device_of, power_of_two
 
 # Choices of a block, of which each is compared with all; experts and blocks that a program of the second launch takes.
 _BLOCK, _EXPERTS, _ROWS = 64, 4, 1024
@@ -39,13 +39,13 @@ def sort_choices(experts: Tensor, first: int, num_experts: int) -> tuple[Tensor,
     if not num_choices:
         return pairs, rows, torch.zeros(num_experts, dtype=torch.int32, device=device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=device)
-    num_blocks = triton.cdiv(num_choices, _BLOCK)
+    num_blocks = ceil_div(num_choices, _BLOCK)
     # One more row: the sums of all blocks.
     counts = torch.empty((num_blocks + 1, num_experts), dtype=torch.int32, device=device)
     bins = power_of_two(num_experts)
     with on_device_of(experts):
         _count_choices[(num_blocks,)](experts, counts, first, num_experts, num_choices, BINS=bins, BLOCK=_BLOCK)
-        _add_up_counts[(triton.cdiv(num_experts, _EXPERTS),)](
+        _add_up_counts[(ceil_div(num_experts, _EXPERTS),)](
             counts, num_blocks, num_experts, EXPERTS=_EXPERTS, ROWS=_ROWS
         )
         _place_choices[(num_blocks,)](

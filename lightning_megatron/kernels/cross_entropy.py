@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from lightning_megatron.kernels.launch import as_rows, on_device_of, power_of_two
+from lightning_megatron.kernels.launch import as_rows, ceil_div, on_device_of, power_of_two
 
 _FORWARD_BLOCK = 8192
 _BACKWARD_BLOCK = 4096
@@ -77,7 +77,7 @@ def cross_entropy_gradient(
         width = rows.shape[1]
         block = min(_BACKWARD_BLOCK, power_of_two(width))
         with on_device_of(rows):
-            _gradient[(rows.shape[0], triton.cdiv(width, block))](
+            _gradient[(rows.shape[0], ceil_div(width, block))](
                 rows, index.contiguous(), normaliser.contiguous(), scale.contiguous(), result, rows.stride(0),
                 width, num_valid, smoothing / vocab_size, 1.0 - smoothing, BLOCK=block,
             )  # fmt: skip

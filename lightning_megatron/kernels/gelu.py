@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from lightning_megatron.kernels.launch import on_device_of
+from lightning_megatron.kernels.launch import ceil_div, on_device_of
 
 _BLOCK = 2048
 # 2 sqrt(2 / pi), 1 / sqrt(2) and 1 / sqrt(2 pi).
@@ -45,7 +45,7 @@ class _GELU(torch.autograd.Function):
         output = torch.empty_like(hidden)
         if output.numel():
             with on_device_of(hidden):
-                _forward[(triton.cdiv(hidden.numel(), _BLOCK),)](
+                _forward[(ceil_div(hidden.numel(), _BLOCK),)](
                     hidden, output, hidden.numel(), BY_TANH=approximate_by_tanh, BLOCK=_BLOCK
                 )
         return output
@@ -57,7 +57,7 @@ class _GELU(torch.autograd.Function):
         result = torch.empty_like(hidden)
         if result.numel():
             with on_device_of(hidden):
-                _backward[(triton.cdiv(hidden.numel(), _BLOCK),)](
+                _backward[(ceil_div(hidden.numel(), _BLOCK),)](
                     hidden, grad, result, hidden.numel(), BY_TANH=ctx.by_tanh, BLOCK=_BLOCK
                 )
         return result, None

@@ -24,3 +24,8 @@ def as_rows(tensor: Tensor) -> Tensor:
 def power_of_two(size: int) -> int:
     """Return the smallest power of two that is not below ``size``."""
     return 1 << max(size - 1, 0).bit_length()
+
+
+def ceil_div(size: int, part: int) -> int:
+    """Return how many parts cover a size, as triton.cdiv does, a call of which costs the host more than a view does."""
+    return -(-size // part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +16,19 @@ from lightning_megatron.kernels.launch import as_rows, on_device_of, power_of_tw
 _PROGRAMS = 264
 #: The widest vector that the kernels take (elements).
 MAX_WIDTH = 32768
+#: Gets the gradient of a parameter as parts of a sum.
+Taker = Callable[[Tensor], None]
 
 
 def add_norm(
-    hidden: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, is_rms: bool
+    hidden: Tensor,
+    update: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    is_rms: bool,
+    take_weight: Taker | None = None,
+    take_bias: Taker | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add an update to the residual stream and normalise the sum.
 
@@ -34,17 +44,28 @@ def add_norm(
         bias: Shift of each feature, or None.
         eps: Added to the mean square or the variance.
         is_rms: Whether vectors are only scaled; otherwise their mean is taken out as well.
+        take_weight: Gets the weight's gradient in the place of autograd, as parts of a sum ``(N, D)`` in float32; None
+            leaves it to autograd.
+        take_bias: The same of the bias.
 
     Returns:
         The new residual stream, and the normalised vectors in its dtype.
     """
-    return _AddNorm.apply(hidden, update, weight, bias, eps, is_rms)
+    return _AddNorm.apply(hidden, update, weight, bias, eps, is_rms, take_weight, take_bias)
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, update: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, is_rms: bool
+        ctx: Any,
+        hidden: Tensor,
+        update: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        is_rms: bool,
+        take_weight: Taker | None,
+        take_bias: Taker | None,
     ) -> tuple[Tensor, Tensor]:
         rows = as_rows(hidden)
         num_rows, width = rows.shape
@@ -61,6 +82,7 @@ class _AddNorm(torch.autograd.Function):
                 )  # fmt: skip
         ctx.save_for_backward(stream, weight, mean, inverse)
         ctx.bias_dtype, ctx.is_rms, ctx.has_update = None if bias is None else bias.dtype, is_rms, update is not None
+        ctx.take_weight, ctx.take_bias = take_weight, take_bias
         ctx.set_materialize_grads(False)
         return stream.view_as(stream) if update is None else stream, normalised
 
@@ -69,7 +91,7 @@ class _AddNorm(torch.autograd.Function):
         stream, weight, mean, inverse = ctx.saved_tensors
         grad_stream, grad_normalised = grads
         if grad_normalised is None:
-            return grad_stream, grad_stream if ctx.has_update else None, None, None, None, None
+            return grad_stream, grad_stream if ctx.has_update else None, *[None] * 6
         rows, outer = as_rows(stream), as_rows(grad_normalised)
         residual = outer if grad_stream is None else as_rows(grad_stream)
         num_rows, width = rows.shape
@@ -83,9 +105,17 @@ class _AddNorm(torch.autograd.Function):
                     rows.stride(0), outer.stride(0), residual.stride(0), num_rows, width,
                     IS_RMS=ctx.is_rms, HAS_RESIDUAL=grad_stream is not None, HAS_BIAS=has_bias, **_shape(width),
                 )  # fmt: skip
-        sums = partial.sum(1)
-        grad_bias = sums[1].to(ctx.bias_dtype) if has_bias else None
-        return result, result if ctx.has_update else None, sums[0].to(weight.dtype), grad_bias, None, None
+        grad_weight = _handed_over(partial[0], weight.dtype, ctx.take_weight)
+        grad_bias = _handed_over(partial[1], ctx.bias_dtype, ctx.take_bias) if has_bias else None
+        return result, result if ctx.has_update else None, grad_weight, grad_bias, *[None] * 4
+
+
+def _handed_over(parts: Tensor, dtype: torch.dtype, take: Taker | None) -> Tensor | None:
+    """Give a gradient to who takes it, or return it for autograd."""
+    if take is None:
+        return parts.sum(0).to(dtype)
+    take(parts)
+    return None
 
 
 def _shape(width: int) -> dict[str, int]:

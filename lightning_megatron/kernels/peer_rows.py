@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from lightning_megatron.kernels.launch import as_rows, on_device_of, power_of_two
+from lightning_megatron.kernels.launch import as_rows, ceil_div, on_device_of, power_of_two
 from lightning_megatron.plan.token_slots import TokenSlots
 
 #: Elements of a row that a program moves at once; programs that share all rows; warps of each.
@@ -106,7 +106,7 @@ def add_slots(slots: Tensor, scales: Tensor | None, experts: Tensor, experts_eac
     result = slots.new_empty((num_tokens, width))
     added = None if scales is None else scales.new_empty((num_tokens, top_k))
     with on_device_of(slots):
-        _add_slots[(num_tokens, triton.cdiv(width, _block(width)))](
+        _add_slots[(num_tokens, ceil_div(width, _block(width)))](
             slots, experts if scales is None else scales, experts, result, result if added is None else added, width,
             num_tokens, experts_each, NUM_RANKS=slots.shape[0] // num_tokens, K=top_k, CHOICES=power_of_two(top_k),
             HAS_SCALES=scales is not None, IS_WIDE=_is_wide(slots), BLOCK=_block(width),

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from lightning_megatron.kernels.launch import on_device_of, power_of_two
+from lightning_megatron.kernels.launch import ceil_div, on_device_of, power_of_two
 
 # Elements of one half of the heads that a program turns: 8 an access of 16 bytes for each of 128 threads.
 _TILE = 1024
@@ -48,7 +48,7 @@ class _RotateQKV(torch.autograd.Function):
         turned = num_heads + num_kv_heads
         if qkv.numel():
             with on_device_of(qkv):
-                _rotate_in_place[(seq_length * num_sequences, triton.cdiv(turned, heads))](
+                _rotate_in_place[(seq_length * num_sequences, ceil_div(turned, heads))](
                     qkv, cosines, sines, num_sequences, width, turned, head_dim // 2, HEADS=heads, LANES=lanes
                 )
         ctx.save_for_backward(cosines, sines)
@@ -74,7 +74,7 @@ class _RotateQKV(torch.autograd.Function):
         seq_length, num_sequences, _, head_dim = grads[0].shape
         result = grads[0].new_empty((seq_length, num_sequences, width))
         lanes, heads = _tile(head_dim)
-        query_blocks, kv_blocks = triton.cdiv(num_heads, heads), triton.cdiv(num_kv_heads, heads)
+        query_blocks, kv_blocks = ceil_div(num_heads, heads), ceil_div(num_kv_heads, heads)
         if result.numel():
             strides = [stride for grad in grads for stride in grad.stride()[:3]]
             with on_device_of(result):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import language as tl
 
-from lightning_megatron.kernels.launch import on_device_of, power_of_two
+from lightning_megatron.kernels.launch import ceil_div, on_device_of, power_of_two
 
 # Scores and tokens that a program holds at a time.
 _TILE, _MAX_TOKENS = 256, 32
@@ -101,7 +101,7 @@ class _Route(torch.autograd.Function):
         classes, top_k, constants = settings.num_sequences, settings.top_k, settings.constants()
         probabilities = torch.empty((num_tokens, top_k), dtype=logits.dtype, device=device)
         experts = torch.empty((num_tokens, top_k), dtype=torch.int64, device=device)
-        blocks = triton.cdiv(triton.cdiv(num_tokens, classes), constants["TOKENS"])
+        blocks = ceil_div(ceil_div(num_tokens, classes), constants["TOKENS"])
         programs = min(blocks, max(_PROGRAMS // classes, 1))
         kinds = 2 if settings.counts_unbiased else 1
         loads = torch.empty((kinds, classes, programs, num_experts), dtype=torch.int32, device=device)
@@ -120,7 +120,7 @@ class _Route(torch.autograd.Function):
                     COUNTS_UNBIASED=settings.counts_unbiased, IS_FORCED=is_forced,
                     GROUPS=settings.num_groups if has_groups else 1, TOP_GROUPS=settings.top_k_groups, **constants,
                 )  # fmt: skip
-                _route_totals[(triton.cdiv(num_experts + 2, _COLUMNS), classes)](
+                _route_totals[(ceil_div(num_experts + 2, _COLUMNS), classes)](
                     loads, sums, load, total, programs, KINDS=kinds, E=num_experts, ROWS=_ROWS, COLUMNS=_COLUMNS
                 )
         ctx.save_for_backward(logits, experts)
@@ -138,7 +138,7 @@ class _Route(torch.autograd.Function):
         settings, constants = ctx.settings, ctx.settings.constants()
         grad_probabilities, _, _, grad_shares, grad_squares, _ = grads
         result = torch.empty_like(logits)
-        blocks = triton.cdiv(triton.cdiv(logits.shape[0], settings.num_sequences), constants["TOKENS"])
+        blocks = ceil_div(ceil_div(logits.shape[0], settings.num_sequences), constants["TOKENS"])
         if logits.numel():
             with on_device_of(logits):
                 _route_backward[(blocks, settings.num_sequences)](

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from lightning_megatron.kernels.launch import as_rows, on_device_of, power_of_two
+from lightning_megatron.kernels.launch import as_rows, ceil_div, on_device_of, power_of_two
 
 _BLOCK = 2048
 
@@ -36,7 +36,7 @@ class _SwiGLU(torch.autograd.Function):
         if output.numel():
             block = min(_BLOCK, power_of_two(features))
             with on_device_of(rows):
-                _forward[(rows.shape[0], triton.cdiv(features, block))](
+                _forward[(rows.shape[0], ceil_div(features, block))](
                     rows, output, rows.stride(0), features, BLOCK=block
                 )
         return output
@@ -50,7 +50,7 @@ class _SwiGLU(torch.autograd.Function):
         if result.numel():
             block = min(_BLOCK, power_of_two(features))
             with on_device_of(rows):
-                _backward[(rows.shape[0], triton.cdiv(features, block))](
+                _backward[(rows.shape[0], ceil_div(features, block))](
                     rows, grad, result, rows.stride(0), grad.stride(0), features, BLOCK=block
                 )
         return result

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import language as tl
 
-from lightning_megatron.kernels.launch import as_rows, on_device_of, power_of_two
+from lightning_megatron.kernels.launch import as_rows, ceil_div, on_device_of, power_of_two
 
 _BLOCK = 1024
 
@@ -104,7 +104,7 @@ def _spread(
     scales = None if probabilities is None else probabilities.new_empty(num_rows)
     if rows.numel():
         with on_device_of(source):
-            _spread_rows[(rows.shape[0], triton.cdiv(width, _block(width)))](
+            _spread_rows[(rows.shape[0], ceil_div(width, _block(width)))](
                 source, result, rows if probabilities is None else probabilities.contiguous(),
                 result if scales is None else scales, rows, ends, source.stride(0), width, num_rows, ends.shape[0],
                 K=rows.shape[1], HAS_SCALES=scales is not None, CHOICES=power_of_two(rows.shape[1]),
@@ -122,7 +122,7 @@ def _collect(
     gathered = None if scales is None else scales.new_empty(rows.shape)
     if rows.numel():
         with on_device_of(values):
-            _collect_rows[(rows.shape[0], triton.cdiv(width, _block(width)))](
+            _collect_rows[(rows.shape[0], ceil_div(width, _block(width)))](
                 values, result, rows if probabilities is None else probabilities.contiguous(),
                 result if scales is None else scales.contiguous(), result if gathered is None else gathered, rows, ends,
                 values.stride(0), width, values.shape[0], ends.shape[0], K=rows.shape[1],

@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from lightning_megatron.kernels.launch import on_device_of
+from lightning_megatron.kernels.launch import ceil_div, on_device_of
 
 _BLOCK = 1024
 
@@ -25,9 +25,7 @@ def split_rows(values: Tensor, parts: Tensor) -> Tensor:
     values, num_elements = values.contiguous(), values.numel()
     if num_elements:
         with on_device_of(values):
-            _split_rows[(triton.cdiv(num_elements, _BLOCK),)](
-                values, parts, num_elements, values.shape[1], BLOCK=_BLOCK
-            )
+            _split_rows[(ceil_div(num_elements, _BLOCK),)](values, parts, num_elements, values.shape[1], BLOCK=_BLOCK)
     return parts
 
 

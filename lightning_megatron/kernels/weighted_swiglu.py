@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import language as tl
 
-from lightning_megatron.kernels.launch import as_rows, on_device_of, power_of_two
+from lightning_megatron.kernels.launch import as_rows, ceil_div, on_device_of, power_of_two
 
 # Elements of a gate that a program takes at a time, and the fewest of one row among many.
 _BLOCK, _MIN_COLUMNS = 1024, 128
@@ -88,7 +88,7 @@ def _shape(features: int) -> dict[str, int]:
 
 
 def _grid(num_rows: int, features: int) -> tuple[int]:
-    return (min(triton.cdiv(num_rows, _shape(features)["ROWS"]), _PROGRAMS),)
+    return (min(ceil_div(num_rows, _shape(features)["ROWS"]), _PROGRAMS),)
 
 
 @triton.jit

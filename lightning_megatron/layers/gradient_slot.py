@@ -67,6 +67,22 @@ class GradientSlot:
         self._added()
 
     @torch.no_grad()
+    def add_sum(self, parts: Tensor) -> None:
+        """Add a gradient that comes in parts, which are summed where the slot is, if they may.
+
+        Equal to ``add(parts.sum(0))``.
+
+        Shapes: parts ``(N, *shape)``.
+        """
+        if not self._accepts():
+            return
+        if not self.is_empty or self.scale != 1 or self.gradient.dtype != parts.dtype:
+            self.add(parts.sum(0))
+            return
+        torch.sum(parts, 0, out=self.gradient)
+        self._added()
+
+    @torch.no_grad()
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add the weight gradient of a linear layer, ``left^T @ right``.
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.layers.init import ONES, ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.kernel_choice import fused_kernels
 from lightning_megatron.plan.shards import whole_range
@@ -41,7 +42,9 @@ class _Norm(nn.Module):
         """
         kernels = fused_kernels(hidden)
         if kernels is not None and hidden.shape[-1] <= kernels.MAX_NORM_WIDTH:
-            stream, normalised = kernels.add_norm(hidden, update, self._scale(), self.bias, self.eps, self.is_rms)
+            scale, bias = self._scale(), self.bias
+            takers = (slot and slot.add_sum for slot in (slot_of(scale), slot_of(bias)))
+            stream, normalised = kernels.add_norm(hidden, update, scale, bias, self.eps, self.is_rms, *takers)
         else:
             stream = hidden if update is None else hidden + update
             normalised = self._normalise(stream)

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.attached_loss import LossWeight
 from lightning_megatron.experts.layer import MixtureOfExperts
-from lightning_megatron.experts.statistics import StepStatistics, step_statistics
+from lightning_megatron.experts.statistics import StepStatistics, clear_statistics_, step_statistics
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config_checks import check_expert_axes
 from lightning_megatron.models.layered import LayeredModule
@@ -39,8 +39,8 @@ class ExpertsOfRun:
             self.loss_weight = LossWeight()
         for layer in self._layers.values():
             layer.transport = transport
-            layer.statistics.clear_()
             layer.loss_weight = self.loss_weight or LossWeight()
+        clear_statistics_([layer.statistics for layer in self._layers.values()])
         #: How the routers of this stage spread the tokens of the last step, by the number of the layer.
         self.statistics: Mapping[int, StepStatistics] | None = None
 
@@ -66,7 +66,7 @@ class ExpertsOfRun:
         for number, layer in self._layers.items():
             if layer.router.follows_load:
                 layer.router.update_(self.statistics[number].load)
-            layer.statistics.clear_()
+        clear_statistics_([layer.statistics for layer in self._layers.values()])
 
     @property
     def transport(self) -> Transport:

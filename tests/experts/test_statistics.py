@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.experts.balance import add_over_tokens_
-from lightning_megatron.experts.statistics import RouterStatistics, StepStatistics, step_statistics
+from lightning_megatron.experts.statistics import RouterStatistics, StepStatistics, clear_statistics_, step_statistics
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.routed_by_hand import LOSSES, SETTINGS, B, D, E, S, config_of, draw, route_by_hand, router_of
@@ -79,7 +79,7 @@ def test_counting_keeps_its_tensors_and_begins_again_when_cleared() -> None:
     assert torch.equal(statistics.load, routing.load.long())
     statistics.add_(routing)
     assert_equal(sums, 2 * once, "two microbatches")
-    statistics.clear_()
+    clear_statistics_([statistics])
     assert float(sums.abs().max()) == 0.0
     assert statistics.sums is sums
 

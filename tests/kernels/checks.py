@@ -198,6 +198,28 @@ def check_norms(draw: Draw, sizes: Sizes) -> None:
             check_rounded(weight.grad, slow_weight.grad, f"{what}: weight gradient", noise=2e-5)
             if bias is not None and slow_bias is not None:
                 check_rounded(bias.grad, slow_bias.grad, f"{what}: bias gradient", noise=2e-5)
+            check_taken_gradients(hidden, weight, bias, grads[0], what)
+
+
+def check_taken_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor, what: str) -> None:
+    """A norm hands the gradients of its parameters over in the place of autograd, before they are rounded."""
+    leaves = [leaf(one.detach()) for one in (weight, bias) if one is not None]
+
+    def differentiate(*takers: Callable[[Tensor], None]) -> None:
+        parameters = [*leaves, None][:2]
+        _, result = kernels.add_norm(hidden.detach(), None, *parameters, 1e-5, bias is None, *takers)
+        result.backward(grad)
+
+    differentiate()
+    rounded = [one.grad for one in leaves]
+    for one in leaves:
+        one.grad = None
+    taken: list[list[Tensor]] = [[] for _ in leaves]
+    differentiate(*(parts.append for parts in taken))
+    for one, (parts,), expected in zip(leaves, taken, rounded, strict=True):
+        assert one.grad is None, f"{what}: autograd got the gradient as well"
+        assert parts.dtype == torch.float32, f"{what}: a gradient was rounded before it was handed over"
+        assert torch.equal(parts.sum(0).to(one.dtype), expected), f"{what}: the gradient that was handed over"
 
 
 def serve(tensor: Tensor) -> bool:

@@ -290,3 +290,25 @@ def test_positions_keep_autograds_gradient_beside_slots() -> None:
     assert layer.position is not None
     assert layer.position.weight.grad is not None
     assert_equal(layer.position.weight.grad, torch.full((S, D), float(B)), "positions")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_parts_of_a_gradient_are_added_as_their_sum(dtype: torch.dtype, scale: float) -> None:
+    memory, calls, accepts = torch.full((2, D), torch.nan, dtype=dtype), [0], [True]
+
+    def count() -> None:
+        calls[0] += 1
+
+    slot = GradientSlot(memory, count, lambda: accepts[0], scale=scale)
+    parts = draw(5, 2, D)
+    slot.add_sum(parts)
+    expected = (parts.sum(0) * scale).to(dtype)
+    near = 1e-10 if dtype == torch.float64 else 1e-6
+    assert_equal(memory, expected, "the first gradient of a step", near)
+    slot.add_sum(2 * parts)
+    assert_equal(memory, 3 * expected, "the second one", near)
+    accepts[0] = False
+    slot.add_sum(parts)
+    assert_equal(memory, 3 * expected, "one that does not count", near)
+    assert calls == [2]
