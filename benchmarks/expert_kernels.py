@@ -100,10 +100,10 @@ def cases_of(shape: Shape) -> list[Case]:
     logits = tokens * num_experts * 4
     gate_up, scales = drawn(rows, 2 * inner), torch.rand(rows, device="cuda").requires_grad_()
 
-    def route(x: Tensor) -> tuple[Tensor, ...]:
+    def route(x: Tensor) -> Tensor:
         routing = router(x.unsqueeze(1))
-        assert routing.balance_loss is not None, "the auxiliary loss is on"
-        return routing.probabilities, routing.balance_loss
+        assert routing.losses.of_choices is not None, "the auxiliary loss is on"
+        return routing.losses.attach_to(routing.probabilities, 1.0)
 
     def plain_product(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x.float(), weight.float())

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_megatron.experts.attached_loss import LossWeight, attach_loss
+from lightning_megatron.experts.attached_loss import LossWeight
 from lightning_megatron.experts.dispatch import Dispatched, Sent
 from lightning_megatron.experts.dispatcher_choice import DispatcherChoice, choose_dispatcher
 from lightning_megatron.experts.grouped_mlp import GroupedMLP
-from lightning_megatron.experts.router import Router, Routing
+from lightning_megatron.experts.router import Router
 from lightning_megatron.experts.segments import Segment, SegmentList
 from lightning_megatron.experts.shared import SharedExpert
 from lightning_megatron.experts.statistics import RouterStatistics
@@ -130,15 +130,9 @@ class MixtureOfExperts(nn.Module):
         routing = self.router(hidden)
         if self.training and not self.mesh.random.position.is_replay:
             self.statistics.add_(routing)
-        probabilities = self._attached(routing)
+        probabilities = routing.losses.attach_to(routing.probabilities, self.loss_weight.value)
         tokens = hidden.flatten(0, 1)
         return self._own_share(tokens), self._own_share(probabilities), self._own_share(routing.experts, fill=-1)
-
-    def _attached(self, routing: Routing) -> Tensor:
-        losses = [loss for loss in (routing.balance_loss, routing.z_loss) if loss is not None]
-        if not losses:
-            return routing.probabilities
-        return attach_loss(routing.probabilities, sum(losses[1:], losses[0]), self.loss_weight.value)
 
     def _send(self, tokens: Tensor, probabilities: Tensor, chosen: Tensor) -> Sent:
         return self.choice.dispatcher.send(tokens, probabilities, chosen)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.experts.balance import balance_loss, microbatch_load, num_choices, update_bias_
+from lightning_megatron.experts.balance import microbatch_load, num_choices, update_bias_
 from lightning_megatron.experts.choice import expert_capacity, within_capacity
 from lightning_megatron.experts.exact_linear import exact_dtype, exact_linear
+from lightning_megatron.experts.router_losses import RouterLosses
 from lightning_megatron.experts.scores import Scored, score_tokens
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import Initializer, sharded_parameter
@@ -33,9 +35,7 @@ class Routing:
         load: How many would have gone there if none were dropped; what balances the experts. Shape ``(E,)``, int32.
         dropped: How many choices are dropped; None where experts take all. A number, int32.
         entropy_sum: Sum over tokens of the entropy of their scores, as parts of those of a token (nats). A number.
-        balance_loss: This rank's part of the auxiliary loss, coefficient included; None where there is none. The rule
-            of parts, and what gives it a gradient, is in ``experts.balance``. A number.
-        z_loss: The same of the loss of logits. A number.
+        losses: What the losses are made of. In evaluation there are none.
     """
 
     probabilities: Tensor
@@ -44,8 +44,17 @@ class Routing:
     load: Tensor
     dropped: Tensor | None
     entropy_sum: Tensor
-    balance_loss: Tensor | None
-    z_loss: Tensor | None
+    losses: RouterLosses
+
+    @property
+    def balance_loss(self) -> Tensor | None:
+        """Compute this rank's part of the auxiliary loss, coefficient included; None where there is none. A number."""
+        return self.losses.balance
+
+    @property
+    def z_loss(self) -> Tensor | None:
+        """Compute the same of the loss of logits. A number."""
+        return self.losses.z
 
 
 class Router(nn.Module):
@@ -126,8 +135,7 @@ class Router(nn.Module):
             load=load,
             dropped=dropped,
             entropy_sum=scored.entropy_sum,
-            balance_loss=self._balance_loss(scored, num_tokens) if self.training else None,
-            z_loss=scored.square_sum * (config.z_loss / num_tokens) if self.training and config.z_loss else None,
+            losses=self._losses(scored, num_tokens, fused_kernels(hidden)),
         )
 
     @property
@@ -187,14 +195,21 @@ class Router(nn.Module):
         classes = num_sequences if config.aux_loss_scope == "sequence" else 1
         return score_tokens(logits, self.expert_bias, config, classes, first_turn, fused_kernels(hidden))
 
-    def _balance_loss(self, scored: Scored, num_tokens: int) -> Tensor | None:
+    def _losses(self, scored: Scored, num_tokens: int, kernels: ModuleType | None) -> RouterLosses:
+        of_choices, coefficient = self._of_choices(scored, num_tokens) if self.training else (None, 0.0)
+        square_coefficient = self.config.z_loss / num_tokens if self.training and self.config.z_loss else 0.0
+        is_served = kernels is not None and scored.share_sums.dtype == torch.float32
+        sums = scored.share_sums, of_choices, coefficient, scored.square_sum, square_coefficient
+        return RouterLosses(*sums, kernels if is_served else None)
+
+    def _of_choices(self, scored: Scored, num_tokens: int) -> tuple[Tensor | None, float]:
+        """Return what sums of shares are multiplied by in the auxiliary loss, and its coefficient."""
         config = self.config
         if not config.aux_loss:
-            return None
+            return None, 0.0
         coefficient = config.aux_loss * config.num_experts / num_tokens
         if self.step_shares is not None:
-            return balance_loss(scored.share_sums, self.step_shares, coefficient)
+            return self.step_shares, coefficient
         load = microbatch_load(scored.unbiased_load, self.mesh)
         # Every token has as many, so that nothing need be added up to turn counts into shares.
-        choices_of_row = num_tokens * self.mesh.cp.size * config.top_k / load.shape[0]
-        return balance_loss(scored.share_sums, load, coefficient / choices_of_row)
+        return load, coefficient / (num_tokens * self.mesh.cp.size * config.top_k / load.shape[0])

@@ -52,6 +52,12 @@ class RouterStatistics:
         """
         if self.sums.device != routing.load.device:
             self.sums = self.sums.to(routing.load.device)
+        losses = routing.losses
+        if losses.kernels is not None:
+            parts = losses.share_sums, losses.of_choices, losses.coefficient, losses.square_sum
+            counts = routing.load, routing.entropy_sum, routing.dropped
+            losses.kernels.add_routing(self.sums, *counts, *parts, losses.square_coefficient)
+            return
         numbers = self.sums[:_LOAD].unbind()
         self.sums[_LOAD:].add_(routing.load)
         numbers[_ENTROPY].add_(routing.entropy_sum)

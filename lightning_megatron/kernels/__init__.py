@@ -13,6 +13,7 @@ from lightning_megatron.kernels.norm import add_norm
 from lightning_megatron.kernels.peer_rows import add_slots, put_sums, put_tokens
 from lightning_megatron.kernels.rotary import rotate_qkv
 from lightning_megatron.kernels.route import RouteSettings, route_tokens
+from lightning_megatron.kernels.router_losses import add_routing, attach_losses
 from lightning_megatron.kernels.swiglu import apply_swiglu
 from lightning_megatron.kernels.token_rows import permute_tokens, unpermute_rows
 from lightning_megatron.kernels.two_halves import split_rows
@@ -24,7 +25,9 @@ __all__ = [
     "MAX_SORTED_EXPERTS",
     "RouteSettings",
     "add_norm",
+    "add_routing",
     "add_slots",
+    "attach_losses",
     "cross_entropy_gradient",
     "cross_entropy_statistics",
     "apply_gelu",

@@ -36,7 +36,7 @@ SIZE, LENGTH, BATCH = 256, 64, 3
 @pytest.mark.parametrize("sizes", [SMALL, REAL], ids=["small", "real"])
 @pytest.mark.parametrize("name", list(CHECKS))
 def test_kernels_equal_float64(name: str, sizes: ExpertSizes, dtype: torch.dtype) -> None:
-    if name in {"sort", "router"} and dtype != torch.float32:
+    if name in {"sort", "router", "losses"} and dtype != torch.float32:
         pytest.skip("has no half type")
     CHECKS[name](Draw(DEVICE, dtype), sizes)
     torch.cuda.empty_cache()

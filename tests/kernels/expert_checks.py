@@ -12,7 +12,10 @@ from torch.nn import functional as F
 from lightning_megatron import kernels
 from lightning_megatron.experts.balance import num_choices_of_sequences
 from lightning_megatron.experts.permute import RowMap, sort_by_expert
+from lightning_megatron.experts.router import Routing
+from lightning_megatron.experts.router_losses import RouterLosses
 from lightning_megatron.experts.scores import Scored, score_tokens, weigh_choices
+from lightning_megatron.experts.statistics import RouterStatistics
 from lightning_megatron.plan.experts import BEST_OF_GROUP, ExpertsConfig
 from tests.kernels.checks import Draw, check_rounded, leaf, wide
 from tests.kernels.peer_checks import check_peer_rows
@@ -296,6 +299,53 @@ def check_choices(
     assert (scores.masked_fill(~is_left, -1.0).amax(-1) <= picked[:, -1] + slack).all(), f"{what}: not the best"
 
 
+def check_losses(draw: Draw, sizes: ExpertSizes) -> None:
+    """Gradients of a router's losses, and the sums of a step, as operators of torch make them in float64."""
+    for classes, num_experts in ((1, 8), (3, 5), (2, 130), (1, 1)):
+        counts = torch.randint(0, 99, (classes, num_experts), generator=draw.generator, device=draw.device).int()
+        shares = torch.rand(num_experts, generator=draw.generator, device=draw.device)
+        for of_choices in (counts, None) if classes > 1 else (counts, shares, None):
+            for square_coefficient in (0.0, 0.2):
+                for is_late in (False, True):
+                    what = f"losses {classes, num_experts}, {of_choices is None or of_choices.dtype}, "
+                    what += f"z {square_coefficient}, late {is_late}"
+                    check_attached(draw, counts, of_choices, square_coefficient, is_late, what)
+
+
+def check_attached(
+    draw: Draw, counts: Tensor, of_choices: Tensor | None, square_coefficient: float, is_late: bool, what: str
+) -> None:
+    """Attach losses to a tensor and count a microbatch twice, by the kernels and by torch."""
+    classes, num_experts = counts.shape
+    # As the router's kernel has them: rows with more numbers behind the shares.
+    totals = torch.rand(classes, num_experts + 2, generator=draw.generator, device=draw.device)
+    outer = torch.randn(4, 2, generator=draw.generator, device=draw.device)
+    before = torch.rand(5 + num_experts, generator=draw.generator, device=draw.device).double()
+    found = []
+    for of_kernels, dtype in ((kernels, torch.float32), (None, torch.float64)):
+        total, x = leaf(totals.to(dtype)), leaf(outer.to(dtype) + 1)
+        numbers = of_choices, 0.3, total[0, num_experts], square_coefficient
+        losses = RouterLosses(total[:, :num_experts], *numbers, of_kernels)
+        scale = torch.zeros((), dtype=torch.float64, device=draw.device) if is_late else 0.7
+        attached = losses.attach_to(x, scale)
+        assert torch.equal(attached, x), f"{what}: not the same numbers"
+        if isinstance(scale, Tensor):
+            scale.fill_(0.7)
+        attached.backward(outer.to(dtype))
+        statistics = RouterStatistics(ExpertsConfig(num_experts=num_experts, top_k=1, ffn_hidden_size=4), draw.device)
+        statistics.sums.copy_(before)
+        for dropped in (None, counts.sum().int()):
+            entropy, load = total.detach()[0, num_experts + 1], counts.sum(0, dtype=torch.int32)
+            statistics.add_(Routing(outer, outer, load, load, dropped, entropy, losses))
+        gradient = torch.zeros_like(total) if total.grad is None else total.grad
+        found.append((x.grad, gradient, statistics.sums))
+    assert torch.equal(found[0][0], outer), f"{what}: the gradient of what losses are attached to"
+    check_grad(found[0][1], found[1][1], f"{what}: gradient", noise=1e-6)
+    # Counts are whole, so that the largest numbers do not hide the others.
+    assert torch.equal((found[0][2] - before)[5:].round(), (found[1][2] - before)[5:].round()), f"{what}: load"
+    check_grad(found[0][2][:5].float(), found[1][2][:5], f"{what}: sums", noise=1e-6)
+
+
 def check_split(draw: Draw, sizes: ExpertSizes) -> None:
     """Two parts have twice the precision of one, and the first is the number rounded as torch rounds it."""
     for tokens, width in ((5, 7), (40, 64), (0, 4)):
@@ -312,6 +362,7 @@ CHECKS: dict[str, Callable[[Draw, ExpertSizes], None]] = {
     "unpermute": check_unpermute,
     "weighted swiglu": check_swiglu,
     "router": check_router,
+    "losses": check_losses,
     "split": check_split,
     "peer rows": lambda draw, sizes: check_peer_rows(draw, sizes.peers),
 }

@@ -30,7 +30,7 @@ def main(selected: list[str]) -> None:
         f"{name}, {dtype}": lambda check=check, dtype=dtype: check(Draw(torch.device("cpu"), dtype), FEW)
         for name, check in CHECKS.items()
         # Scores have no half type.
-        for dtype in ((torch.float32,) if name in {"sort", "router"} else (torch.float32, torch.bfloat16))
+        for dtype in ((torch.float32,) if name in {"sort", "router", "losses"} else (torch.float32, torch.bfloat16))
     }
     report_checks({name: check for name, check in checks.items() if not selected or any(w in name for w in selected)})
 

@@ -1,0 +1,175 @@
+"""Losses of a router: their numbers and the counts of a step in one launch, their gradients in another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton import language as tl
+
+from lightning_megatron.kernels.launch import on_device_of, power_of_two
+
+#: Numbers in the sums of a step before the choices that each expert had.
+_DROPPED, _ENTROPY, _BALANCE, _SQUARES, _MICROBATCHES, _LOAD = (tl.constexpr(place) for place in range(6))
+
+
+def add_routing(
+    sums: Tensor,
+    load: Tensor,
+    entropy_sum: Tensor,
+    dropped: Tensor | None,
+    share_sums: Tensor,
+    of_choices: Tensor | None,
+    coefficient: float,
+    square_sum: Tensor,
+    square_coefficient: float,
+) -> None:
+    """Add what a router did with a microbatch to the sums of a step, in place.
+
+    Equal to what ``RouterStatistics`` adds by operators of torch, losses in float32.
+
+    Shapes: sums ``(5 + E)`` float64; load ``(E)``; share_sums ``(C, E)``; of_choices ``(C, E)`` or ``(E)``; all others
+    numbers.
+
+    Args:
+        sums: As ``RouterStatistics`` has them.
+        load: How many choices each expert had.
+        entropy_sum: Sum of the entropies of tokens.
+        dropped: How many choices were dropped; None stands for none.
+        share_sums: Sums of the shares of scores, in float32.
+        of_choices: What those are multiplied by in the balance loss; None where there is none.
+        coefficient: Of that loss.
+        square_sum: Sum that the loss of logits is made of.
+        square_coefficient: Of that loss; 0 where there is none.
+    """
+    num_experts = load.shape[0]
+    has_balance = of_choices is not None
+    choices = load if of_choices is None else of_choices
+    with on_device_of(sums):
+        _add_routing[(1,)](
+            sums, load, entropy_sum, load if dropped is None else dropped, share_sums, choices, square_sum,
+            coefficient, square_coefficient, share_sums.stride(0), _row_stride(choices), share_sums.shape[0],
+            HAS_DROPPED=dropped is not None, HAS_BALANCE=has_balance, HAS_SQUARES=square_coefficient != 0.0,
+            E=num_experts, BLOCK=power_of_two(num_experts),
+        )  # fmt: skip
+
+
+def attach_losses(
+    x: Tensor,
+    share_sums: Tensor,
+    of_choices: Tensor | None,
+    coefficient: float,
+    square_sum: Tensor,
+    square_coefficient: float,
+    scale: float | Tensor,
+) -> Tensor:
+    """Return ``x``, whose backward pass also starts those of a router's losses.
+
+    Equal to ``attach_loss`` of ``(share_sums * of_choices).sum() * coefficient + square_sum * square_coefficient``.
+
+    Shapes: x any; others as of :func:`add_routing`.
+
+    Args:
+        x: What the main loss is computed from.
+        share_sums: Sums of the shares of scores, in float32.
+        of_choices: What those are multiplied by, without a gradient; None where there is no such loss.
+        coefficient: Of that loss.
+        square_sum: Sum that the loss of logits is made of, in float32.
+        square_coefficient: Of that loss; 0 where there is none.
+        scale: Factor of both losses; a tensor is read in the backward pass.
+    """
+    return _Attached.apply(x, share_sums, square_sum, of_choices, coefficient, square_coefficient, scale)
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        share_sums: Tensor,
+        square_sum: Tensor,
+        of_choices: Tensor | None,
+        coefficient: float,
+        square_coefficient: float,
+        scale: float | Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(of_choices)
+        ctx.shape, ctx.coefficient, ctx.square_coefficient = share_sums.shape, coefficient, square_coefficient
+        # It may be filled in until the backward pass, which autograd would refuse for what it has saved.
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (of_choices,) = ctx.saved_tensors
+        (grad,), (num_classes, num_experts) = grads, ctx.shape
+        has_balance, has_squares = of_choices is not None, ctx.square_coefficient != 0.0
+        grad_shares = torch.empty(ctx.shape, dtype=torch.float32, device=grad.device)
+        grad_squares = torch.empty((), dtype=torch.float32, device=grad.device)
+        choices = grad_shares if of_choices is None else of_choices
+        is_tensor = isinstance(ctx.scale, Tensor)
+        if has_balance or has_squares:
+            with on_device_of(grad):
+                _loss_gradients[(num_classes,)](
+                    ctx.scale if is_tensor else grad_shares, choices, grad_shares, grad_squares,
+                    1.0 if is_tensor else ctx.scale, ctx.coefficient, ctx.square_coefficient, _row_stride(choices),
+                    HAS_SCALE=is_tensor, HAS_BALANCE=has_balance, HAS_SQUARES=has_squares,
+                    E=num_experts, BLOCK=power_of_two(num_experts),
+                )  # fmt: skip
+        return grad, grad_shares if has_balance else None, grad_squares if has_squares else None, *[None] * 4
+
+
+def _row_stride(of_choices: Tensor) -> int:
+    return of_choices.stride(0) if of_choices.dim() == 2 else 0
+
+
+@triton.jit
+def _add_routing(
+    sums: tl.tensor, load: tl.tensor, entropy: tl.tensor, dropped: tl.tensor, shares: tl.tensor,
+    of_choices: tl.tensor, squares: tl.tensor, coefficient: tl.tensor, square_coefficient: tl.tensor,
+    share_stride: tl.tensor, choice_stride: tl.tensor, num_classes: tl.tensor, HAS_DROPPED: tl.constexpr,
+    HAS_BALANCE: tl.constexpr, HAS_SQUARES: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    columns = tl.arange(0, BLOCK)
+    inside = columns < E
+    counts = sums + _LOAD + columns
+    found = tl.load(load + columns, mask=inside, other=0).to(tl.float64)
+    tl.store(counts, tl.load(counts, mask=inside, other=0.0) + found, mask=inside)
+    tl.store(sums + _ENTROPY, tl.load(sums + _ENTROPY) + tl.load(entropy).to(tl.float64))
+    tl.store(sums + _MICROBATCHES, tl.load(sums + _MICROBATCHES) + 1.0)
+    if HAS_DROPPED:
+        tl.store(sums + _DROPPED, tl.load(sums + _DROPPED) + tl.load(dropped).to(tl.float64))
+    if HAS_BALANCE:
+        products = tl.zeros((BLOCK,), tl.float32)
+        for row in range(0, num_classes):
+            share = tl.load(shares + row * share_stride + columns, mask=inside, other=0.0)
+            choice = tl.load(of_choices + row * choice_stride + columns, mask=inside, other=0)
+            products += share * choice.to(tl.float32)
+        balance = tl.sum(products, axis=0) * coefficient
+        tl.store(sums + _BALANCE, tl.load(sums + _BALANCE) + balance.to(tl.float64))
+    if HAS_SQUARES:
+        square = tl.load(squares) * square_coefficient
+        tl.store(sums + _SQUARES, tl.load(sums + _SQUARES) + square.to(tl.float64))
+
+
+@triton.jit
+def _loss_gradients(
+    scale: tl.tensor, of_choices: tl.tensor, grad_shares: tl.tensor, grad_squares: tl.tensor, factor: tl.tensor,
+    coefficient: tl.tensor, square_coefficient: tl.tensor, choice_stride: tl.tensor, HAS_SCALE: tl.constexpr,
+    HAS_BALANCE: tl.constexpr, HAS_SQUARES: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < E
+    weight = factor
+    if HAS_SCALE:
+        weight = tl.load(scale).to(tl.float32)
+    if HAS_BALANCE:
+        choice = tl.load(of_choices + row * choice_stride + columns, mask=inside, other=0).to(tl.float32)
+        tl.store(grad_shares + row * E + columns, choice * (coefficient * weight), mask=inside)
+    if HAS_SQUARES:
+        tl.store(grad_squares, square_coefficient * weight, mask=row == 0)
