@@ -120,7 +120,8 @@ class Router(nn.Module):
         config, places = self.config, hidden.shape[:2]
         # On all tp ranks together.
         num_tokens = places.numel() * self._num_parts
-        scored = self._score(hidden)
+        kernels = fused_kernels(hidden)
+        scored = self._score(hidden, kernels)
         load = scored.load[0] if scored.load.shape[0] == 1 else scored.load.sum(0, dtype=torch.int32)
         probabilities, experts, counts, dropped = scored.probabilities, scored.experts, load, None
         if config.capacity_factor is not None:
@@ -135,7 +136,7 @@ class Router(nn.Module):
             load=load,
             dropped=dropped,
             entropy_sum=scored.entropy_sum,
-            losses=self._losses(scored, num_tokens, fused_kernels(hidden)),
+            losses=self._losses(scored, num_tokens, kernels),
         )
 
     @property
@@ -185,7 +186,7 @@ class Router(nn.Module):
             uniform = uniform.chunk(self._num_parts)[self.mesh.tp.rank]
         return wide * (1.0 + self.config.jitter * (2.0 * uniform - 1.0))
 
-    def _score(self, hidden: Tensor) -> Scored:
+    def _score(self, hidden: Tensor, kernels: ModuleType | None) -> Scored:
         config, (length, num_sequences) = self.config, hidden.shape[:2]
         logits = exact_linear(self._jittered(hidden), self.weight).flatten(0, 1)
         first_turn = None
@@ -193,7 +194,7 @@ class Router(nn.Module):
             # The ranks that have the other tokens of a sequence deal out the turns before and after.
             first_turn = length * num_sequences * config.top_k * self.mesh.tp.rank if self._num_parts > 1 else 0
         classes = num_sequences if config.aux_loss_scope == "sequence" else 1
-        return score_tokens(logits, self.expert_bias, config, classes, first_turn, fused_kernels(hidden))
+        return score_tokens(logits, self.expert_bias, config, classes, first_turn, kernels)
 
     def _losses(self, scored: Scored, num_tokens: int, kernels: ModuleType | None) -> RouterLosses:
         of_choices, coefficient = self._of_choices(scored, num_tokens) if self.training else (None, 0.0)

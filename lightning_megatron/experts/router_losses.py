@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from lightning_megatron.experts.attached_loss import attach_loss
@@ -34,13 +36,21 @@ class RouterLosses:
     kernels: ModuleType | None = None
 
     @property
+    def parts(self) -> tuple[Tensor, Tensor | None, float, Tensor, float]:
+        """List what the kernels make losses of, in the order in which they take it."""
+        return self.share_sums, self.of_choices, self.coefficient, self.square_sum, self.square_coefficient
+
+    # Who counts a microbatch asks where gradients are off, who attaches losses where they are on: both get one number.
+    @cached_property
+    @torch.enable_grad()
     def balance(self) -> Tensor | None:
         """Compute the auxiliary loss, coefficient included; None where there is none."""
         if self.of_choices is None:
             return None
         return balance_loss(self.share_sums, self.of_choices, self.coefficient)
 
-    @property
+    @cached_property
+    @torch.enable_grad()
     def z(self) -> Tensor | None:
         """Compute the loss of logits, coefficient included; None where there is none."""
         return self.square_sum * self.square_coefficient if self.square_coefficient else None
@@ -55,7 +65,6 @@ class RouterLosses:
         if self.of_choices is None and not self.square_coefficient:
             return x
         if self.kernels is not None:
-            parts = self.share_sums, self.of_choices, self.coefficient, self.square_sum, self.square_coefficient
-            return self.kernels.attach_losses(x, *parts, scale)
+            return self.kernels.attach_losses(x, *self.parts, scale)
         losses = [loss for loss in (self.balance, self.z) if loss is not None]
         return attach_loss(x, sum(losses[1:], losses[0]), scale)

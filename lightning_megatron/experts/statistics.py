@@ -12,9 +12,7 @@ from lightning_megatron.experts.balance import add_over_tokens_
 from lightning_megatron.experts.router import Routing
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import ExpertsConfig
-
-# Where a number is among the sums of a layer; the load follows.
-_DROPPED, _ENTROPY, _BALANCE_LOSS, _Z_LOSS, _NUM_MICROBATCHES, _LOAD = range(6)
+from lightning_megatron.plan.routing_sums import RoutingSum
 
 
 class RouterStatistics:
@@ -36,12 +34,12 @@ class RouterStatistics:
     def __init__(self, config: ExpertsConfig, device: torch.device) -> None:
         self.config = config
         # On a device by name: a model may be built on meta.
-        self.sums = torch.zeros(_LOAD + config.num_experts, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(RoutingSum.LOAD + config.num_experts, dtype=torch.float64, device=device)
 
     @property
     def load(self) -> Tensor:
         """Return the choices that each expert had. Shape ``(E,)``, int64."""
-        return self.sums[_LOAD:].long()
+        return self.sums[RoutingSum.LOAD :].long()
 
     @torch.no_grad()
     def add_(self, routing: Routing) -> None:
@@ -54,21 +52,20 @@ class RouterStatistics:
             self.sums = self.sums.to(routing.load.device)
         losses = routing.losses
         if losses.kernels is not None:
-            parts = losses.share_sums, losses.of_choices, losses.coefficient, losses.square_sum
             counts = routing.load, routing.entropy_sum, routing.dropped
-            losses.kernels.add_routing(self.sums, *counts, *parts, losses.square_coefficient)
+            losses.kernels.add_routing(self.sums, *counts, *losses.parts)
             return
-        numbers = self.sums[:_LOAD].unbind()
-        self.sums[_LOAD:].add_(routing.load)
-        numbers[_ENTROPY].add_(routing.entropy_sum)
+        numbers = self.sums[: RoutingSum.LOAD].unbind()
+        self.sums[RoutingSum.LOAD :].add_(routing.load)
+        numbers[RoutingSum.ENTROPY].add_(routing.entropy_sum)
         for index, value in (
-            (_DROPPED, routing.dropped),
-            (_BALANCE_LOSS, routing.balance_loss),
-            (_Z_LOSS, routing.z_loss),
+            (RoutingSum.DROPPED, routing.dropped),
+            (RoutingSum.BALANCE_LOSS, routing.balance_loss),
+            (RoutingSum.Z_LOSS, routing.z_loss),
         ):
             if value is not None:
                 numbers[index].add_(value)
-        numbers[_NUM_MICROBATCHES].add_(1)
+        numbers[RoutingSum.NUM_MICROBATCHES].add_(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,32 +85,32 @@ class StepStatistics:
     @property
     def load(self) -> Tensor:
         """Return the choices that each expert had, dropped ones included. Shape ``(E,)``, int64."""
-        return self.sums[_LOAD:].long()
+        return self.sums[RoutingSum.LOAD :].long()
 
     @property
     def dropped(self) -> Tensor:
         """Return how many choices were dropped. A number, int64."""
-        return self.sums[_DROPPED].long()
+        return self.sums[RoutingSum.DROPPED].long()
 
     @property
     def entropy(self) -> Tensor:
         """Return the mean entropy of a token's scores: the logarithm of E where experts are alike (nats)."""
-        num_tokens = self.sums[_LOAD:].sum().clamp(min=1.0) / self.config.top_k
-        return self.sums[_ENTROPY] / num_tokens
+        num_tokens = self.sums[RoutingSum.LOAD :].sum().clamp(min=1.0) / self.config.top_k
+        return self.sums[RoutingSum.ENTROPY] / num_tokens
 
     @property
     def balance_loss(self) -> Tensor:
         """Return the mean auxiliary loss, without its coefficient: 1 where experts are alike; 0 if there is none."""
-        return self._mean(_BALANCE_LOSS) / (self.config.aux_loss or 1.0)
+        return self._mean(RoutingSum.BALANCE_LOSS) / (self.config.aux_loss or 1.0)
 
     @property
     def z_loss(self) -> Tensor:
         """Return the same of the loss of logits."""
-        return self._mean(_Z_LOSS) / (self.config.z_loss or 1.0)
+        return self._mean(RoutingSum.Z_LOSS) / (self.config.z_loss or 1.0)
 
     def _mean(self, index: int) -> Tensor:
         """Return the mean of a number over microbatches."""
-        return self.sums[index] * self.num_parts / self.sums[_NUM_MICROBATCHES].clamp(min=1.0)
+        return self.sums[index] * self.num_parts / self.sums[RoutingSum.NUM_MICROBATCHES].clamp(min=1.0)
 
 
 @torch.no_grad()

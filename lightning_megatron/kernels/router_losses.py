@@ -11,9 +11,12 @@ from torch.autograd.function import once_differentiable
 from triton import language as tl
 
 from lightning_megatron.kernels.launch import on_device_of, power_of_two
+from lightning_megatron.plan.routing_sums import RoutingSum
 
-#: Numbers in the sums of a step before the choices that each expert had.
-_DROPPED, _ENTROPY, _BALANCE, _SQUARES, _MICROBATCHES, _LOAD = (tl.constexpr(place) for place in range(6))
+# Kernels see constants of this kind alone.
+_DROPPED, _ENTROPY, _BALANCE_LOSS, _Z_LOSS, _NUM_MICROBATCHES, _LOAD = (
+    tl.constexpr(int(place)) for place in RoutingSum
+)
 
 
 def add_routing(
@@ -46,13 +49,12 @@ def add_routing(
         square_coefficient: Of that loss; 0 where there is none.
     """
     num_experts = load.shape[0]
-    has_balance = of_choices is not None
     choices = load if of_choices is None else of_choices
     with on_device_of(sums):
         _add_routing[(1,)](
             sums, load, entropy_sum, load if dropped is None else dropped, share_sums, choices, square_sum,
             coefficient, square_coefficient, share_sums.stride(0), _row_stride(choices), share_sums.shape[0],
-            HAS_DROPPED=dropped is not None, HAS_BALANCE=has_balance, HAS_SQUARES=square_coefficient != 0.0,
+            HAS_DROPPED=dropped is not None, HAS_BALANCE=of_choices is not None, HAS_SQUARES=square_coefficient != 0.0,
             E=num_experts, BLOCK=power_of_two(num_experts),
         )  # fmt: skip
 
@@ -109,17 +111,16 @@ class _Attached(torch.autograd.Function):
         (grad,), (num_classes, num_experts) = grads, ctx.shape
         has_balance, has_squares = of_choices is not None, ctx.square_coefficient != 0.0
         grad_shares = torch.empty(ctx.shape, dtype=torch.float32, device=grad.device)
-        grad_squares = torch.empty((), dtype=torch.float32, device=grad.device)
-        choices = grad_shares if of_choices is None else of_choices
+        grad_squares = grad_shares.new_empty(()) if has_squares else grad_shares
+        choices = of_choices if has_balance else grad_shares
         is_tensor = isinstance(ctx.scale, Tensor)
-        if has_balance or has_squares:
-            with on_device_of(grad):
-                _loss_gradients[(num_classes,)](
-                    ctx.scale if is_tensor else grad_shares, choices, grad_shares, grad_squares,
-                    1.0 if is_tensor else ctx.scale, ctx.coefficient, ctx.square_coefficient, _row_stride(choices),
-                    HAS_SCALE=is_tensor, HAS_BALANCE=has_balance, HAS_SQUARES=has_squares,
-                    E=num_experts, BLOCK=power_of_two(num_experts),
-                )  # fmt: skip
+        with on_device_of(grad):
+            _loss_gradients[(num_classes,)](
+                ctx.scale if is_tensor else grad_shares, choices, grad_shares, grad_squares,
+                1.0 if is_tensor else ctx.scale, ctx.coefficient, ctx.square_coefficient, _row_stride(choices),
+                HAS_SCALE=is_tensor, HAS_BALANCE=has_balance, HAS_SQUARES=has_squares,
+                E=num_experts, BLOCK=power_of_two(num_experts),
+            )  # fmt: skip
         return grad, grad_shares if has_balance else None, grad_squares if has_squares else None, *[None] * 4
 
 
@@ -140,7 +141,7 @@ def _add_routing(
     found = tl.load(load + columns, mask=inside, other=0).to(tl.float64)
     tl.store(counts, tl.load(counts, mask=inside, other=0.0) + found, mask=inside)
     tl.store(sums + _ENTROPY, tl.load(sums + _ENTROPY) + tl.load(entropy).to(tl.float64))
-    tl.store(sums + _MICROBATCHES, tl.load(sums + _MICROBATCHES) + 1.0)
+    tl.store(sums + _NUM_MICROBATCHES, tl.load(sums + _NUM_MICROBATCHES) + 1.0)
     if HAS_DROPPED:
         tl.store(sums + _DROPPED, tl.load(sums + _DROPPED) + tl.load(dropped).to(tl.float64))
     if HAS_BALANCE:
@@ -150,10 +151,10 @@ def _add_routing(
             choice = tl.load(of_choices + row * choice_stride + columns, mask=inside, other=0)
             products += share * choice.to(tl.float32)
         balance = tl.sum(products, axis=0) * coefficient
-        tl.store(sums + _BALANCE, tl.load(sums + _BALANCE) + balance.to(tl.float64))
+        tl.store(sums + _BALANCE_LOSS, tl.load(sums + _BALANCE_LOSS) + balance.to(tl.float64))
     if HAS_SQUARES:
         square = tl.load(squares) * square_coefficient
-        tl.store(sums + _SQUARES, tl.load(sums + _SQUARES) + square.to(tl.float64))
+        tl.store(sums + _Z_LOSS, tl.load(sums + _Z_LOSS) + square.to(tl.float64))
 
 
 @triton.jit

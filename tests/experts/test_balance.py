@@ -43,6 +43,20 @@ def test_a_scale_on_the_device_is_read_in_the_backward_pass() -> None:
     assert float(loss.grad) == 3.0
 
 
+def test_a_loss_that_was_first_asked_for_without_gradients_has_one() -> None:
+    router = router_of(config_of())
+    routing = router(draw(S, B, D, seed=4))
+    with torch.no_grad():
+        numbers = routing.balance_loss, routing.z_loss
+    assert numbers[0] is routing.balance_loss, "computed twice"
+    assert numbers[1] is routing.z_loss, "computed twice"
+    again = router(draw(S, B, D, seed=4))
+    (wanted,) = gradients(losses_of(again), router.weight)
+    router.weight.grad = None
+    assert float(wanted.abs().max()) > 0.0
+    assert_equal(gradients(losses_of(routing), router.weight)[0], wanted, "gradient of both losses")
+
+
 def test_a_loss_that_is_attached_in_recomputed_code_counts_once() -> None:
     mesh = ParallelMesh.single(seed=5)
     router = router_of(config_of(jitter=0.2), mesh)

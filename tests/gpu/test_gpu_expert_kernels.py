@@ -22,7 +22,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton, which comes with the CUDA builds of torch", allow_module_level=True)
 
 from tests.kernels.checks import Draw
-from tests.kernels.expert_checks import CHECKS, REAL, SMALL
+from tests.kernels.expert_checks import CHECKS, ONLY_FLOAT32, REAL, SMALL
 
 if TYPE_CHECKING:
     from tests.kernels.expert_checks import ExpertSizes
@@ -36,7 +36,7 @@ SIZE, LENGTH, BATCH = 256, 64, 3
 @pytest.mark.parametrize("sizes", [SMALL, REAL], ids=["small", "real"])
 @pytest.mark.parametrize("name", list(CHECKS))
 def test_kernels_equal_float64(name: str, sizes: ExpertSizes, dtype: torch.dtype) -> None:
-    if name in {"sort", "router", "losses"} and dtype != torch.float32:
+    if name in ONLY_FLOAT32 and dtype != torch.float32:
         pytest.skip("has no half type")
     CHECKS[name](Draw(DEVICE, dtype), sizes)
     torch.cuda.empty_cache()

@@ -356,6 +356,8 @@ def check_split(draw: Draw, sizes: ExpertSizes) -> None:
         assert parts[:, 0].equal(high) or draw.device.type == "cpu", f"split {tokens, width}: rounded otherwise"
 
 
+#: Checks of scores and numbers, which have no half type.
+ONLY_FLOAT32 = {"sort", "router", "losses"}
 CHECKS: dict[str, Callable[[Draw, ExpertSizes], None]] = {
     "sort": check_sort,
     "permute": check_permute,

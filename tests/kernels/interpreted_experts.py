@@ -13,7 +13,7 @@ import torch
 from lightning_megatron.kernels import choice_sort, peer_rows, route, token_rows, two_halves, weighted_swiglu
 from tests.kernels import interpreted  # noqa: F401  mends the interpreter
 from tests.kernels.checks import Draw
-from tests.kernels.expert_checks import CHECKS, FEW
+from tests.kernels.expert_checks import CHECKS, FEW, ONLY_FLOAT32
 from tests.kernels.program import report_checks
 
 # Small blocks and few programs, so that each has several of everything.
@@ -29,8 +29,7 @@ def main(selected: list[str]) -> None:
     checks: dict[str, Callable[[], object]] = {
         f"{name}, {dtype}": lambda check=check, dtype=dtype: check(Draw(torch.device("cpu"), dtype), FEW)
         for name, check in CHECKS.items()
-        # Scores have no half type.
-        for dtype in ((torch.float32,) if name in {"sort", "router", "losses"} else (torch.float32, torch.bfloat16))
+        for dtype in ((torch.float32,) if name in ONLY_FLOAT32 else (torch.float32, torch.bfloat16))
     }
     report_checks({name: check for name, check in checks.items() if not selected or any(w in name for w in selected)})
 
