@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Results = TypeVar("Results")
 
 #: Sizes of six groups of at most 700 rows: uneven, some empty, all, all but one, few rows.
 SIZES = (
@@ -42,3 +45,16 @@ def assert_close(found: Tensor, wanted: Tensor, limit: float, what: str) -> None
     """Compare whole results: the norm of their difference beside that of what is wanted."""
     error = float((found.detach().double() - wanted.detach()).norm() / wanted.detach().norm().clamp_min(1e-30))
     assert error < limit, f"{what}: relative error {error:.1e}"
+
+
+def captured(step: Callable[[], Results]) -> tuple[torch.cuda.CUDAGraph, Results]:
+    """Run a step once on a stream of its own, as graphs want it, and capture it; return what replays fill as well."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results

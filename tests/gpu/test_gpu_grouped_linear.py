@@ -19,7 +19,7 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.grouped_gemm import Pass
-from tests.gpu.grouped import SIZES, UNTOUCHED, assert_close, draw, ends_of, poisoned
+from tests.gpu.grouped import SIZES, UNTOUCHED, assert_close, captured, draw, ends_of, poisoned
 
 pytestmark = pytest.mark.gpu
 
@@ -105,14 +105,7 @@ def test_one_graph_serves_all_ends() -> None:
         Bundled.add_weight_gradients(outer, rows, ends, slots)
         Bundled.add_weight_gradients(outer, rows, ends, fresh)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     for sizes in (*SIZES, *reversed(SIZES)):
         last = sum(sizes)
         rows.copy_(poisoned(draw(R, K), sizes))

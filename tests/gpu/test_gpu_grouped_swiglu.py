@@ -22,7 +22,7 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, pass_of, workspace_bytes
-from tests.gpu.grouped import SIZES, TAIL, UNTOUCHED, assert_close, draw, ends_of, poisoned
+from tests.gpu.grouped import SIZES, TAIL, UNTOUCHED, assert_close, captured, draw, ends_of, poisoned
 
 pytestmark = pytest.mark.gpu
 
@@ -161,14 +161,7 @@ def test_one_graph_serves_all_ends() -> None:
         result, kept = Bundled.swiglu(rows, weights, probabilities, ends, keep=True)
         return result, kept, Bundled.swiglu(rows, weights, probabilities, ends, keep=False)[0]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result, kept, alone = step()
+    graph, (result, kept, alone) = captured(step)
     assert kept is not None
     for sizes in (*SIZES, *reversed(SIZES)):
         last = sum(sizes)
