@@ -53,7 +53,8 @@ def test_the_routers_product_is_that_of_float32(dtype: torch.dtype) -> None:
     wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     expected = wide_hidden @ wide_weight.t()
     assert logits.dtype == torch.float32
-    assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5
+    distance = (logits - expected).abs().max() / expected.abs().max()
+    assert distance.item() < 1e-5
     found = torch.autograd.grad(logits, (hidden, weight), outer)
     wanted = torch.autograd.grad(expected, (wide_hidden, wide_weight), outer.double())
     for one, other, what in zip(found, wanted, ("hidden", "weight"), strict=True):
@@ -81,7 +82,8 @@ def mixture(config: ExpertsConfig, hidden: Tensor) -> list[Tensor]:
     outer = torch.randn(output.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3))
     total = (output.float() * outer).sum() + sum(losses, start=torch.zeros((), device=DEVICE))
     leaves = (hidden, *router.parameters(), *experts.parameters())
-    return [output, routing.load.float(), *losses, *torch.autograd.grad(total, leaves)]
+    grads = torch.autograd.grad(total, leaves)
+    return [tensor.detach() for tensor in (output, routing.load.float(), *losses, *grads)]
 
 
 SETTINGS = {
