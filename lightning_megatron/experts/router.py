@@ -197,16 +197,16 @@ class Router(nn.Module):
         return score_tokens(logits, self.expert_bias, config, classes, first_turn, kernels)
 
     def _losses(self, scored: Scored, num_tokens: int, kernels: ModuleType | None) -> RouterLosses:
-        of_choices, coefficient = self._of_choices(scored, num_tokens) if self.training else (None, 0.0)
+        of_choices, coefficient = self._of_choices(scored, num_tokens)
         square_coefficient = self.config.z_loss / num_tokens if self.training and self.config.z_loss else 0.0
         is_served = kernels is not None and scored.share_sums.dtype == torch.float32
         sums = scored.share_sums, of_choices, coefficient, scored.square_sum, square_coefficient
         return RouterLosses(*sums, kernels if is_served else None)
 
     def _of_choices(self, scored: Scored, num_tokens: int) -> tuple[Tensor | None, float]:
-        """Return what sums of shares are multiplied by in the auxiliary loss, and its coefficient."""
+        """Return what sums of shares are multiplied by in the auxiliary loss, if there is one, and its coefficient."""
         config = self.config
-        if not config.aux_loss:
+        if not (self.training and config.aux_loss):
             return None, 0.0
         coefficient = config.aux_loss * config.num_experts / num_tokens
         if self.step_shares is not None:

@@ -16,6 +16,8 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 #: What is asked for to see whether memory can be shared at all (bytes).
 _TRIAL = 16
+#: How many views of a region are remembered: the number of tokens may differ from step to step.
+_REMEMBERED_VIEWS = 1024
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class PeerRegion:
     _views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     def view(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a part of this rank's memory as a tensor, the same one whenever it is asked for.
+        """Return a part of this rank's memory as a tensor, which is remembered for the next time.
 
         Args:
             start: Where it begins (bytes).
@@ -44,6 +46,8 @@ class PeerRegion:
         key = (start, shape, dtype)
         found = self._views.get(key)
         if found is None:
+            if len(self._views) == _REMEMBERED_VIEWS:
+                self._views.clear()
             # Training goes on with views that a validation before it may have asked for.
             with torch.inference_mode(False):
                 size = math.prod(shape) * dtype.itemsize

@@ -21,6 +21,7 @@ from lightning_megatron.plan.experts import ExpertsConfig
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton, which comes with the CUDA builds of torch", allow_module_level=True)
 
+from tests.gpu.grouped import captured
 from tests.kernels.checks import Draw
 from tests.kernels.expert_checks import CHECKS, ONLY_FLOAT32, REAL, SMALL
 
@@ -119,13 +120,9 @@ def test_a_captured_graph_follows_new_choices() -> None:
         return dispatcher.combine(sent.rows * sent.probabilities.unsqueeze(1).to(sent.rows.dtype), sent)
 
     with torch.no_grad():
-        step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        graph, replayed = captured(step)
         for new in (torch.rand(300, 16, device=DEVICE).topk(4).indices, torch.full_like(experts, -1)):
             experts.copy_(new)
             graph.replay()
-            assert torch.equal(captured, step())
-    assert not captured.any()
+            assert torch.equal(replayed, step())
+    assert not replayed.any()

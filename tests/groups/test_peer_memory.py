@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_megatron.experts.peer_transfer import Collectives
+from lightning_megatron.groups import peer_memory
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.peer_memory import PeerMemory
 from lightning_megatron.plan.layout import ParallelLayout
@@ -31,6 +32,20 @@ def test_memory_that_inference_asked_for_is_written_in_training() -> None:
     with torch.inference_mode():
         region = memory.reserve(None, 64, CPU)
     assert not region.memory.is_inference()
+
+
+def test_parts_of_a_region_are_made_once_and_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_memory, "_REMEMBERED_VIEWS", 2)
+    region = PeerMemory().reserve(None, 64, CPU)
+    region.memory.copy_(torch.arange(64))
+    first = region.view(8, (2, 3), torch.uint8)
+    assert torch.equal(first, torch.arange(8, 14, dtype=torch.uint8).view(2, 3))
+    assert region.view(8, (2, 3), torch.uint8) is first
+    assert region.view(8, (1,), torch.int64).tolist() == [int.from_bytes(range(8, 16), "little")]
+    for start in range(8):
+        region.view(start, (1,), torch.uint8)
+    assert len(region._views) <= 2
+    assert torch.equal(region.view(8, (2, 3), torch.uint8), first)
 
 
 def test_cpus_write_into_no_memory_of_others() -> None:

@@ -17,6 +17,7 @@ from lightning_megatron.experts.router_losses import RouterLosses
 from lightning_megatron.experts.scores import Scored, score_tokens, weigh_choices
 from lightning_megatron.experts.statistics import RouterStatistics
 from lightning_megatron.plan.experts import BEST_OF_GROUP, ExpertsConfig
+from lightning_megatron.plan.routing_sums import RoutingSum
 from tests.kernels.checks import Draw, check_rounded, leaf, wide
 from tests.kernels.peer_checks import check_peer_rows
 
@@ -320,7 +321,7 @@ def check_attached(
     # As the router's kernel has them: rows with more numbers behind the shares.
     totals = torch.rand(classes, num_experts + 2, generator=draw.generator, device=draw.device)
     outer = torch.randn(4, 2, generator=draw.generator, device=draw.device)
-    before = torch.rand(5 + num_experts, generator=draw.generator, device=draw.device).double()
+    before = torch.rand(RoutingSum.LOAD + num_experts, generator=draw.generator, device=draw.device).double()
     found = []
     for of_kernels, dtype in ((kernels, torch.float32), (None, torch.float64)):
         total, x = leaf(totals.to(dtype)), leaf(outer.to(dtype) + 1)
@@ -342,8 +343,10 @@ def check_attached(
     assert torch.equal(found[0][0], outer), f"{what}: the gradient of what losses are attached to"
     check_grad(found[0][1], found[1][1], f"{what}: gradient", noise=1e-6)
     # Counts are whole, so that the largest numbers do not hide the others.
-    assert torch.equal((found[0][2] - before)[5:].round(), (found[1][2] - before)[5:].round()), f"{what}: load"
-    check_grad(found[0][2][:5].float(), found[1][2][:5], f"{what}: sums", noise=1e-6)
+    loads = [(sums - before)[RoutingSum.LOAD :].round() for _, _, sums in found]
+    assert torch.equal(*loads), f"{what}: load"
+    numbers, wanted = (sums[: RoutingSum.LOAD] for _, _, sums in found)
+    check_grad(numbers.float(), wanted, f"{what}: sums", noise=1e-6)
 
 
 def check_split(draw: Draw, sizes: ExpertSizes) -> None:
