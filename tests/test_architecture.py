@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_megatron"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# A room imports itself and the rooms before it. `errors`, `extras` and `once` are beside the rooms and open to all.
+# A room imports itself and the rooms before it. What is beside the rooms (`errors`, `once`, ...) is open to all.
 ROOMS = (
     *("plan", "extension", "groups", "layers", "experts", "models", "swap"),
     *("training", "pipeline", "graphs", "checkpoint", "strategy"),
 )
 LEAVES = {"data": {"plan"}, "evaluation": {"plan"}, "kernels": {"plan"}}
-OPEN_TO_ALL = {"errors", "extras", "once"}
+OPEN_TO_ALL = {"errors", "extras", "once", "strict_json"}
 
 # Lightning is imported by the strategy and by the modules that it offers to recipes.
 LIGHTNING_FILES = {"cli.py", "models/token_module.py", "data/datamodule.py"}

@@ -1,0 +1,73 @@
+"""Strict JSON: one value per file, and every fault is an error of this package that names the file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.strict_json import parse_json, read_json
+
+
+def test_json_is_read_as_the_standard_library_reads_it(tmp_path: Path) -> None:
+    value = {"a": [1, -2.5, True, None, "né 世界"], "b": {"c": 1e300}}
+    (tmp_path / "x.json").write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+    assert read_json(tmp_path / "x.json", "Write it again.") == value
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "Expecting value"),
+        (b'{"a": 1', "Expecting ',' delimiter"),
+        (b'{"a": 1} x', "Extra data"),
+        (b"\xff{}", "byte 0 is not UTF-8"),
+        (b'{"a": NaN}', "NaN is no number"),
+        (b'{"a": -Infinity}', "-Infinity is no number"),
+        (b'{"a": 1e999}', "the number 1e999 is too large"),
+        (b'{"a": 1, "a": 2}', "the key 'a' occurs twice"),
+        (b'{"a": "\\ud800"}', "half of a surrogate pair"),
+        (b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
+        (b'{"a": ' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
+        (b"9" * 5000, "an integer has too many digits"),
+    ],
+)
+def test_faults_are_named_with_file_and_remedy(content: bytes, reason: str) -> None:
+    with pytest.raises(CorruptDataError) as caught:
+        parse_json(content, "x.json", "Write it again.")
+    assert str(caught.value).startswith("x.json is not valid JSON: ")
+    assert reason in str(caught.value)
+    assert str(caught.value).endswith(" Write it again.")
+
+
+def test_what_is_not_a_small_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_text(" " * 101)
+    (tmp_path / "loop").symlink_to("loop")
+    for name, reason in {
+        "folder": "is not a regular file",
+        "pipe": "is not a regular file",
+        "large": "has 101 bytes; at most 100",
+        "loop": "cannot be read",
+        "missing": "cannot be read: No such file",
+    }.items():
+        with pytest.raises(CorruptDataError, match=f"{name} {reason}"):
+            read_json(tmp_path / name, "Write it again.", max_bytes=100)
+
+
+def test_damaged_json_gives_a_value_or_the_error_and_nothing_else() -> None:
+    whole = json.dumps({"a": [1, 2.5, {"b": "text"}], "c": None, "d": -3}).encode()
+    chance = random.Random(15)
+    for _ in range(2000):
+        content = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        with contextlib.suppress(CorruptDataError):
+            value = parse_json(bytes(content[: chance.randint(0, len(content))]), "x.json", "Write it again.")
+            assert json.loads(json.dumps(value)) == value
