@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ParallelPlanError(ValueError):
-    """Report sizes that do not fit together: parallel axes, model shapes, batches, stages, schedules."""
+    """Report a setting of a wrong type or out of its range, or sizes that do not fit together."""
 
 
 class UnsupportedError(ValueError):

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.random import RandomStreams
+from lightning_megatron.plan.settings import shown
 
 #: ``none`` keeps all activations; ``selective`` recomputes the attention core, ``experts`` what experts make of their
 #: rows; ``full`` keeps the input of each block.
@@ -24,7 +25,7 @@ def check_recompute(value: str) -> None:
         UnsupportedError: If ``value`` is not one of the modes.
     """
     if value not in get_args(Recompute):
-        raise UnsupportedError(f"recompute must be one of {', '.join(get_args(Recompute))}: {value!r}.")
+        raise UnsupportedError(f"recompute must be one of {', '.join(get_args(Recompute))}: {shown(value)}.")
 
 
 def replayed(function: Callable[..., Any], random: RandomStreams, layer: int, *args: Any) -> Any:

@@ -11,12 +11,12 @@ from lightning_megatron.models.config_checks import (
     check_axes,
     check_config,
     check_length,
-    settled,
 )
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
+from lightning_megatron.plan.settings import Count, Index, NotNegative, Positive, Probability, settle
 from lightning_megatron.plan.shards import attention_ranges, even_range
 from lightning_megatron.plan.stages import split_layers
 
@@ -75,24 +75,24 @@ class GPTConfig:
         vocab_multiple: The vocabulary is padded to a multiple of this times tp (tokens).
 
     Raises:
-        ParallelPlanError: If sizes contradict each other.
+        ParallelPlanError: If a value is of another type or outside of its range, or sizes contradict each other.
     """
 
-    vocab_size: int
-    max_seq_length: int
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    ffn_hidden_size: int | None = None
+    vocab_size: Count
+    max_seq_length: Count
+    num_layers: Count
+    hidden_size: Count
+    num_heads: Count
+    num_kv_heads: Count | None = None
+    head_dim: Count | None = None
+    ffn_hidden_size: Count | None = None
     activation: Activation = "gelu_tanh"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_eps: float = 1e-5
+    norm_eps: NotNegative = 1e-5
     norm_position: Literal["pre", "post"] = "pre"
     position: Literal["learned", "rotary"] = "learned"
-    rotary_base: float = 10000.0
-    rotary_dim: int | None = None
+    rotary_base: Positive = 10000.0
+    rotary_dim: Count | None = None
     rotary_scaling: RotaryScaling | None = None
     bias: bool = True
     qkv_bias: bool | None = None
@@ -100,24 +100,21 @@ class GPTConfig:
     mlp_bias: bool | None = None
     qk_norm: bool = False
     norm_offset: float = 0.0
-    padding_id: int | None = None
-    embedding_scale: float = 1.0
-    attention_scale: float | None = None
-    sliding_window: int | None = None
+    padding_id: Index | None = None
+    embedding_scale: Positive = 1.0
+    attention_scale: Positive | None = None
+    sliding_window: Count | None = None
     window_layers: tuple[bool, ...] | None = None
     experts: ExpertsConfig | None = None
     parallel_residual: bool = False
     tie_embeddings: bool = True
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
-    init_std: float = 0.02
-    vocab_multiple: int = 128
+    hidden_dropout: Probability = 0.0
+    attention_dropout: Probability = 0.0
+    init_std: NotNegative = 0.02
+    vocab_multiple: Count = 128
 
     def __post_init__(self) -> None:
-        # A file of settings has a list and a mapping where this record has what can be hashed.
-        object.__setattr__(self, "window_layers", settled(self.window_layers, tuple))
-        object.__setattr__(self, "rotary_scaling", settled(self.rotary_scaling, RotaryScaling))
-        object.__setattr__(self, "experts", settled(self.experts, ExpertsConfig))
+        settle(self)
         check_config(self)
 
     @classmethod

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.models.config_checks import check_axes, check_length
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.settings import Count, Index, NotNegative, Probability, settle
 from lightning_megatron.plan.shards import attention_ranges, even_range
 from lightning_megatron.plan.stages import split_layers
 
@@ -45,50 +46,32 @@ class EncoderConfig:
         vocab_multiple: The vocabulary is padded to a multiple of this times tp (tokens).
 
     Raises:
-        ParallelPlanError: If sizes contradict each other.
+        ParallelPlanError: If a value is of another type or outside of its range, or sizes contradict each other.
     """
 
-    vocab_size: int
-    num_positions: int
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    ffn_hidden_size: int
+    vocab_size: Count
+    num_positions: Count
+    num_layers: Count
+    hidden_size: Count
+    num_heads: Count
+    ffn_hidden_size: Count
     activation: EncoderActivation = "gelu"
-    norm_eps: float = 1e-12
-    num_token_types: int = 2
-    padding_id: int | None = None
+    norm_eps: NotNegative = 1e-12
+    num_token_types: Count = 2
+    padding_id: Index | None = None
     positions: Literal["row", "tokens"] = "row"
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
+    hidden_dropout: Probability = 0.0
+    attention_dropout: Probability = 0.0
     head: EncoderHead = "pooler"
     head_activation: EncoderActivation = "gelu"
-    num_labels: int = 2
-    head_dropout: float = 0.0
+    num_labels: Count = 2
+    head_dropout: Probability = 0.0
     drops_first: bool = False
-    init_std: float = 0.02
-    vocab_multiple: int = 128
+    init_std: NotNegative = 0.02
+    vocab_multiple: Count = 128
 
     def __post_init__(self) -> None:
-        sizes = ("vocab_size", "num_positions", "num_layers", "hidden_size", "num_heads", "ffn_hidden_size")
-        for name in (*sizes, "num_token_types", "num_labels", "vocab_multiple"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "be at least 1", "sizes are counts")
-        for name in ("hidden_dropout", "attention_dropout", "head_dropout"):
-            value = getattr(self, name)
-            _require(0.0 <= value < 1.0, name, value, "lie in [0, 1)", "it is a probability")
-        choices = {"activation": EncoderActivation, "head_activation": EncoderActivation, "head": EncoderHead}
-        for name, choice in choices.items():
-            legal = get_args(choice)
-            _require(
-                getattr(self, name) in legal,
-                name,
-                getattr(self, name),
-                f"be one of {', '.join(legal)}",
-                "no other is computed",
-            )
-        _require(
-            self.positions in ("row", "tokens"), "positions", self.positions, "be row or tokens", "no other is known"
-        )
+        settle(self)
         rule = f"be a multiple of num_heads ({self.num_heads})"
         _require(self.hidden_size % self.num_heads == 0, "hidden_size", self.hidden_size, rule, "heads are equal parts")
         self._check_padding()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.legal_values import divisors, one_of
+from lightning_megatron.plan.settings import Count, NotNegative, Positive, Probability, settle
 
 Scoring = Literal["softmax", "sigmoid"]
 BalanceScope = Literal["microbatch", "sequence", "global"]
@@ -54,37 +55,37 @@ class ExpertsConfig:
         shared_gate: Whether its output is multiplied by the sigmoid of a projection of the token to one number.
 
     Raises:
-        ParallelPlanError: If numbers contradict each other.
+        ParallelPlanError: If a value is of another type or outside of its range, or numbers contradict each other.
 
     Source: Shazeer et al. 2017; Fedus et al. 2022 (aux_loss, capacity_factor, jitter); Zoph et al. 2022 (z_loss);
         DeepSeek-AI 2024 (groups, expert_bias, shared experts).
     """
 
-    num_experts: int
-    top_k: int
-    ffn_hidden_size: int
-    layers: int | tuple[bool, ...] = 1
+    num_experts: Count
+    top_k: Count
+    ffn_hidden_size: Count
+    layers: Count | tuple[bool, ...] = 1
     scoring: Scoring = "softmax"
     normalize_top_k: bool = True
-    score_scale: float = 1.0
-    num_groups: int = 1
-    top_k_groups: int = 1
+    score_scale: Positive = 1.0
+    num_groups: Count = 1
+    top_k_groups: Count = 1
     expert_bias: bool = False
-    expert_bias_rate: float = 0.0
-    aux_loss: float = 0.0
+    expert_bias_rate: NotNegative = 0.0
+    aux_loss: NotNegative = 0.0
     aux_loss_scope: BalanceScope = "microbatch"
-    z_loss: float = 0.0
-    jitter: float = 0.0
-    capacity_factor: float | None = None
-    shared_ffn_hidden_size: int | None = None
+    z_loss: NotNegative = 0.0
+    jitter: Probability = 0.0
+    capacity_factor: Positive | None = None
+    shared_ffn_hidden_size: Count | None = None
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
+        settle(self, "experts.")
+        rule = f"be at most num_experts ({self.num_experts})"
+        self._require(self.top_k <= self.num_experts, "top_k", rule, "a token goes to each of them once")
         if not isinstance(self.layers, int):
-            # A file of settings has a list, and a frozen record must be hashable.
-            object.__setattr__(self, "layers", tuple(self.layers))
-        self._check_values()
-        self._check_layers()
+            self._require(any(self.layers), "layers", "have a true value", "no layer would have experts")
         self._check_groups()
         needs_bias = "no expert has a bias (expert_bias is False)"
         self._require(self.expert_bias or not self.expert_bias_rate, "expert_bias_rate", "be 0", needs_bias)
@@ -117,31 +118,6 @@ class ExpertsConfig:
                 f"{len(self.layers)}. Each layer has experts or an MLP. Give {num_layers} values, or an integer n for "
                 "every n-th layer."
             )
-
-    def _check_values(self) -> None:
-        for name in ("num_experts", "top_k", "ffn_hidden_size", "num_groups", "top_k_groups"):
-            self._require(getattr(self, name) >= 1, name, "be at least 1", "it is a count")
-        shared = self.shared_ffn_hidden_size
-        self._require(shared is None or shared >= 1, "shared_ffn_hidden_size", "be at least 1 or None", "it is a count")
-        rule = f"be at most num_experts ({self.num_experts})"
-        self._require(self.top_k <= self.num_experts, "top_k", rule, "a token goes to each of them once")
-        for name, kind in (("scoring", Scoring), ("aux_loss_scope", BalanceScope)):
-            legal = get_args(kind)
-            self._require(getattr(self, name) in legal, name, f"be {one_of(legal)}", "no other is known")
-        for name in ("expert_bias_rate", "aux_loss", "z_loss"):
-            self._require(getattr(self, name) >= 0.0, name, "be 0 or above", "it pulls towards balance")
-        self._require(0.0 <= self.jitter < 1.0, "jitter", "lie in [0, 1)", "inputs keep their sign")
-        self._require(self.score_scale > 0.0, "score_scale", "be above 0", "it is a scale")
-        factor = self.capacity_factor
-        self._require(
-            factor is None or factor > 0.0, "capacity_factor", "be above 0 or None", "it is a share of tokens"
-        )
-
-    def _check_layers(self) -> None:
-        if isinstance(self.layers, int):
-            self._require(self.layers >= 1, "layers", "be at least 1", "it says every which layer has experts")
-        else:
-            self._require(any(self.layers), "layers", "have a true value", "no layer would have experts")
 
     def _check_groups(self) -> None:
         legal = [n for n in divisors(self.num_experts) if n == 1 or self.num_experts // n >= BEST_OF_GROUP]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import divisors, one_of, require_index, require_positive
+from lightning_megatron.plan.legal_values import divisors, one_of, require_index
+from lightning_megatron.plan.settings import Count, Index, settle, shown
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 """Axes from the fastest, whose neighbours talk most and share a node, to the slowest."""
@@ -93,15 +94,15 @@ class ParallelLayout:
         "MoE Parallel Folding" (https://arxiv.org/abs/2504.14960).
     """
 
-    world_size: int
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    etp: int
-    vpp: int
+    world_size: Count
+    tp: Count
+    pp: Count
+    cp: Count
+    ep: Count
+    etp: Count
+    vpp: Count
     order: str
-    rank_offset: int
+    rank_offset: Index
 
     # Written out, because `etp=None` is a legal argument but never the value of the field.
     def __init__(
@@ -118,10 +119,9 @@ class ParallelLayout:
     ) -> None:
         values = {"world_size": world_size, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
         values |= {"etp": tp if etp is None else etp, "vpp": vpp}
-        for name, size in values.items():
-            require_positive(name, size)
         for name, value in {**values, "order": order, "rank_offset": rank_offset}.items():
             object.__setattr__(self, name, value)
+        settle(self)
         self._check()
 
     @property
@@ -205,8 +205,6 @@ class ParallelLayout:
     def _check(self) -> None:
         self._check_fits(("tp", "cp", "pp"), "every copy of the dense layers takes that many ranks")
         self._check_fits(("etp", "ep", "pp"), "every copy of the experts takes that many ranks")
-        if not isinstance(self.rank_offset, int) or self.rank_offset < 0:
-            raise ParallelPlanError(f"rank_offset must not be negative: it is {self.rank_offset!r}. Use 0 or more.")
         if self.vpp > 1 and self.pp == 1:
             raise ParallelPlanError(
                 f"vpp ({self.vpp}) needs pp above 1, because chunks shorten the bubble between stages and one stage "
@@ -216,10 +214,10 @@ class ParallelLayout:
         dense, expert = self.dense_grid.stride("pp"), self.expert_grid.stride("pp")
         if self.pp > 1 and dense != expert:
             raise ParallelPlanError(
-                f"the dense and the expert grid must agree on the stages: order is {self.order!r}, dp is {self.dp}, "
-                f"edp is {self.edp}. Neighbouring stages are {dense} ranks apart in the dense grid (tp {self.tp}, cp "
-                f"{self.cp}) and {expert} in the expert grid (etp {self.etp}, ep {self.ep}), so a layer's experts "
-                f"would live on another stage. Put pp last in the order, e.g. {self._order_with_pp_last()!r}."
+                f"the dense and the expert grid must agree on the stages: order is {shown(self.order)}, dp is "
+                f"{self.dp}, edp is {self.edp}. Neighbouring stages are {dense} ranks apart in the dense grid (tp "
+                f"{self.tp}, cp {self.cp}) and {expert} in the expert grid (etp {self.etp}, ep {self.ep}), so a "
+                f"layer's experts would live on another stage. Put pp last in the order, e.g. {self._order_with_pp_last()!r}."
             )
 
     def _check_fits(self, axes: tuple[str, ...], why: str) -> None:
@@ -242,25 +240,25 @@ class ParallelLayout:
         )
 
     def _check_order(self) -> None:
-        named = self.order.split("-") if isinstance(self.order, str) else [repr(self.order)]
+        named = self.order.split("-")
         for axis in named:
             if axis not in _ORDER_AXES:
                 raise ParallelPlanError(
-                    f"order must name parallel axes joined by dashes: {self.order!r} names {axis!r}. "
+                    f"order must name parallel axes joined by dashes: {shown(self.order)} names {shown(axis)}. "
                     f"Use each of {one_of(_ORDER_AXES)} at most once."
                 )
             if named.count(axis) > 1:
                 raise ParallelPlanError(
-                    f"order must name every axis at most once: {self.order!r} names {axis} {named.count(axis)} times, "
-                    f"which leaves its place open. Use for example {'-'.join(dict.fromkeys(named))!r}."
+                    f"order must name every axis at most once: {shown(self.order)} names {axis} {named.count(axis)} "
+                    f"times, which leaves its place open. Use for example {'-'.join(dict.fromkeys(named))!r}."
                 )
         sizes = {"tp": max(self.tp, self.etp), "cp": self.cp, "ep": self.ep, "dp": max(self.dp, self.edp)}
         sizes["pp"] = self.pp
         for axis, size in sizes.items():
             if size > 1 and axis not in named:
                 raise ParallelPlanError(
-                    f"order must name every axis of size above 1: {self.order!r} leaves out {axis} ({size}), whose "
-                    f"ranks would have no place. Use for example {DEFAULT_ORDER!r}."
+                    f"order must name every axis of size above 1: {shown(self.order)} leaves out {axis} ({size}), "
+                    f"whose ranks would have no place. Use for example {DEFAULT_ORDER!r}."
                 )
 
     def _order_with_pp_last(self) -> str:

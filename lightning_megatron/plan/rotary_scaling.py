@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import one_of
+from lightning_megatron.plan.settings import Count, Positive, settle
 
 RotaryScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
 
@@ -38,26 +38,20 @@ class RotaryScaling:
     """
 
     kind: RotaryScalingKind
-    factor: float = 1.0
-    original_length: int | None = None
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: Positive = 1.0
+    original_length: Count | None = None
+    low_frequency_factor: Positive = 1.0
+    high_frequency_factor: Positive = 4.0
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
     truncate: bool = True
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-    attention_factor: float | None = None
+    short_factors: tuple[Positive, ...] = ()
+    long_factors: tuple[Positive, ...] = ()
+    attention_factor: Positive | None = None
 
     def __post_init__(self) -> None:
-        for name in ("short_factors", "long_factors"):
-            # A file of settings has lists, and a frozen record must be hashable.
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        legal = get_args(RotaryScalingKind)
-        _require(self.kind in legal, "kind", self.kind, f"be {one_of(legal)}", "no other is known")
-        _require(self.factor > 0.0, "factor", self.factor, "be above 0", "angles are divided by it")
+        settle(self, "rotary_scaling.")
         length = self.original_length
-        _require(length is None or length >= 1, "original_length", length, "be at least 1 or None", "it counts tokens")
         needs = f"the {self.kind} kind looks at the length that the model was first trained on"
         _require(self.kind == "linear" or length is not None, "original_length", length, "be given", needs)
         if self.kind == "llama3":
@@ -65,10 +59,11 @@ class RotaryScaling:
             holds = 0.0 < self.low_frequency_factor < self.high_frequency_factor
             _require(holds, "high_frequency_factor", self.high_frequency_factor, rule, "angles between are blended")
         if self.kind == "longrope":
+            holds = length is not None and length > 1
+            _require(holds, "original_length", length, "be at least 2", "its logarithm is divided by")
             for name in ("short_factors", "long_factors"):
                 values = getattr(self, name)
-                holds = bool(values) and all(value > 0.0 for value in values)
-                _require(holds, name, values, "be numbers above 0", "every angle is divided by its own")
+                _require(bool(values), name, values, "be numbers above 0", "every angle is divided by its own")
             numbers = f"{len(self.short_factors)} and {len(self.long_factors)}"
             same = len(self.short_factors) == len(self.long_factors)
             _require(same, "short_factors and long_factors", numbers, "be equally many", "both divide the same angles")

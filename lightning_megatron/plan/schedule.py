@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.legal_values import one_of, require_index, require_positive
@@ -11,7 +11,8 @@ from lightning_megatron.plan.legal_values import one_of, require_index, require_
 Kind = Literal["F", "B", "I", "W"]
 """F forward, B backward, or its halves: I gradient of the input, W gradient of the weights."""
 
-SCHEDULE_NAMES = ("1f1b", "interleaved", "gpipe")
+ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
+SCHEDULE_NAMES = get_args(ScheduleName)
 
 
 @dataclass(frozen=True, order=True)

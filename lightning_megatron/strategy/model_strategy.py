@@ -206,7 +206,7 @@ class ModelStrategy(MeshStrategy):
             main_dtype=dtypes.mains if fitting else None,
             gradient_dtype=torch.bfloat16 if options.gradient_dtype == "bfloat16" else None,
             zero=options.zero,
-            slices=options.optimizer_slices,  # type: ignore[arg-type]
+            slices=options.optimizer_slices,
             bucket_size=options.bucket_size,
             moments_dtype=getattr(torch, options.moments_dtype),
         )

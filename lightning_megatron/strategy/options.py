@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from math import lcm
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import check_group_names
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.schedule import SCHEDULE_NAMES
+from lightning_megatron.plan.schedule import ScheduleName
+from lightning_megatron.plan.settings import Count, Elements, Range, settle
+
+#: Longer durations than 31 years overflow the clocks that communication libraries count nanoseconds with.
+_PATIENCE = Range(above=0, most=1_000_000_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,51 +24,47 @@ class StrategyOptions:
     """Hold the arguments of :class:`MegatronStrategy`, where they are explained.
 
     Raises:
-        ParallelPlanError: For numbers that no layout can have.
+        ParallelPlanError: For values of another type or outside of their range, and for sizes that no layout can have.
         UnsupportedError: For what this version cannot do.
     """
 
-    tp: int
-    pp: int
-    vpp: int
-    cp: int
-    ep: int
-    etp: int | None
+    tp: Count
+    pp: Count
+    vpp: Count
+    cp: Count
+    ep: Count
+    etp: Count | None
     sequence_parallel: bool | None
-    schedule: str | None
-    microbatch_size: int
-    microbatch_group_size: int | None
+    schedule: ScheduleName | None
+    microbatch_size: Count
+    microbatch_group_size: Count | None
     order: str
     recompute: str | None
     expert_transport: Transport
     tensor_parallel_plan: dict[str, str] | None
     pipeline_plan: dict[str, str] | None
-    timeout: float | timedelta | None
-    process_group_backend: str | None
+    timeout: Annotated[float, _PATIENCE] | Annotated[timedelta, _PATIENCE] | None
+    process_group_backend: Literal["nccl", "gloo"] | None
     nccl_options: dict[str, dict[str, Any]] | None
-    signal_check_interval: int
-    zero: int
-    optimizer_slices: str
-    bucket_size: int
-    gradient_dtype: str
+    signal_check_interval: Count
+    zero: Literal[0, 1]
+    optimizer_slices: Literal["auto", "elements", "parameters"]
+    bucket_size: Elements
+    gradient_dtype: Literal["float32", "bfloat16"]
     overlap_gradients: bool
     overlap_parameters: bool | None
     overlap_tensor_parallel: bool
     check_gradients: bool
     async_save: bool
-    moments_dtype: str
+    moments_dtype: Literal["float32", "bfloat16"]
 
     def __post_init__(self) -> None:
         # Sizes and order of one copy of the model: what they need of the world is checked when it is known.
+        settle(self)
         etp = self.tp if self.etp is None else self.etp
-        is_sound = min(self.tp, self.pp, self.cp, self.ep, etp) > 0
         self._check_available()
-        ParallelLayout(self.pp * lcm(self.tp * self.cp, etp * self.ep) if is_sound else 1, **self.sizes())
+        ParallelLayout(self.pp * lcm(self.tp * self.cp, etp * self.ep), **self.sizes())
         self._check_schedule()
-        for name in ("microbatch_size", "signal_check_interval", "bucket_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ParallelPlanError(f"{name} must be a positive integer: {value!r}. It counts. Use 1 or more.")
         if self.sequence_parallel and self.tp == 1:
             raise ParallelPlanError(
                 "sequence_parallel (True) needs tp above 1, because it cuts the sequence over the tensor-parallel "
@@ -79,11 +79,6 @@ class StrategyOptions:
             )
         if self.recompute is not None:
             check_recompute(self.recompute)
-        _check_choice("expert_transport", self.expert_transport, get_args(Transport))
-        _check_choice("zero", self.zero, (0, 1))
-        _check_choice("optimizer_slices", self.optimizer_slices, ("auto", "elements", "parameters"))
-        _check_choice("gradient_dtype", self.gradient_dtype, ("float32", "bfloat16"))
-        _check_choice("moments_dtype", self.moments_dtype, ("float32", "bfloat16"))
         check_group_names(self.nccl_options or {})
 
     def sizes(self) -> dict[str, Any]:
@@ -128,7 +123,7 @@ class StrategyOptions:
         return notes
 
     def _check_available(self) -> None:
-        if isinstance(self.cp, int) and self.cp > 1:
+        if self.cp > 1:
             raise UnsupportedError(
                 f"cp ({self.cp}) above 1 is not available in this version, because no attention here works on a part "
                 "of the "
@@ -136,10 +131,6 @@ class StrategyOptions:
             )
 
     def _check_schedule(self) -> None:
-        if self.schedule is not None and self.schedule not in SCHEDULE_NAMES:
-            raise ParallelPlanError(
-                f"schedule must be one of {', '.join(SCHEDULE_NAMES)}: {self.schedule!r}. None chooses by vpp."
-            )
         if self.vpp > 1 and self.schedule_name != "interleaved":
             raise ParallelPlanError(
                 f"schedule ({self.schedule!r}) must be 'interleaved' with vpp ({self.vpp}) above 1, because only "
@@ -152,10 +143,3 @@ class StrategyOptions:
                 "vpp of 2 or "
                 "more with pp above 1, or schedule='1f1b'."
             )
-
-
-def _check_choice(name: str, value: object, legal: tuple[object, ...]) -> None:
-    if value not in legal or isinstance(value, bool):
-        raise ParallelPlanError(
-            f"{name} must be one of {', '.join(map(str, legal))}: {value!r}. There is no other way to divide the work."
-        )

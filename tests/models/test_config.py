@@ -53,11 +53,11 @@ def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_layers": 0}, "num_layers (0) must be at least 1"),
-        ({"ffn_hidden_size": 0}, "ffn_hidden_size (0) must be at least 1 or None"),
-        ({"hidden_dropout": 1.0}, "hidden_dropout (1.0) must lie in [0, 1)"),
-        ({"activation": "tanh"}, "activation (tanh) must be one of gelu, gelu_tanh, relu, swiglu, geglu, geglu_tanh"),
-        ({"norm": "batch"}, "norm (batch) must be one of layernorm, rmsnorm"),
+        ({"num_layers": 0}, "num_layers must be a whole number of at least 1: it is 0"),
+        ({"ffn_hidden_size": 0}, "ffn_hidden_size must be a whole number of at least 1 or None: it is 0"),
+        ({"hidden_dropout": 1.0}, "hidden_dropout must be a finite number of at least 0 and below 1: it is 1.0"),
+        ({"activation": "tanh"}, "activation must be gelu, gelu_tanh, relu, swiglu, geglu or geglu_tanh: it is 'tanh'"),
+        ({"norm": "batch"}, "norm must be layernorm or rmsnorm: it is 'batch'"),
         ({"hidden_size": 40}, "hidden_size (40) must be a multiple of num_heads (9)"),
         ({"position": "rotary", "head_dim": 5}, "head_dim (5) must be even"),
         ({"num_kv_heads": 4}, "num_attention_heads (9) must be a multiple of num_kv_heads (4)"),
@@ -65,13 +65,13 @@ def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
         ({"position": "rotary", "rotary_dim": 3}, "rotary_dim (3) must be even and at most head_dim (4)"),
         ({"position": "rotary", "rotary_dim": 6}, "rotary_dim (6) must be even and at most head_dim (4)"),
         ({"position": "rotary", "rotary_scaling": LONG}, "rotary_scaling's factors (3) must be 2"),
-        ({"sliding_window": 0}, "sliding_window (0) must be at least 1 or None"),
+        ({"sliding_window": 0}, "sliding_window must be a whole number of at least 1 or None: it is 0"),
         ({"window_layers": (True,) * 4}, "must be None without sliding_window"),
         ({"sliding_window": 8, "window_layers": (True,)}, "the number of window_layers (1) must be num_layers"),
         ({"norm_offset": 1.0}, "norm_offset (1.0) must be 0, because norm (layernorm)"),
         ({"parallel_residual": True, "norm_position": "post"}, "norm_position (post) must be pre"),
-        ({"embedding_scale": 0.0}, "embedding_scale (0.0) must be above 0"),
-        ({"attention_scale": -1.0}, "attention_scale (-1.0) must be above 0"),
+        ({"embedding_scale": 0.0}, "embedding_scale must be a finite number above 0: it is 0.0"),
+        ({"attention_scale": -1.0}, "attention_scale must be a finite number above 0 or None: it is -1.0"),
     ],
 )
 def test_sizes_that_contradict_each_other_are_refused(sizes: dict[str, Any], message: str) -> None:
@@ -115,8 +115,8 @@ def test_plain_values_of_a_file_become_what_can_be_hashed() -> None:
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"kind": "dynamic"}, "kind (dynamic) must be linear, llama3, yarn or longrope"),
-        ({"kind": "linear", "factor": 0.0}, "factor (0.0) must be above 0"),
+        ({"kind": "dynamic"}, "kind must be linear, llama3, yarn or longrope: it is 'dynamic'"),
+        ({"kind": "linear", "factor": 0.0}, "rotary_scaling.factor must be a finite number above 0: it is 0.0"),
         ({"kind": "yarn", "factor": 4.0}, "original_length (None) must be given"),
         (
             {"kind": "llama3", "original_length": 8, "high_frequency_factor": 1.0},

@@ -140,8 +140,8 @@ def test_equal_layouts_are_equal_and_hash_alike() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"world_size": 0}, "world_size must be a whole number of at least 1: it is 0. Use world_size of 1 or more."),
-        ({"world_size": 4, "tp": 2.0}, "tp must be a whole number of at least 1: it is 2.0. Use tp of 1 or more."),
+        ({"world_size": 0}, "world_size must be a whole number of at least 1: it is 0."),
+        ({"world_size": 4, "tp": 2.0}, "tp must be a whole number of at least 1: it is 2.0, of type float."),
         (
             {"world_size": 16, "tp": 3},
             "world_size (16) must be a multiple of tp x cp x pp (3 x 1 x 1 = 3), because every copy of the dense "
@@ -188,7 +188,7 @@ def test_equal_layouts_are_equal_and_hash_alike() -> None:
             "vpp (2) needs pp above 1, because chunks shorten the bubble between stages and one stage has none. "
             "Use vpp of 1, or pp of 2 or 4.",
         ),
-        ({"world_size": 4, "rank_offset": -1}, "rank_offset must not be negative: it is -1. Use 0 or more."),
+        ({"world_size": 4, "rank_offset": -1}, "rank_offset must be a whole number of at least 0: it is -1."),
     ],
 )
 def test_a_layout_that_cannot_be_says_why_and_what_can(arguments: dict[str, Any], message: str) -> None:

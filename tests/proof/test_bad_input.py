@@ -256,7 +256,7 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
         (
             {"schedule": "zb-h1"},
             ParallelPlanError,
-            "schedule must be one of 1f1b, interleaved, gpipe: 'zb-h1'. None chooses by vpp.",
+            "schedule must be 1f1b, interleaved, gpipe or None: it is 'zb-h1'.",
         ),
         (
             {"nccl_options": {"pipeline": {"max_ctas": 4}}},

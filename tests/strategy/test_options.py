@@ -29,7 +29,7 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         (
             {"expert_transport": "pigeons"},
             ParallelPlanError,
-            "one of auto, all_gather, all_to_all, one_sided: 'pigeons'",
+            "must be auto, all_gather, all_to_all or one_sided: it is 'pigeons'",
         ),
         ({"tp": 0}, ParallelPlanError, "tp"),
         ({"order": "tp-xp"}, ParallelPlanError, "'xp'"),
@@ -37,8 +37,8 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         ({"vpp": 2}, ParallelPlanError, "needs pp above 1"),
         ({"pp": 2, "vpp": 2, "schedule": "1f1b"}, ParallelPlanError, "must be 'interleaved'"),
         ({"pp": 2, "schedule": "interleaved"}, ParallelPlanError, "needs vpp above 1"),
-        ({"schedule": "zigzag"}, ParallelPlanError, "one of 1f1b, interleaved, gpipe"),
-        ({"microbatch_size": 0}, ParallelPlanError, "microbatch_size must be a positive integer"),
+        ({"schedule": "zigzag"}, ParallelPlanError, "must be 1f1b, interleaved, gpipe or None: it is 'zigzag'"),
+        ({"microbatch_size": 0}, ParallelPlanError, "microbatch_size must be a whole number of at least 1"),
         ({"sequence_parallel": True}, ParallelPlanError, "needs tp above 1"),
         ({"overlap_tensor_parallel": True}, ParallelPlanError, "needs tp above 1 and sequence_parallel: tp is 1"),
         (

@@ -1,0 +1,267 @@
+"""Settings of users, checked against the annotations of the record or the function that takes them."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from datetime import timedelta
+from numbers import Integral, Real
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.legal_values import one_of
+
+#: The largest count: sizes are multiplied with each other in 64 bits.
+MOST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bound a number, or a duration in seconds.
+
+    Args:
+        least: Smallest legal value.
+        above: Number that a legal value exceeds.
+        below: Number that a legal value does not reach.
+        most: Largest legal value.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    most: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Return whether a number is legal."""
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and (self.most is None or value <= self.most)
+        )
+
+    def __str__(self) -> str:
+        bounds = (("of at least", self.least), ("above", self.above), ("below", self.below), ("at most", self.most))
+        return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
+
+
+#: A number of things, of which there is at least one.
+Count = Annotated[int, Range(least=1, most=MOST)]
+#: A place in a list, counted from 0.
+Index = Annotated[int, Range(least=0, most=MOST)]
+#: A number of elements, which memory alone bounds.
+Elements = Annotated[int, Range(least=1, most=2**63 - 1)]
+NotNegative = Annotated[float, Range(least=0)]
+Positive = Annotated[float, Range(above=0)]
+#: A probability other than 1: what is left is divided by.
+Probability = Annotated[float, Range(least=0, below=1)]
+
+
+def settle(record: Any, prefix: str = "") -> None:
+    """Put every field of a frozen dataclass into the type of its annotation, or refuse it.
+
+    A whole number is any that Python or NumPy counts as integral, but never a truth value; a number is finite; a list
+    stands for a tuple, and a mapping for a record with these fields.
+
+    Args:
+        record: Instance of a frozen dataclass.
+        prefix: Stands before the names of its fields in errors, such as ``experts.``.
+
+    Raises:
+        ParallelPlanError: For a value of another type or outside of its range, naming the field and what is legal.
+    """
+    kinds = get_type_hints(type(record), include_extras=True)
+    for field in fields(record):
+        value = settled(prefix + field.name, getattr(record, field.name), kinds[field.name])
+        object.__setattr__(record, field.name, value)
+
+
+def settled_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of a function in the types of its annotations.
+
+    Args:
+        function: Function whose annotations are meant.
+        values: Arguments by name, all of them or some.
+
+    Raises:
+        ParallelPlanError: As for :func:`settle`.
+    """
+    kinds = get_type_hints(function, include_extras=True)
+    return {name: settled(name, value, kinds[name]) for name, value in values.items()}
+
+
+def settled(name: str, value: Any, kind: Any) -> Any:
+    """Return a value in a type.
+
+    Args:
+        name: Name of the setting, for errors.
+        value: What the user gave.
+        kind: Annotation: bool, int, float, str, None, timedelta, ``Literal``, ``Annotated`` with a :class:`Range`,
+            ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``, a dataclass, ``Any``, or a union of these.
+
+    Raises:
+        ParallelPlanError: As for :func:`settle`.
+    """
+    for bare, bounds in _alternatives(kind):
+        if not _is_of(value, bare):
+            continue
+        found = _converted(name, value, bare)
+        if bounds is None or bounds.holds(found.total_seconds() if isinstance(found, timedelta) else found):
+            return found
+        raise ParallelPlanError(f"{name} must be {describe(kind, found)}: it is {shown(value)}.")
+    note = "" if value is None or _has_type_of(value, kind) else f", of type {type(value).__name__}"
+    raise ParallelPlanError(f"{name} must be {describe(kind)}: it is {shown(value)}{note}.")
+
+
+def describe(kind: Any, value: Any = None) -> str:
+    """Return what is legal in words, such as "a whole number of at least 1 or None".
+
+    Args:
+        kind: Annotation.
+        value: Number that is refused: a bound that nobody meets by chance is named only if this breaks it.
+    """
+    return one_of([word for bare, bounds in _alternatives(kind) for word in _words(bare, bounds, value)])
+
+
+def shown(value: object) -> str:
+    """Return a value as it is written, cut where it is long."""
+    return _Shortened().repr(value)
+
+
+class _Shortened(reprlib.Repr):
+    """Write values in at most a line, whatever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python itself refuses to write very long integers.
+        digits = int(x.bit_length() * math.log10(2)) + 1
+        return repr(x) if digits <= 40 else f"a whole number of {digits} digits"
+
+
+def _alternatives(kind: Any) -> list[tuple[Any, Range | None]]:
+    """List the types that an annotation allows, each with the range of its values."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return [found for one in args for found in _alternatives(one)]
+    if origin is Annotated:
+        bounds = next((note for note in args[1:] if isinstance(note, Range)), None)
+        return [(bare, bounds) for bare, _ in _alternatives(args[0])]
+    return [(kind, None)]
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Return whether a value is of a type, without a look at what it contains."""
+    origin = get_origin(kind)
+    if kind is Any:
+        return True
+    if kind in (None, type(None)):
+        return value is None
+    if origin is Literal:
+        return _literal(value, kind) is not None
+    if kind is float:
+        return isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
+    if kind is int:
+        return isinstance(value, Integral) and not isinstance(value, bool)
+    if origin in (tuple, list):
+        return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+    if is_dataclass(kind):
+        return isinstance(value, Mapping | kind)
+    return isinstance(value, Mapping if origin is dict else kind)
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _has_type_of(value: Any, kind: Any) -> bool:
+    """Return whether the type of a refused value is legal, so that to name it would say nothing."""
+    bare = [one for one, _ in _alternatives(kind)]
+    types_of_literals = {type(legal) for one in bare if get_origin(one) is Literal for legal in get_args(one)}
+    return type(value) in types_of_literals or (float in bare and isinstance(value, float))
+
+
+def _literal(value: Any, kind: Any) -> Any:
+    """Return the legal constant that a value equals, None if there is none; True is not 1."""
+    for legal in get_args(kind):
+        is_same_kind = _is_of(value, type(legal)) if type(legal) in (int, str) else type(value) is type(legal)
+        if is_same_kind and value == legal:
+            return legal
+    return None
+
+
+def _converted(name: str, value: Any, kind: Any) -> Any:
+    """Return a value that is of a type as that type, with everything in it."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return _literal(value, kind)
+    if kind in (int, float, str):
+        return kind(value)
+    if origin in (tuple, list):
+        if origin is tuple and args[-1] is not Ellipsis:
+            return _fixed_tuple(name, value, args)
+        return origin(settled(f"{name}[{i}]", one, args[0]) for i, one in enumerate(value))
+    if origin is dict:
+        return {
+            settled(f"a name in {name}", key, args[0]): settled(f"{name}[{shown(key)}]", one, args[1])
+            for key, one in value.items()
+        }
+    if is_dataclass(kind) and isinstance(value, Mapping):
+        return _record(name, value, kind)
+    return value
+
+
+def _fixed_tuple(name: str, value: Sequence[Any], kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(value) != len(kinds):
+        raise ParallelPlanError(f"{name} must have {len(kinds)} elements: it is {shown(value)}.")
+    return tuple(settled(f"{name}[{i}]", one, kind) for i, (one, kind) in enumerate(zip(value, kinds, strict=True)))
+
+
+def _record(name: str, value: Mapping[Any, Any], kind: Any) -> Any:
+    """Build a dataclass of the mapping that a file of settings has in its place."""
+    known = [field.name for field in fields(kind)]
+    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    for key in value:
+        if key not in known:
+            raise ParallelPlanError(f"{name} has no setting {shown(key)}. Its settings are {', '.join(known)}.")
+    missing = [one for one in required if one not in value]
+    if missing:
+        raise ParallelPlanError(f"{name} must have {', '.join(missing)}: it has {', '.join(value) or 'nothing'}.")
+    return kind(**value)
+
+
+def _words(kind: Any, bounds: Range | None, value: Any) -> tuple[str, ...]:
+    """Return what is legal for one type, in words."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return tuple(map(str, args))
+    if origin in (tuple, list):
+        if origin is tuple and args[-1] is not Ellipsis:
+            return (f"a list of {len(args)} elements, each {describe(args[0])}",)
+        return (f"a list with {describe(args[0])} for each element",)
+    if origin is dict:
+        return (f"a mapping with {describe(args[1])} for each name",)
+    if is_dataclass(kind):
+        return (f"{_type_name(kind)} or a mapping of its settings",)
+    names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", Any: "anything"}
+    name = names.get(kind, "None" if kind in (None, type(None)) else _type_name(kind))
+    return (name if bounds is None or kind not in names else f"{name} {_shown_bounds(bounds, value)}",)
+
+
+def _shown_bounds(bounds: Range, value: Any) -> str:
+    """Return a range in words, without a bound at the end of an integer type that the value does not break."""
+    breaks = bounds.most is not None and isinstance(value, int | float) and value > bounds.most
+    is_plain = bounds.most is None or bounds.most < MOST or breaks
+    return str(bounds if is_plain else Range(bounds.least, bounds.above, bounds.below))
+
+
+def _type_name(kind: Any) -> str:
+    return str(getattr(kind, "__name__", kind))
