@@ -217,7 +217,8 @@ class ParallelLayout:
                 f"the dense and the expert grid must agree on the stages: order is {shown(self.order)}, dp is "
                 f"{self.dp}, edp is {self.edp}. Neighbouring stages are {dense} ranks apart in the dense grid (tp "
                 f"{self.tp}, cp {self.cp}) and {expert} in the expert grid (etp {self.etp}, ep {self.ep}), so a "
-                f"layer's experts would live on another stage. Put pp last in the order, e.g. {self._order_with_pp_last()!r}."
+                f"layer's experts would live on another stage. Put pp last in the order, e.g. "
+                f"{self._order_with_pp_last()!r}."
             )
 
     def _check_fits(self, axes: tuple[str, ...], why: str) -> None:
