@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from lightning_megatron.errors import ParallelPlanError
+
+_WAYS_OUT = (
+    "Use microbatch_size='batch' to leave the batch whole, or return a list of Microbatch from the collate function to "
+    "cut it yourself."
+)
 
 
 @dataclass(frozen=True)
@@ -24,41 +31,74 @@ class Microbatch:
     num_samples: int
 
 
-def split_batch(batch: Any, microbatch_size: int) -> list[Microbatch]:
+def is_cut(batch: Any) -> bool:
+    """Return whether a batch is a list of :class:`Microbatch`, as a collate function may return it."""
+    return isinstance(batch, Sequence) and bool(batch) and all(isinstance(part, Microbatch) for part in batch)
+
+
+def split_batch(batch: Any, microbatch_size: int | Callable[[int], int] | None) -> list[Microbatch]:
     """Cut every tensor of ``batch`` along its first dimension.
 
-    Tensors, and lists or tuples of plain values, whose first dimension is the batch are cut; everything else is passed
-    to every microbatch as it is. The last microbatch is smaller when the batch does not divide. A batch that is a list
-    of :class:`Microbatch`, as a collate function may return, is taken as cut already.
+    Tensors and arrays, and lists or tuples of plain values, whose first dimension is the batch are cut; everything else
+    is passed to every microbatch as it is. The last microbatch is smaller when the batch does not divide. A batch that
+    is one microbatch is passed on untouched, and one that is a list of :class:`Microbatch` is taken as cut already.
 
     Args:
         batch: Any nest of tensors, mappings, sequences, named tuples and dataclasses.
-        microbatch_size: Samples in a microbatch (samples).
+        microbatch_size: Samples in a microbatch, or a function that returns it for the samples of the batch; None
+            leaves the batch whole (samples).
 
     Raises:
-        ParallelPlanError: If no tensor tells the batch's size, or two tensors disagree on it.
+        ParallelPlanError: If the batch must be cut and no tensor tells its size, or two tensors disagree on it.
     """
-    if isinstance(batch, Sequence) and batch and all(isinstance(part, Microbatch) for part in batch):
+    if is_cut(batch):
         return list(batch)
+    if microbatch_size is None:
+        return [Microbatch(batch, samples_in(batch))]
+    total = _agreed_size(batch)
+    size = microbatch_size(total) if callable(microbatch_size) else microbatch_size
+    return cut_batch(batch, total, size)
+
+
+def cut_batch(batch: Any, num_samples: int, microbatch_size: int) -> list[Microbatch]:
+    """Cut a batch whose tensors agree on its size, as :func:`split_batch` does.
+
+    Args:
+        batch: Any nest of tensors, mappings, sequences, named tuples and dataclasses.
+        num_samples: The first dimension of its tensors (samples).
+        microbatch_size: Samples in a microbatch (samples).
+    """
+    if microbatch_size >= num_samples:
+        return [Microbatch(batch, num_samples)]
+    stops = [min(start + microbatch_size, num_samples) for start in range(0, num_samples, microbatch_size)]
+    starts = [0, *stops[:-1]]
+    return [
+        Microbatch(_cut(batch, start, stop, num_samples), stop - start)
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+
+
+def samples_in(batch: Any) -> int:
+    """Return the first dimension of a batch's first tensor; 1 for a scalar, and where there is none."""
+    first = next((tensor for _, tensor in _tensors(batch, "")), None)
+    return 1 if first is None or first.dim() == 0 else first.shape[0]
+
+
+def _agreed_size(batch: Any) -> int:
     sizes = {path: tensor.shape[0] for path, tensor in _tensors(batch, "batch") if tensor.dim()}
     if not sizes:
         raise ParallelPlanError(
             f"a batch must hold a tensor whose first dimension counts its samples: {type(batch).__name__} has none. "
-            "Microbatches are cut along it. Return a list of Microbatch from the collate function to cut the batch "
-            "yourself."
+            f"Microbatches are cut along it. {_WAYS_OUT}"
         )
     total = next(iter(sizes.values()))
     if any(size != total for size in sizes.values()):
         listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
         raise ParallelPlanError(
-            f"all tensors of a batch must have the same first dimension: {listed}. Microbatches are cut along it. "
-            "Return a list of Microbatch from the collate function to cut such a batch yourself."
+            f"all tensors of a batch must have the same first dimension: {listed}. Microbatches are cut along it, so "
+            f"that it must count samples, and not time steps or classes. {_WAYS_OUT}"
         )
-    starts = range(0, total, microbatch_size)
-    return [
-        Microbatch(_cut(batch, start, min(start + microbatch_size, total), total), min(microbatch_size, total - start))
-        for start in starts
-    ]
+    return total
 
 
 def _tensors(node: Any, path: str) -> Iterator[tuple[str, Tensor]]:
@@ -78,13 +118,16 @@ def _tensors(node: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 def _cut(node: Any, start: int, stop: int, total: int) -> Any:
     if isinstance(node, Tensor):
         return node[start:stop] if node.dim() else node
+    if isinstance(node, np.ndarray):
+        return node[start:stop] if node.ndim and len(node) == total else node
     if isinstance(node, Mapping):
         return _rebuilt_mapping(node, lambda value: _cut(value, start, stop, total))
     if _is_sequence(node):
-        if len(node) == total and not any(True for _ in _tensors(node, "")):
+        is_named = hasattr(node, "_fields")
+        if len(node) == total and not is_named and not any(True for _ in _tensors(node, "")):
             return node[start:stop]
         parts = [_cut(value, start, stop, total) for value in node]
-        return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
+        return type(node)(*parts) if is_named else type(node)(parts)
     if is_dataclass(node) and not isinstance(node, type):
         return replace(
             node, **{f.name: _cut(getattr(node, f.name), start, stop, total) for f in fields(node) if f.init}
@@ -94,7 +137,15 @@ def _cut(node: Any, start: int, stop: int, total: int) -> Any:
 
 def _rebuilt_mapping(node: Mapping[Any, Any], function: Callable[[Any], Any]) -> Any:
     parts = {key: function(value) for key, value in node.items()}
-    return parts if type(node) is dict else type(node)(parts)  # type: ignore[call-arg]
+    if type(node) is dict:
+        return parts
+    if not isinstance(node, MutableMapping):
+        return type(node)(parts)  # type: ignore[call-arg]
+    # Some mappings, such as a defaultdict, cannot be made of their items alone.
+    rebuilt = copy(node)
+    for key, value in parts.items():
+        rebuilt[key] = value
+    return rebuilt
 
 
 def _is_sequence(node: Any) -> bool:

@@ -40,10 +40,11 @@ from lightning_megatron.swap.foreign_names import refuse_foreign_states, to_own_
 class MegatronStrategy(ModelStrategy):
     """Train models that are too large or too slow for one GPU, with an ordinary LightningModule.
 
-    A Lightning batch is what one data-parallel rank contributes to a step. It is cut into microbatches, and
-    ``training_step`` runs once for each of them; losses and logged values are averaged over the microbatches, so that
-    they equal those of the whole batch where every sample weighs alike. With ``pp`` above 1, code after the call of
-    the model runs on the last stage alone, and what it logs appears on every rank.
+    A Lightning batch is what one data-parallel rank contributes to a step. With ``pp`` above 1, or where
+    ``microbatch_size`` says so, it is cut into microbatches, and ``training_step`` runs once for each of them; losses
+    and logged values are averaged over the microbatches, so that they equal those of the whole batch where every sample
+    weighs alike. With ``pp`` above 1, code after the call of the model runs on the last stage alone, and what it logs
+    appears on every rank.
 
     Args:
         tp: Ranks that share every matrix product (tensor parallel).
@@ -58,7 +59,9 @@ class MegatronStrategy(ModelStrategy):
             where their tensor_parallel_plan says "sequence"; others take whole sequences.
         schedule: Order of forward and backward passes: 1f1b, interleaved or gpipe. None means interleaved if vpp is
             above 1, else 1f1b.
-        microbatch_size: Samples of one data-parallel rank in a microbatch.
+        microbatch_size: Samples of one data-parallel rank in a microbatch, or "batch" for one microbatch. None means
+            one without pipeline stages; with them the fewest microbatches of equal size that keep the stages idle for
+            at most a fifth of a step, as the log says: at least 4 * (pp - 1) / vpp, or one for each sample.
         microbatch_group_size: Microbatches that run through one chunk before the next chunk has its turn (interleaved
             only). None means one for each stage.
         order: Axes from the fastest to the slowest: neighbours on the first axis are neighbouring ranks.
@@ -115,7 +118,7 @@ class MegatronStrategy(ModelStrategy):
         etp: int | None = None,
         sequence_parallel: bool | None = None,
         schedule: Literal["1f1b", "interleaved", "gpipe"] | None = None,
-        microbatch_size: int = 1,
+        microbatch_size: int | Literal["batch"] | None = None,
         microbatch_group_size: int | None = None,
         order: str = "tp-cp-ep-dp-pp",
         recompute: Literal["none", "selective", "experts", "full"] | None = None,

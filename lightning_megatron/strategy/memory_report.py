@@ -164,11 +164,12 @@ def estimate_of(
     tokens = tokens_shape(batch)
     if len(models) == 1 and tokens is not None:
         model, (num_samples, seq_length) = models[0], tokens
+        rule = strategy.options.microbatches(layout)
         training = replace(
             training,
             seq_length=seq_length,
-            microbatch_size=min(strategy.options.microbatch_size, num_samples),
-            num_microbatches=-(-num_samples // strategy.options.microbatch_size),
+            microbatch_size=min(rule.size_for(num_samples), num_samples),
+            num_microbatches=rule.count_for(num_samples),
             recompute=model.recompute,
         )
         layers = [[len(chunk) for chunk in chunks] for chunks in model.config.stage_layers(layout)]

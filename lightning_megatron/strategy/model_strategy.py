@@ -161,7 +161,7 @@ class ModelStrategy(MeshStrategy):
             self.options.microbatch_group_size,
         )
         self._executor.loss_weight = self._experts.loss_weight
-        self._steps = StepRunner(self.mesh, self._executor, self.options.microbatch_size)
+        self._steps = StepRunner(self.mesh, self._executor, self.options.microbatches(self.layout))
         self._setup_training(trainer, fitting)
 
     def _setup_training(self, trainer: Trainer, fitting: bool) -> None:

@@ -12,6 +12,7 @@ from lightning_megatron.groups.mesh import check_group_names
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.plan.schedule import ScheduleName
 from lightning_megatron.plan.settings import Count, Elements, Range, settle
 
@@ -36,7 +37,7 @@ class StrategyOptions:
     etp: Count | None
     sequence_parallel: bool | None
     schedule: ScheduleName | None
-    microbatch_size: Count
+    microbatch_size: Count | Literal["batch"] | None
     microbatch_group_size: Count | None
     order: str
     recompute: str | None
@@ -94,6 +95,11 @@ class StrategyOptions:
     def schedule_name(self) -> str:
         """Name the schedule that runs."""
         return self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")
+
+    def microbatches(self, layout: ParallelLayout) -> MicrobatchRule:
+        """Return the rule by which batches are cut under a layout."""
+        group = self.microbatch_group_size
+        return MicrobatchRule(self.microbatch_size, self.schedule_name, layout.pp, layout.vpp, group)
 
     @property
     def timeout_delta(self) -> timedelta | None:

@@ -11,7 +11,6 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.schedule import check_schedule_sizes
 from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.swap.families import find_family
 
@@ -97,17 +96,15 @@ def check_batch_size(batch_size: int, options: StrategyOptions, layout: Parallel
     Raises:
         ParallelPlanError: If the batch does not fit.
     """
-    size = options.microbatch_size
-    if batch_size % size:
+    rule, size = options.microbatches(layout), options.microbatch_size
+    if isinstance(size, int) and batch_size % size:
         legal = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
         raise ParallelPlanError(
             f"batch_size ({batch_size}) of the training dataloader must be a multiple of microbatch_size ({size}), "
             "because a step is cut into equal microbatches; only the last batch of an epoch may be smaller. Use a "
             f"microbatch_size of {', '.join(map(str, legal))}, or a batch_size of {-(-batch_size // size) * size}."
         )
-    check_schedule_sizes(
-        options.schedule_name, layout.pp, batch_size // size, layout.vpp, options.microbatch_group_size
-    )
+    rule.check(batch_size)
 
 
 def check_last_batch(num_samples: int, options: StrategyOptions, layout: ParallelLayout) -> None:
@@ -123,13 +120,11 @@ def check_last_batch(num_samples: int, options: StrategyOptions, layout: Paralle
     """
     if not num_samples:
         return
-    num_microbatches = -(-num_samples // options.microbatch_size)
+    rule = options.microbatches(layout)
     try:
-        check_schedule_sizes(
-            options.schedule_name, layout.pp, num_microbatches, layout.vpp, options.microbatch_group_size
-        )
+        rule.check(num_samples)
     except ParallelPlanError as error:
         raise ParallelPlanError(
             f"the last batch of an epoch must fit the schedule, too: it has {num_samples} samples, which are "
-            f"{num_microbatches} microbatches. Use drop_last=True in the training dataloader. {error}"
+            f"{rule.count_for(num_samples)} microbatches. Use drop_last=True in the training dataloader. {error}"
         ) from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -15,7 +16,8 @@ from lightning_megatron.groups.collectives import all_reduce_, broadcast_object
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.microbatch import Microbatch, split_batch
+from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, split_batch
+from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.log_replay import LogReplay
 from lightning_megatron.strategy.microbatch_losses import MicrobatchLosses, unit_of
@@ -28,11 +30,12 @@ class StepRunner:
     Args:
         mesh: The groups of this rank.
         executor: Runs the schedule.
-        microbatch_size: Samples of one data-parallel rank in a microbatch (samples).
+        rule: Says how a batch is cut.
     """
 
-    def __init__(self, mesh: ParallelMesh, executor: PipelineExecutor, microbatch_size: int) -> None:
-        self._mesh, self._executor, self._microbatch_size = mesh, executor, microbatch_size
+    def __init__(self, mesh: ParallelMesh, executor: PipelineExecutor, rule: MicrobatchRule) -> None:
+        self._mesh, self._executor, self._rule = mesh, executor, rule
+        self._has_said_size = False
         self._replay = LogReplay(mesh)
         self._unit: int | None = None
         self._is_counted: bool | None = None
@@ -78,7 +81,8 @@ class StepRunner:
         Communication: that of the schedule and of :meth:`LogReplay.replay`; at the first batch one all-reduce over the
         data axis and one gather over all ranks, on the CPU.
         """
-        microbatches = split_batch(batch, self._microbatch_size)
+        microbatches = self._cut(batch)
+        self._say_size(batch, microbatches)
         losses = MicrobatchLosses(microbatches, factor, divisor, self._unit_of_tokens(microbatches))
         with self._replay.record(module) as recorder:
             for name, value in values_to_log.items():
@@ -122,7 +126,7 @@ class StepRunner:
         Returns:
             What the step returned for the batch, on the last stage; predictions on every stage.
         """
-        microbatches = split_batch(batch, self._microbatch_size)
+        microbatches = self._cut(batch)
         with self._replay.record(module) as recorder:
             outputs = self._run(getattr(module, name), microbatches, args, recorder, step, None)
         counts = None if name == "predict_step" else token_counts_in(outputs)
@@ -135,6 +139,21 @@ class StepRunner:
             broadcast_object(apply_to_collection(merged, Tensor, Tensor.cpu), pp_cpu, pp_cpu.size - 1)
             if pp_cpu.size > 1
             else merged
+        )
+
+    def _cut(self, batch: Any) -> list[Microbatch]:
+        return split_batch(batch, None if self._rule.is_whole else self._rule.size_for)
+
+    def _say_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
+        """Log once how batches are cut, where the user left it open."""
+        if self._has_said_size or not self._rule.is_chosen or is_cut(batch):
+            return
+        self._has_said_size = True
+        count, size = len(microbatches), microbatches[0].num_samples
+        rank_zero_info(
+            f"microbatch_size is {size}: a batch of {sum(part.num_samples for part in microbatches)} samples is cut "
+            f"into {count} microbatches, so that each of the {self._rule.num_stages} pipeline stages waits for "
+            f"{self._rule.idle_share(count):.0%} of a step."
         )
 
     def _run(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,11 @@ from lightning_megatron.pipeline.microbatch import Microbatch, split_batch
 class Pair(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
+
+
+class About(NamedTuple):
+    split: str
+    epoch: int
 
 
 @dataclass
@@ -69,3 +75,35 @@ def test_a_batch_without_tensors_is_refused():
         ParallelPlanError, match="must hold a tensor whose first dimension counts its samples: dict has none"
     ):
         split_batch({"x": "text"}, 2)
+
+
+@pytest.mark.parametrize("batch", ["text", {"x": torch.zeros(4), "y": torch.zeros(3, 4)}, [], torch.tensor(1.0)])
+def test_a_whole_batch_is_passed_on_whatever_it_holds(batch: Any):
+    (part,) = split_batch(batch, None)
+    assert part.data is batch
+    assert part.num_samples == (4 if isinstance(batch, dict) else 1)
+
+
+def test_one_microbatch_is_the_batch_itself():
+    batch = {"x": torch.arange(4), "names": ("a", "b")}
+    (part,) = split_batch(batch, 4)
+    assert part.data is batch
+    assert part.num_samples == 4
+    assert [part.num_samples for part in split_batch(batch, lambda samples: samples // 2)] == [2, 2]
+
+
+def test_arrays_of_the_batch_are_cut_and_others_kept():
+    batch = {"x": torch.arange(4), "ids": np.arange(4), "table": np.ones((3, 4)), "one": np.array(2.0)}
+    second = split_batch(batch, 2)[1].data
+    assert second["ids"].tolist() == [2, 3]
+    assert second["table"] is batch["table"]
+    assert second["one"] is batch["one"]
+
+
+def test_mappings_that_need_more_than_items_and_named_tuples_of_the_batchs_length_keep_their_type():
+    batch = defaultdict(list, x=torch.arange(2), about=About("train", 5))
+    first = split_batch(batch, 1)[0].data
+    assert isinstance(first, defaultdict)
+    assert first["missing"] == []
+    assert first["about"] == About("train", 5)
+    assert batch["x"].tolist() == [0, 1]

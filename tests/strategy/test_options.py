@@ -121,3 +121,15 @@ def test_a_timeout_is_in_seconds(timeout: float) -> None:
     delta = MegatronStrategy(timeout=timeout).options.timeout_delta
     assert delta is not None
     assert delta.total_seconds() == 60
+
+
+@pytest.mark.parametrize("size", [None, "batch", 3])
+def test_a_microbatch_is_a_number_of_samples_the_batch_or_chosen(size: Any) -> None:
+    rule = MegatronStrategy(pp=2, microbatch_size=size).options.microbatches(ParallelLayout(2, pp=2))
+    assert (rule.is_whole, rule.is_chosen) == (size == "batch", size is None)
+
+
+@pytest.mark.parametrize("size", [True, 1.5, "all", -1])
+def test_other_sizes_of_a_microbatch_are_refused(size: Any) -> None:
+    with pytest.raises(ParallelPlanError, match=r"microbatch_size must be a whole number of at least 1, batch or None"):
+        MegatronStrategy(microbatch_size=size)
