@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import stat
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +11,27 @@ from typing import Any, NoReturn
 from lightning_megatron.errors import CorruptDataError
 
 MAX_BYTES = 1 << 20
+
+
+def read_start(path: Path, num_bytes: int, remedy: str = "") -> bytes:
+    """Return the first bytes of a regular file.
+
+    Args:
+        path: The file; a link to a regular file is one.
+        num_bytes: Bytes that are read at most.
+        remedy: Sentence at the end of an error that says how to get a sound file.
+
+    Raises:
+        CorruptDataError: The path is missing, unreadable, a directory, a pipe or a device.
+    """
+    try:
+        # the kind is asked for before opening: opening a pipe would wait for a writer
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CorruptDataError(f"{path} is not a regular file. {remedy}".rstrip())
+        with open(path, "rb") as file:
+            return file.read(num_bytes)
+    except OSError as error:
+        raise CorruptDataError(f"{path} cannot be read: {error.strerror or error}. {remedy}".rstrip()) from error
 
 
 def read_regular_file(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> bytes:
@@ -25,17 +45,9 @@ def read_regular_file(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> by
     Raises:
         CorruptDataError: The path is missing, unreadable, a directory, a pipe or a device, or the file is too large.
     """
-    try:
-        # the kind is asked for before opening: opening a pipe would wait for a writer
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CorruptDataError(f"{path} is not a regular file. {remedy}")
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            content = file.read(max_bytes + 1)
-    except OSError as error:
-        raise CorruptDataError(f"{path} cannot be read: {error.strerror or error}. {remedy}") from error
+    content = read_start(path, max_bytes + 1, remedy)
     if len(content) > max_bytes:
-        raise CorruptDataError(f"{path} has {size} bytes; at most {max_bytes} are expected. {remedy}")
+        raise CorruptDataError(f"{path} has more than {max_bytes} bytes, which is not expected of it. {remedy}")
     return content
 
 

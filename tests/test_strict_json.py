@@ -53,7 +53,7 @@ def test_what_is_not_a_small_regular_file_is_refused_without_waiting(tmp_path: P
     for name, reason in {
         "folder": "is not a regular file",
         "pipe": "is not a regular file",
-        "large": "has 101 bytes; at most 100",
+        "large": "has more than 100 bytes",
         "loop": "cannot be read",
         "missing": "cannot be read: No such file",
     }.items():

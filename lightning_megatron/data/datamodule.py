@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_megatron.data.corpora import check_corpus_once, check_one_tokenizer
 from lightning_megatron.data.description import CorpusDescription
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
 from lightning_megatron.data.sampler import TokenBatchSampler
@@ -20,7 +21,7 @@ from lightning_megatron.data.speeches import prepare_speeches
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from lightning_megatron.data.windows import split_range
-from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.errors import UnsupportedError
 
 Part = Literal["train", "val", "test"]
 PARTS: tuple[Part, ...] = ("train", "val", "test")
@@ -51,6 +52,8 @@ class TokenDataModule(LightningDataModule):
         mask_after_eod: Ignore the label that follows an end of document.
         data_dir: Where `corpus` is written.
         cache_dir: Where sample indices are kept; None is `index_cache` beside the first corpus.
+        checksums: Compare each token file with the checksum that `preprocess` wrote: once, by one process that the
+            others wait for; `cache_dir` remembers the result as long as size and times of the files stay.
         pin_memory: Pin batches in memory; None does if there is a GPU.
     """
 
@@ -72,6 +75,7 @@ class TokenDataModule(LightningDataModule):
         data_dir: str = "data",
         cache_dir: str | None = None,
         pin_memory: bool | None = None,
+        checksums: bool = True,
     ) -> None:
         super().__init__()
         if not (train or val or test or corpus):
@@ -89,10 +93,11 @@ class TokenDataModule(LightningDataModule):
         self.split, self.corpus, self.tokenizer_spec = split, corpus, tokenizer
         self.seq_length, self.batch_size, self.num_workers, self.seed = seq_length, batch_size, num_workers, seed
         self.order, self.train_samples, self.mask_after_eod = order, train_samples, mask_after_eod
-        self.data_dir, self.cache_dir = data_dir, cache_dir
+        self.data_dir, self.cache_dir, self.checksums = data_dir, cache_dir, checksums
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._restored: dict[str, Any] = {}
         self._files: dict[str, TokenFile] = {}
+        self._checked: set[Part] = set()
         self._train_loader: TokenLoader | None = None
 
     @cached_property
@@ -125,7 +130,7 @@ class TokenDataModule(LightningDataModule):
     def bytes_per_token_of(self, part: Part) -> float | None:
         """Divide text bytes by tokens of a part's whole corpora; None if they do not say how much text they hold."""
         written = [corpus.description for corpus, _ in self._corpora(part)]
-        known = [description for description in written if description is not None]
+        known = [one for one in written if one is not None and one.tokenizer is not None]
         if not known or len(known) < len(written) or not sum(one.num_tokens for one in known):
             return None
         return sum(one.num_bytes for one in known) / sum(one.num_tokens for one in known)
@@ -140,7 +145,7 @@ class TokenDataModule(LightningDataModule):
         self._locate()
         parts: dict[str | None, tuple[Part, ...]] = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for part in parts.get(stage, PARTS):
-            self._check_one_tokenizer(part)
+            self._corpora(part)
 
     def train_dataloader(self) -> TokenLoader:
         """Give the training batches, from where a restored state says."""
@@ -275,11 +280,15 @@ class TokenDataModule(LightningDataModule):
             order=order,
             tokenizer=self.tokenizer.fingerprint if self.tokenizer else fingerprint,
             vocab_size=known.vocab_size if known else None,
-            cache_dir=self.cache_dir or str(Path(self._all_prefixes()[0]).parent / "index_cache"),
+            cache_dir=str(self._cache_dir()),
         )
+
+    def _cache_dir(self) -> Path:
+        return Path(self.cache_dir or Path(self._all_prefixes()[0]).parent / "index_cache")
 
     def _corpora(self, part: Part) -> list[tuple[TokenFile, range | None]]:
         self._locate()
+        self._check(part)
         if self.split is None:
             return [(self._open(prefix), None) for prefix in self.prefixes[part]]
         found: list[tuple[TokenFile, range | None]] = []
@@ -291,7 +300,8 @@ class TokenDataModule(LightningDataModule):
 
     def _open(self, prefix: str) -> TokenFile:
         if prefix not in self._files:
-            self._files[prefix] = TokenFile(prefix)
+            # checksums are compared by one process, when all tokenizers have been
+            self._files[prefix] = TokenFile(prefix, check=False)
         return self._files[prefix]
 
     def _locate(self) -> None:
@@ -306,7 +316,8 @@ class TokenDataModule(LightningDataModule):
         return [prefix for part in PARTS for prefix in self.prefixes[part]]
 
     def _description(self) -> CorpusDescription | None:
-        return next((one for one in (self._open(p).description for p in self._all_prefixes()) if one is not None), None)
+        found = (self._open(prefix).description for prefix in self._all_prefixes())
+        return next((one for one in found if one is not None and one.tokenizer is not None), None)
 
     def _tokenizer_fact(self, name: Literal["vocab_size", "eod"]) -> Any:
         known = self.tokenizer or self._description()
@@ -317,18 +328,18 @@ class TokenDataModule(LightningDataModule):
             )
         return getattr(known, name)
 
-    def _check_one_tokenizer(self, part: Part) -> None:
-        fingerprints: dict[str, str] = {}
-        for corpus, _ in self._corpora(part):
-            if self.tokenizer is not None:
-                corpus.check_tokenizer(self.tokenizer)
-            if corpus.description is not None:
-                fingerprints[corpus.description.tokenizer_fingerprint] = corpus.prefix
-        if len(fingerprints) > 1:
-            raise CorruptDataError(
-                f"corpora that are mixed must share a tokenizer: {' and '.join(fingerprints.values())} do not. "
-                f"Write them again with one tokenizer."
-            )
+    def _check(self, part: Part) -> None:
+        if part in self._checked:
+            return
+        names = self.prefixes["train" if self.split else part]
+        corpora = [self._open(prefix) for prefix in names]
+        check_one_tokenizer(corpora, self.tokenizer)
+        if self.checksums:
+            # where nothing can be remembered, one process of each node reads the files
+            in_charge = getattr(self.trainer, "local_rank", 0) == 0
+            for corpus in corpora:
+                check_corpus_once(corpus, self._cache_dir(), in_charge)
+        self._checked.add(part)
 
 
 def _prefixes(given: str | list[str] | dict[str, float] | None) -> list[str]:

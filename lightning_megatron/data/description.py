@@ -1,82 +1,198 @@
-"""The description `PREFIX.json` beside a token file: which tokenizer wrote it and how much text it holds."""
+"""The description `PREFIX.json` beside a token file: which tokenizer wrote it, how much text it holds, checksums."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
+import re
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.strict_json import MAX_BYTES, parse_json, read_regular_file, read_start
 
 FORMAT = "lightning_megatron.corpus"
-VERSION = 1
-# no description is near this size, and a raw corpus that happens to carry the name is not worth parsing
-MAX_BYTES = 1 << 20
+VERSION = 2
+REMEDY = (
+    "Write the corpus again with `lightning-megatron preprocess`, or move this file away: the tokens are then read "
+    "without knowing their tokenizer and their checksum."
+)
+CHECKSUMS = ("bin_crc32", "idx_sha256", "fields_crc32")
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class CorpusDescription:
-    """Say what a token file holds; `num_bytes` is the size of its text in UTF-8 (for bits per byte)."""
+    """Facts of a token file.
 
-    tokenizer: str
-    tokenizer_fingerprint: str
-    vocab_size: int
+    Args:
+        tokenizer: Name of the tokenizer; None, as the three that follow, for tokens that no tokenizer is known of.
+        tokenizer_fingerprint: Differs when any id of the tokenizer could.
+        vocab_size: Ids lie below it.
+        eod: Id of the end of a document; None if the tokenizer has none.
+        num_documents: Documents, empty ones included.
+        num_tokens: Tokens of all documents.
+        num_bytes: Size of the text in UTF-8, for bits per byte.
+        bin_crc32: CRC-32 of `.bin` as 8 hexadecimal digits; None in files of version 1, as the two that follow.
+        idx_sha256: SHA-256 of `.idx`.
+        fields_crc32: CRC-32 of all other fields.
+    """
+
+    tokenizer: str | None
+    tokenizer_fingerprint: str | None
+    vocab_size: int | None
     eod: int | None
     num_documents: int
     num_tokens: int
     num_bytes: int
-    format: str = FORMAT
-    version: int = VERSION
+    bin_crc32: str | None = dataclasses.field(default=None, compare=False)
+    idx_sha256: str | None = dataclasses.field(default=None, compare=False)
+    fields_crc32: str | None = dataclasses.field(default=None, compare=False)
+
+    def checksum_of_fields(self) -> str:
+        """Return the CRC-32 of all fields but `fields_crc32`."""
+        content = json.dumps(dataclasses.asdict(dataclasses.replace(self, fields_crc32=None)), sort_keys=True)
+        return f"{zlib.crc32(content.encode()):08x}"
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(CorpusDescription))
 
 
 def description_path(prefix: str | os.PathLike[str]) -> Path:
-    """Give the path of the description of a corpus."""
+    """Return the path of the description of a corpus."""
     return Path(f"{os.fspath(prefix)}.json")
 
 
 def read_description(prefix: str | os.PathLike[str]) -> CorpusDescription | None:
     """Read the description of a corpus; None if it has none, as corpora written by Megatron.
 
+    A JSON object (or JSON lines) without any field of a description is the user's own: it is passed over with a
+    warning. The checksums are read, but compared by `TokenFile.check_checksums`.
+
     Raises:
-        CorruptDataError: The description is ours but cannot be understood.
+        CorruptDataError: A field is missing, unknown, of another type or out of its range, or the file is no JSON.
     """
     path = description_path(prefix)
-    content = _own_content(path)
-    if content is None:
+    if not os.path.lexists(path):
         return None
-    if content.get("version") != VERSION:
-        raise CorruptDataError(f"{path} has version {content.get('version')}; only version {VERSION} can be read.")
-    try:
-        return CorpusDescription(**content)
-    except TypeError as error:
-        raise CorruptDataError(f"{path} is no corpus description: {error}. Write the corpus again.") from error
+    if _is_foreign(path):
+        log.warning("%s is not a description of the corpus beside it, and is not read.", path)
+        return None
+    content = parse_json(read_regular_file(path, REMEDY), str(path), REMEDY)
+    fields = check_fields(content, str(path))
+    return CorpusDescription(**{name: fields[name] for name in FIELDS if name in fields})
 
 
-def write_description(prefix: str | os.PathLike[str], description: CorpusDescription | None) -> None:
-    """Write the description in one move, or remove an older one if there is nothing to say.
+def write_description(prefix: str | os.PathLike[str], description: CorpusDescription) -> None:
+    """Write a description in one move; beside a foreign file, tokens of no tokenizer go without.
 
     Raises:
-        CorruptDataError: A file of that name exists and is something else, which must not be lost.
+        CorruptDataError: A file of that name exists and is something else, which must not be lost, or a field is not
+            what it must be.
     """
     path = description_path(prefix)
-    if path.exists() and _own_content(path) is None:
-        if description is None:
+    if os.path.lexists(path) and not _is_replaceable(path):
+        if description.tokenizer is None and _is_foreign(path):
             return
         raise CorruptDataError(f"{path} exists and is no corpus description. Move it away or choose another output.")
-    if description is None:
-        path.unlink(missing_ok=True)
-        return
+    content = content_of(description)
+    check_fields(content, str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(dataclasses.asdict(description), indent=2) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
-def _own_content(path: Path) -> dict | None:
-    if not path.is_file() or path.stat().st_size > MAX_BYTES:
-        return None
+def content_of(description: CorpusDescription) -> dict[str, Any]:
+    """Return the object that the file of a description holds, with the checksum of its fields."""
+    whole = dataclasses.replace(description, fields_crc32=description.checksum_of_fields())
+    return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(whole)}
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Return whether a file is a description, be it damaged, or empty."""
+    start = _start_of(path)
+    return start is not None and (not start or FORMAT.encode() in start)
+
+
+def _is_foreign(path: Path) -> bool:
+    """Return whether a file is sound JSON, or its first line is, and has none of the fields of a description."""
+    start = _start_of(path) or b""
+    for text in (start, start.partition(b"\n")[0]):
+        try:
+            value = parse_json(text, str(path), REMEDY)
+        except CorruptDataError:
+            continue
+        return isinstance(value, dict) and bool(value) and not {"format", "version", *FIELDS} & set(value)
+    return False
+
+
+def _start_of(path: Path) -> bytes | None:
+    """Return the first bytes of a regular file; None if there is none that can be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        # the raw text of a corpus may carry this name, and be larger than memory
+        return read_start(path, MAX_BYTES)
+    except CorruptDataError:
         return None
-    return content if isinstance(content, dict) and content.get("format") == FORMAT else None
+
+
+def check_fields(content: Any, source: str) -> dict[str, Any]:
+    """Return the object of a description after comparing names, types and ranges of its fields with the schema.
+
+    Raises:
+        CorruptDataError: A field is missing, unknown, of another type or out of its range.
+    """
+    if not isinstance(content, dict):
+        raise CorruptDataError(f"{source} must hold one JSON object: it holds {_shown(content)}. {REMEDY}")
+    if content.get("format") != FORMAT:
+        raise CorruptDataError(f"{source}: format must be {FORMAT!r}: it is {_shown(content.get('format'))}. {REMEDY}")
+    version = content.get("version")
+    if type(version) is not int or version not in (1, VERSION):
+        raise CorruptDataError(f"{source}: version must be 1 or {VERSION}: it is {_shown(version)}. {REMEDY}")
+    expected = {"format", "version", *FIELDS} - (set(CHECKSUMS) if version == 1 else set())
+    if set(content) != expected:
+        missing, unknown = sorted(expected - set(content)), sorted(set(content) - expected)
+        raise CorruptDataError(
+            f"{source}: version {version} has the fields {', '.join(sorted(expected))}: missing are {missing}, unknown "
+            f"are {_shown(unknown)}. {REMEDY}"
+        )
+    for name, (rule, holds) in _rules(content, version).items():
+        if not holds(content[name]):
+            raise CorruptDataError(f"{source}: {name} must be {rule}: it is {_shown(content[name])}. {REMEDY}")
+    return content
+
+
+def _rules(content: dict[str, Any], version: int) -> dict[str, tuple[str, Callable[[Any], bool]]]:
+    known = version == 1 or content["tokenizer"] is not None
+    vocab_size = content["vocab_size"] if type(content["vocab_size"]) is int else 0
+    text = ("a text of 1 to 4096 characters", lambda v: isinstance(v, str) and 0 < len(v) <= 4096)
+    unknown: tuple[str, Callable[[Any], bool]] = ("null where tokenizer is", lambda v: v is None)
+    eod_rule, is_eod = _integer(0, vocab_size - 1)
+    return {
+        "tokenizer": text if known else unknown,
+        "tokenizer_fingerprint": text if known else unknown,
+        "vocab_size": _integer(1, 2**31) if known else unknown,
+        "eod": (f"null or {eod_rule}", lambda v: v is None or is_eod(v)) if known else unknown,
+        **{count: _integer(0, 2**63 - 1) for count in ("num_documents", "num_tokens", "num_bytes")},
+        **({} if version == 1 else {name: _digits(64 if "sha256" in name else 8) for name in CHECKSUMS}),
+    }
+
+
+def _integer(low: int, high: int) -> tuple[str, Callable[[Any], bool]]:
+    # True is an int of Python's, 1.0 equals 1: neither is a whole number of JSON
+    return f"a whole number in [{low}, {high}]", lambda value: type(value) is int and low <= value <= high
+
+
+def _digits(count: int) -> tuple[str, Callable[[Any], bool]]:
+    def holds(value: Any) -> bool:
+        return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{count}}}", value) is not None
+
+    return f"{count} hexadecimal digits", holds
+
+
+def _shown(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

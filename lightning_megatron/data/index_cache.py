@@ -8,16 +8,20 @@ import logging
 import os
 import shutil
 import tempfile
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_megatron.data.checksum import crc32_of
+from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.once import one_at_a_time
+from lightning_megatron.strict_json import read_json, read_start
 
 VERSION = 1
+# of the folder: 2 has a checksum of each whole file
+FORMAT = 2
 log = logging.getLogger(__name__)
 Arrays = dict[str, npt.NDArray]
 
@@ -28,7 +32,9 @@ def cache_key(fields: Mapping[str, object]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def load_or_build(directory: Path, fields: Mapping[str, object], build: Callable[[], Arrays]) -> Arrays:
+def load_or_build(
+    directory: Path, fields: Mapping[str, object], build: Callable[[], Arrays], names: Collection[str]
+) -> Arrays:
     """Map the arrays of an index from disk; build and write them first if they are not there or damaged.
 
     Processes that ask at once wait for one of them. Where the directory cannot be written the index stays in memory.
@@ -36,44 +42,56 @@ def load_or_build(directory: Path, fields: Mapping[str, object], build: Callable
     Args:
         directory: Holds one folder per key.
         fields: Everything that the arrays depend on.
-        build: Makes the arrays.
+        build: Makes the arrays, of whole numbers.
+        names: Names of the arrays.
     """
-    key = cache_key(fields)
+    folder = directory / cache_key({**fields, "format": FORMAT})
     # a cache that is there may lie in a read-only directory, where no lock can be taken
-    found = _load(directory / key)
+    found = _load(folder, fields, names)
     if found is not None:
         return found
     try:
-        with one_at_a_time(directory / f"{key}.lock"):
-            found = _load(directory / key)
+        with one_at_a_time(directory / f"{folder.name}.lock"):
+            found = _load(folder, fields, names)
             if found is None:
-                _write(directory / key, build(), fields)
-                found = _load(directory / key)
+                _write(folder, build(), fields)
+                found = _load(folder, fields, names)
     except OSError as error:
         log.warning("The sample index cannot be kept in %s (%s); it is built in memory.", directory, error)
         return build()
     if found is None:
-        log.warning("The sample index in %s changed as it was written; it is built in memory.", directory / key)
+        log.warning("The sample index in %s changed as it was written; it is built in memory.", folder)
         return build()
     return found
 
 
-def _load(folder: Path) -> Arrays | None:
+def _load(folder: Path, fields: Mapping[str, object], names: Collection[str]) -> Arrays | None:
     if not folder.is_dir():
         return None
     try:
-        listed = json.loads((folder / "index.json").read_text(encoding="utf-8"))["arrays"]
-        paths = {name: folder / f"{name}.npy" for name in listed}
-        # numpy cannot map an empty array
-        arrays = {name: np.load(path, mmap_mode="r" if listed[name][0] else None) for name, path in paths.items()}
-        damaged = [name for name, array in arrays.items() if [array.size, _checksum(array)] != listed[name]]
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        content = read_json(folder / "index.json", "It is built again.")
+        # what JSON makes of the fields: tuples become lists
+        if content["fields"] != json.loads(json.dumps(fields)) or set(content["arrays"]) != set(names):
+            raise CorruptDataError("it is the index of other samples")
+        return {name: _read_array(folder / f"{name}.npy", content["arrays"][name]) for name in names}
+    except (ValueError, OSError, EOFError, KeyError, TypeError) as error:
         log.warning("The sample index %s is damaged (%s); it is built again.", folder, error)
         return None
-    if damaged:
-        log.warning("The sample index %s is damaged (%s); it is built again.", folder, ", ".join(damaged))
-        return None
-    return arrays
+
+
+def _read_array(path: Path, listed: object) -> npt.NDArray:
+    # asked for its kind first: opening a pipe would wait for a writer
+    read_start(path, 1)
+    if crc32_of(path) != listed:
+        raise CorruptDataError(f"{path.name} has another checksum")
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except ValueError:
+        # numpy cannot map an empty array
+        array = np.load(path, allow_pickle=False)
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
+        raise CorruptDataError(f"{path.name} holds no whole numbers")
+    return array
 
 
 def _write(folder: Path, arrays: Arrays, fields: Mapping[str, object]) -> None:
@@ -81,7 +99,7 @@ def _write(folder: Path, arrays: Arrays, fields: Mapping[str, object]) -> None:
     try:
         for name, array in arrays.items():
             np.save(partial / f"{name}.npy", array)
-        listed = {name: (array.size, _checksum(array)) for name, array in arrays.items()}
+        listed = {name: crc32_of(partial / f"{name}.npy") for name in arrays}
         (partial / "index.json").write_text(json.dumps({"arrays": listed, "fields": fields}, indent=2, sort_keys=True))
         # mkdtemp lets its owner alone in, but a cache is shared like the corpus beside it
         partial.chmod(0o755)
@@ -90,7 +108,3 @@ def _write(folder: Path, arrays: Arrays, fields: Mapping[str, object]) -> None:
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _checksum(array: npt.NDArray) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).data) if array.size else 0

@@ -167,7 +167,9 @@ class GPTSamples:
         if self.options.cache_dir is None:
             return WindowIndex(**build())
         fields = {**self._fields(), "num_samples": num_samples}
-        return WindowIndex(**load_or_build(Path(self.options.cache_dir), fields, build))
+        return WindowIndex(
+            **load_or_build(Path(self.options.cache_dir), fields, build, ("documents", "starts", "shuffle"))
+        )
 
     def _build(self, num_samples: int | None) -> WindowIndex:
         lengths, options = np.diff(self._bounds), self.options
@@ -253,4 +255,4 @@ def _cached_blend(weights: Sequence[float], size: int, cache_dir: str | None) ->
     if cache_dir is None:
         return blend(weights, size)
     fields = {"weights": [str(weight) for weight in weights], "size": size}
-    return load_or_build(Path(cache_dir), fields, lambda: {"choices": blend(weights, size)})["choices"]
+    return load_or_build(Path(cache_dir), fields, lambda: {"choices": blend(weights, size)}, ["choices"])["choices"]

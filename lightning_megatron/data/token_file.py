@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +14,22 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.data.description import CorpusDescription, read_description, write_description
+from lightning_megatron.data.checksum import crc32_of
+from lightning_megatron.data.description import (
+    CorpusDescription,
+    check_fields,
+    content_of,
+    description_path,
+    read_description,
+    write_description,
+)
 from lightning_megatron.data.token_index import (
-    DTYPES,
+    REMEDY,
+    TOKEN_DTYPES,
     bin_path,
     check_index,
     idx_path,
+    map_file,
     read_index,
     smallest_dtype,
     write_index,
@@ -32,26 +43,29 @@ class TokenFile:
 
     Args:
         prefix: Path without `.bin` and `.idx`.
+        check: Compare the files with the checksums that their writer left, which reads them once from end to end.
+            Files of Megatron's own tools have none, and are read without.
 
     Raises:
         CorruptDataError: The files are missing, truncated, damaged or do not belong together.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], check: bool = True) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype, self.lengths, self.offsets, self.document_index = read_index(idx_path(prefix))
         check_index(self.prefix, self.dtype, self.lengths, self.offsets, self.document_index)
-        # numpy cannot map an empty file, and a corpus of empty documents is legal
-        empty = np.zeros(0, dtype=self.dtype)
-        self.tokens = np.memmap(bin_path(prefix), dtype=self.dtype, mode="r") if self.num_tokens else empty
+        self.tokens = map_file(bin_path(prefix), self.dtype)
         self.description: CorpusDescription | None = read_description(self.prefix)
+        self._check_counts()
+        if check:
+            self.check_checksums()
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __reduce__(self) -> tuple[type[TokenFile], tuple[str]]:
-        # a data worker maps the files itself instead of receiving their contents
-        return TokenFile, (self.prefix,)
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[str, bool]]:
+        # a data worker maps the files itself instead of receiving their contents, which were checked here
+        return TokenFile, (self.prefix, False)
 
     @property
     def num_tokens(self) -> int:
@@ -81,33 +95,76 @@ class TokenFile:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.generic]:
-        """Return `length` tokens of sequence `index` from `offset` on (all that follow if None)."""
+        """Return `length` tokens of sequence `index` from `offset` on (all that follow if None).
+
+        Raises:
+            CorruptDataError: A token id is negative.
+        """
         size = int(self.lengths[index])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(f"sequence {index} of {self.prefix} has {size} tokens: no [{offset}:{offset + length}].")
         start = int(self.starts[index]) + offset
-        return np.array(self.tokens[start : start + length])
+        tokens = np.array(self.tokens[start : start + length])
+        if self.dtype.kind == "i" and tokens.min(initial=0) < 0:
+            raise CorruptDataError(
+                f"token ids must not be negative: sequence {index} of {self.prefix} holds {tokens.min()}, read as "
+                f"{self.dtype}. {REMEDY}"
+            )
+        return tokens
 
     def __getitem__(self, index: int) -> npt.NDArray[np.generic]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {self.prefix}, which has {len(self)}.")
         return self.get(index % len(self))
 
+    def check_checksums(self) -> None:
+        """Compare the files with the checksums that their writer left; a corpus without passes.
+
+        Raises:
+            CorruptDataError: A file is not as it was written.
+        """
+        written = self.description
+        if written is None or written.fields_crc32 is None:
+            return
+        found = (written.checksum_of_fields(), self.index_sha256, crc32_of(bin_path(self.prefix)))
+        expected = (written.fields_crc32, written.idx_sha256, written.bin_crc32)
+        paths = (description_path(self.prefix), idx_path(self.prefix), bin_path(self.prefix))
+        for path, has, wanted in zip(paths, found, expected, strict=True):
+            if has != wanted:
+                raise CorruptDataError(
+                    f"{path} is not as it was written: its checksum must be {wanted}, as {paths[0].name} says, and is "
+                    f"{has}. Copy {self.prefix}.bin, .idx and .json again, or run `lightning-megatron preprocess` "
+                    f"again."
+                )
+
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Refuse a tokenizer other than the one that wrote the corpus; a corpus without description passes.
+        """Refuse a tokenizer other than the one that wrote the corpus; a corpus that does not name one passes.
 
         Raises:
             CorruptDataError: The corpus was written with another tokenizer.
         """
         written = self.description
-        if written is not None and written.tokenizer_fingerprint != tokenizer.fingerprint:
+        fingerprint = None if written is None else written.tokenizer_fingerprint
+        if written is not None and fingerprint is not None and fingerprint != tokenizer.fingerprint:
             raise CorruptDataError(
                 f"the tokenizer of a corpus must be the one that wrote it: {self.prefix} was written with "
-                f"{written.tokenizer!r} ({written.tokenizer_fingerprint[:12]}) but {tokenizer.name!r} "
+                f"{written.tokenizer!r} ({fingerprint[:12]}) but {tokenizer.name!r} "
                 f"({tokenizer.fingerprint[:12]}) was given. Its token ids would be read as other text. Use tokenizer "
                 f"{written.tokenizer!r} or write the corpus again with `lightning-megatron preprocess`."
             )
+
+    def _check_counts(self) -> None:
+        written = self.description
+        if written is None:
+            return
+        for name, found in (("num_documents", self.num_documents), ("num_tokens", self.num_tokens)):
+            said = getattr(written, name)
+            if said != found:
+                raise CorruptDataError(
+                    f"{description_path(self.prefix)} says {name} {said}, but {idx_path(self.prefix).name} has "
+                    f"{found}: they do not belong together. Copy {self.prefix}.bin, .idx and .json again."
+                )
 
 
 class TokenFileWriter:
@@ -119,7 +176,7 @@ class TokenFileWriter:
     Args:
         prefix: Path without `.bin` and `.idx`; its directory is created.
         vocab_size: Number of tokens of the tokenizer; decides the token type unless `dtype` is given.
-        tokenizer: Written into the description `PREFIX.json` if given.
+        tokenizer: Written into the description `PREFIX.json` if given, beside counts and checksums.
         dtype: Token type on disk.
     """
 
@@ -134,12 +191,15 @@ class TokenFileWriter:
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size if tokenizer is not None and vocab_size is None else vocab_size
         chosen = smallest_dtype(self.vocab_size) if dtype is None else np.dtype(dtype).newbyteorder("<")
-        if chosen not in DTYPES.values():
-            raise CorruptDataError(f"token files hold {[str(d) for d in DTYPES.values()]}: {chosen} was given.")
+        if chosen not in TOKEN_DTYPES.values():
+            raise CorruptDataError(f"token files hold {[str(d) for d in TOKEN_DTYPES.values()]}: {chosen} was given.")
         self.dtype = chosen
         self.num_bytes = 0
         self._lengths: list[int] = []
         self._documents: list[int] = [0]
+        self._crc32 = 0
+        # a tokenizer that cannot be described is refused before hours of work
+        check_fields(content_of(self._describe("0" * 64)), f"the description of {self.prefix}")
 
     def __enter__(self) -> TokenFileWriter:
         bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -180,22 +240,33 @@ class TokenFileWriter:
         """
         array = np.asarray(tokens)
         pieces = [size for size in ([array.size] if lengths is None else lengths) if size]
-        if sum(pieces) != array.size:
-            raise CorruptDataError(f"lengths must add up to the tokens: {sum(pieces)} and {array.size}.")
+        if sum(pieces) != array.size or min(pieces, default=0) < 0:
+            raise CorruptDataError(
+                f"lengths must not be negative and must add up to the {array.size} tokens: {pieces[:20]} add up to "
+                f"{sum(pieces)}."
+            )
+        if max(pieces, default=0) >= 2**31:
+            raise CorruptDataError(
+                f"a sequence has at most 2^31 - 1 tokens: document {self.num_documents} has one of {max(pieces)}. "
+                f"Divide it by `lengths`."
+            )
         if array.size:
             self._check_range(array)
-            self._file.write(array.astype(self.dtype, copy=False).tobytes(order="C"))
+            content = array.astype(self.dtype, copy=False).tobytes(order="C")
+            self._crc32 = zlib.crc32(content, self._crc32)
+            self._file.write(content)
         self._lengths.extend(pieces)
         self._documents.append(len(self._lengths))
         self.num_bytes += num_bytes
 
     def _check_range(self, array: npt.NDArray[np.generic]) -> None:
-        if self.dtype.kind == "f":
-            return
-        limits = np.iinfo(self.dtype)
-        low, high = int(limits.min), int(limits.max)
+        if array.dtype.kind not in "iu":
+            raise CorruptDataError(
+                f"token ids must be whole numbers: document {self.num_documents} has ids of type {array.dtype}."
+            )
+        low, high = 0, int(np.iinfo(self.dtype).max)
         if self.vocab_size is not None:
-            low, high = 0, min(high, self.vocab_size - 1)
+            high = min(high, self.vocab_size - 1)
         if int(array.min()) < low or int(array.max()) > high:
             raise CorruptDataError(
                 f"token ids must lie in [{low}, {high}] ({self.dtype}, vocabulary {self.vocab_size}): document "
@@ -211,24 +282,28 @@ class TokenFileWriter:
         with open(self._partial(final_idx), "wb") as file:
             write_index(file, self.dtype, self._lengths, self._documents)
             _sync(file)
+        with open(self._partial(final_idx), "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         # an older corpus of this name stops being readable before its tokens are replaced
         final_idx.unlink(missing_ok=True)
         os.replace(self._partial(final_bin), final_bin)
-        write_description(self.prefix, self._describe())
+        write_description(self.prefix, self._describe(sha256))
         os.replace(self._partial(final_idx), final_idx)
         _sync_directory(final_idx.parent)
 
-    def _describe(self) -> CorpusDescription | None:
-        if self.tokenizer is None:
-            return None
+    def _describe(self, idx_sha256: str) -> CorpusDescription:
+        known = self.tokenizer
         return CorpusDescription(
-            tokenizer=self.tokenizer.name,
-            tokenizer_fingerprint=self.tokenizer.fingerprint,
-            vocab_size=self.tokenizer.vocab_size,
-            eod=self.tokenizer.eod,
+            # a path may hold bytes that are no text
+            tokenizer=None if known is None else known.name.encode("utf-8", "backslashreplace").decode(),
+            tokenizer_fingerprint=None if known is None else known.fingerprint,
+            vocab_size=None if known is None else int(known.vocab_size),
+            eod=None if known is None or known.eod is None else int(known.eod),
             num_documents=self.num_documents,
             num_tokens=self.num_tokens,
             num_bytes=self.num_bytes,
+            bin_crc32=f"{self._crc32:08x}",
+            idx_sha256=idx_sha256,
         )
 
 

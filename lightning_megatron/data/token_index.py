@@ -8,6 +8,7 @@ and, in multimodal corpora only, one i8 mode per sequence. `.bin` holds the toke
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.strict_json import read_start
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -24,6 +26,9 @@ DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in enumerate(("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2"), start=1)
 }
+# the format knows two floating types, but a token id is a whole number
+TOKEN_DTYPES = {code: dtype for code, dtype in DTYPES.items() if dtype.kind in "iu"}
+REMEDY = "Copy both files again, or run `lightning-megatron preprocess` again."
 
 
 def smallest_dtype(vocab_size: int | None) -> np.dtype:
@@ -62,32 +67,36 @@ def read_index(path: Path) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray
         CorruptDataError: The file is missing, truncated or no index.
     """
     try:
+        header = read_start(path, HEADER.size)
         found = path.stat().st_size
-        with open(path, "rb") as file:
-            header = file.read(HEADER.size)
-    except OSError as error:
+    except (CorruptDataError, OSError) as error:
         raise CorruptDataError(
-            f"{path} cannot be read: {error.strerror}. A corpus is named by its path without .bin and .idx, and an "
-            f"interrupted `lightning-megatron preprocess` leaves no .idx: run it again."
+            f"{str(error).rstrip('.')}. A corpus is named by its path without .bin and .idx, and an interrupted "
+            f"`lightning-megatron preprocess` leaves no .idx: run it again."
         ) from error
     if len(header) < HEADER.size:
-        raise CorruptDataError(f"{path} is truncated: {len(header)} bytes found, the header alone has {HEADER.size}.")
+        raise CorruptDataError(
+            f"{path} is truncated: {len(header)} bytes found, the header alone has {HEADER.size}. {REMEDY}"
+        )
     magic, version, code, num_sequences, num_entries = HEADER.unpack(header)
     if magic != MAGIC:
-        raise CorruptDataError(f"{path} is no token index: it starts with {magic!r}, not {MAGIC!r}.")
+        raise CorruptDataError(f"{path} is no token index: it starts with {magic!r}, not {MAGIC!r}. {REMEDY}")
     if version != 1:
-        raise CorruptDataError(f"{path} has version {version}; only version 1 can be read.")
-    if code not in DTYPES:
-        raise CorruptDataError(f"{path} names token type {code}; known types are {sorted(DTYPES)}.")
+        raise CorruptDataError(f"{path} has version {version}; only version 1 can be read. {REMEDY}")
+    if code not in TOKEN_DTYPES:
+        known = ", ".join(f"{code} ({dtype})" for code, dtype in TOKEN_DTYPES.items())
+        raise CorruptDataError(
+            f"{path} names token type {code}; token ids are whole numbers, of type {known}. {REMEDY}"
+        )
     expected = HEADER.size + 12 * num_sequences + 8 * num_entries
     # multimodal corpora append one byte per sequence, which text does not need
     if found not in (expected, expected + num_sequences):
         state = "truncated" if found < expected else "too long"
         raise CorruptDataError(
             f"{path} is {state}: {expected} bytes expected for {num_sequences} sequences and {num_entries} document "
-            f"entries, {found} found. Copy it again, or run `lightning-megatron preprocess` again."
+            f"entries, {found} found. {REMEDY}"
         )
-    content = np.memmap(path, dtype=np.uint8, mode="r")
+    content = map_file(path, np.dtype(np.uint8))
     at, after = HEADER.size, HEADER.size + 4 * num_sequences
     lengths = content[at:after].view("<i4")
     offsets = content[after : after + 8 * num_sequences].view("<i8")
@@ -109,23 +118,46 @@ def check_index(
     """
     index = idx_path(prefix)
     if len(lengths) and int(lengths.min()) < 0:
-        raise CorruptDataError(f"{index} is damaged: a sequence has {int(lengths.min())} tokens.")
+        raise CorruptDataError(f"{index} is damaged: a sequence has {int(lengths.min())} tokens. {REMEDY}")
     ends = np.cumsum(lengths, dtype=np.int64)
     wrong = np.flatnonzero((ends - lengths) * dtype.itemsize != offsets)
     if len(wrong):
-        raise CorruptDataError(f"{index} is damaged: the offset of sequence {wrong[0]} does not follow its lengths.")
+        raise CorruptDataError(
+            f"{index} is damaged: the offset of sequence {wrong[0]} does not follow its lengths. {REMEDY}"
+        )
     whole = len(documents) > 0 and documents[0] == 0 and bool((np.diff(documents) >= 0).all())
     if not whole or documents[-1] != len(lengths):
         last = documents[-1] if len(documents) else "nothing"
         raise CorruptDataError(
-            f"{index} is damaged: document entries must rise from 0 to {len(lengths)} sequences; they end in {last}."
+            f"{index} is damaged: document entries must rise from 0 to {len(lengths)} sequences; they end in {last}. "
+            f"{REMEDY}"
         )
     expected = int(ends[-1]) * dtype.itemsize if len(ends) else 0
     path = bin_path(prefix)
-    found = path.stat().st_size if path.exists() else None
-    if found != expected:
-        state = "missing" if found is None else "truncated" if found < expected else "too long"
+    try:
+        state = path.stat()
+    except OSError as error:
         raise CorruptDataError(
-            f"{path} is {state}: {index.name} describes {expected} bytes, {found or 0} found. Copy both files again, "
-            f"or run `lightning-megatron preprocess` again."
+            f"{path} is missing: {index.name} describes {expected} bytes ({error.strerror or error}). {REMEDY}"
+        ) from error
+    if not stat.S_ISREG(state.st_mode):
+        raise CorruptDataError(f"{path} is not a regular file. {REMEDY}")
+    if state.st_size != expected:
+        kind = "truncated" if state.st_size < expected else "too long"
+        raise CorruptDataError(
+            f"{path} is {kind}: {index.name} describes {expected} bytes, {state.st_size} found. {REMEDY}"
         )
+
+
+def map_file(path: Path, dtype: np.dtype) -> npt.NDArray:
+    """Map a whole file; an empty one, which numpy cannot map, is an empty array.
+
+    Raises:
+        CorruptDataError: The file cannot be opened, or its size is not a multiple of the type's.
+    """
+    try:
+        if path.stat().st_size == 0:
+            return np.zeros(0, dtype=dtype)
+        return np.memmap(path, dtype=dtype, mode="r")
+    except (OSError, ValueError) as error:
+        raise CorruptDataError(f"{path} cannot be read: {error}. {REMEDY}") from error
