@@ -14,22 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.directory import find_checkpoint
-from lightning_megatron.checkpoint.load import SavedTensor, load_metadata, read_full, saved_tensors
+from lightning_megatron.checkpoint.header import METADATA
+from lightning_megatron.checkpoint.load import load_metadata
+from lightning_megatron.checkpoint.metadata_checks import (
+    CURRENT,
+    HUGGING_FACE,
+    MODEL,
+    ONE_PROCESS,
+    OPTIMIZERS,
+    check_names,
+)
+from lightning_megatron.checkpoint.stored import SavedTensor, Stored
+from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.swap.foreign_names import to_foreign_names
 
-#: Keys of the metadata beside Lightning's own: hyperparameters of the optimizers, and the model in one process.
-OPTIMIZERS, ONE_PROCESS = "megatron_optimizers", "megatron_one_process"
-MODEL = "state_dict."
-#: The weights that training goes on from, where those of the model are averages.
-CURRENT = "current_model_state."
 _STATE = re.compile(r"optimizer\.\d+\.state\.")
 _TRAINING = re.compile(rf"{_STATE.pattern}|{re.escape(CURRENT)}")
 #: Tensors are read in turns of this size (bytes).
 _BATCH = 1 << 30
-#: Where checkpoints say which of their models are of Hugging Face.
-HUGGING_FACE = "hugging_face"
 #: What Lightning leaves out of a checkpoint with ``save_weights_only=True``.
 _TRAINING_KEYS = (OPTIMIZERS, "callbacks", "lr_schedulers", "MegatronPrecision", "averaging_state")
 
@@ -72,13 +75,18 @@ def consolidate(
         UnsupportedError: If it holds more than tensors and plain values, and ``unsafe`` is not set, or optimizer states
             of a Hugging Face model, and ``weights_only`` is not.
     """
+    verify_checkpoint(path)
     metadata = load_metadata(path, weights_only=not unsafe)
-    one_process, saved = metadata.pop(ONE_PROCESS, None), saved_tensors(path)
+    one_process, stored = metadata.pop(ONE_PROCESS, None), Stored.open(path)
+    saved = stored.tensors
     if one_process is None:
         raise CheckpointMismatchError(
             f"a checkpoint must say how one process holds its model to be written as one file: {os.fspath(path)} "
             "does not. An earlier version saved it. Load it with MegatronStrategy and save it again."
         )
+    shapes = {name: one.shape for name, one in saved.items()}
+    where = stored.checkpoint.file(METADATA)
+    check_names(one_process, metadata.get(OPTIMIZERS, ()), shapes, where)
     models = metadata.pop(HUGGING_FACE, {})
     if models and not weights_only:
         raise UnsupportedError(
@@ -89,14 +97,14 @@ def consolidate(
     metadata = without_training(metadata) if weights_only else metadata
     target = _new_file(out)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        tensors = _TensorsOnDisk(Path(folder), one_process["padded_rows"], saved)
+        tensors = _TensorsOnDisk(Path(folder), one_process, saved)
         names = [name for name in saved if name.startswith(MODEL) or (not weights_only and _TRAINING.match(name))]
-        for entry, full in read_one_by_one(path, names, saved):
+        for entry, full in read_one_by_one(stored, names):
             is_weight = entry.startswith((MODEL, CURRENT))
             name = entry.removeprefix(MODEL).removeprefix(CURRENT) if is_weight else _parameter_of(entry)
             converted = is_weight and dtype is not None and full.is_floating_point()
             tensors.add(entry, name, full.to(dtype) if converted else full)
-        plain = _without_division(metadata, find_checkpoint(path).header.layout.dp)
+        plain = _without_division(metadata, stored.checkpoint.header.layout.dp)
         aliases = one_process["aliases"]
         order = {name: aliases.get(name, name) for name in one_process["order"]}
         state = {name: tensors.get(f"{MODEL}{first}") for name, first in order.items()}
@@ -135,27 +143,25 @@ def without_training(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in metadata.items() if key not in _TRAINING_KEYS}
 
 
-def read_one_by_one(
-    path: str | os.PathLike[str], names: Iterable[str], saved: Mapping[str, SavedTensor]
-) -> Iterator[tuple[str, Tensor]]:
+def read_one_by_one(stored: Stored, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Read full tensors, so that memory holds a gigabyte of them, or one that is larger.
 
     Args:
-        path: The checkpoint.
+        stored: The checkpoint.
         names: The entries to read.
-        saved: All entries of the checkpoint.
     """
     batch: list[str] = []
     size = 0
     for name in names:
-        num_bytes = prod(saved[name].shape) * saved[name].dtype.itemsize
+        one = stored.tensors[name]
+        num_bytes = prod(one.shape) * one.dtype.itemsize
         if batch and size + num_bytes > _BATCH:
-            yield from read_full(path, batch).items()
+            yield from stored.read_full(batch).items()
             batch, size = [], 0
         batch.append(name)
         size += num_bytes
     if batch:
-        yield from read_full(path, batch).items()
+        yield from stored.read_full(batch).items()
 
 
 class _TensorsOnDisk:
@@ -163,12 +169,14 @@ class _TensorsOnDisk:
 
     Args:
         folder: Where the files are.
-        padded_rows: Rows of the tensors that have more in one process.
+        one_process: What the checkpoint says of the model in one process: rows of the tensors that have more there,
+            and shapes of those without elements.
         saved: All entries of the checkpoint.
     """
 
-    def __init__(self, folder: Path, padded_rows: Mapping[str, int], saved: Mapping[str, SavedTensor]) -> None:
-        self._folder, self._padded_rows, self._saved = folder, padded_rows, saved
+    def __init__(self, folder: Path, one_process: Mapping[str, Any], saved: Mapping[str, SavedTensor]) -> None:
+        self._folder, self._saved = folder, saved
+        self._padded_rows, self._empty = one_process["padded_rows"], one_process.get("empty", {})
         self._tensors: dict[str, Tensor] = {}
         self.num_bytes = 0
 
@@ -198,7 +206,8 @@ class _TensorsOnDisk:
 
     def get(self, entry: str) -> Tensor:
         """Return a tensor; nothing is stored of one without elements."""
-        return self._tensors[entry] if entry in self._tensors else torch.empty(0)
+        shape = self._empty.get(entry.removeprefix(MODEL).removeprefix(CURRENT), (0,))
+        return self._tensors[entry] if entry in self._tensors else torch.empty(shape)
 
     def states_of(self, prefix: str) -> Iterator[tuple[str, str, Tensor]]:
         """List (parameter, key, tensor) of an optimizer's states."""

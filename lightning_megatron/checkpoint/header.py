@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,11 +12,17 @@ from typing import Any
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, writing
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.strict_json import read_json
 
 FORMAT = 2
 HEADER, METADATA = "checkpoint.json", "meta.pt"
 #: The list of tensors and where they are, of torch.distributed.checkpoint.
 TENSOR_INDEX = ".metadata"
+#: Room for the records of half a million files (bytes).
+_LARGEST = 1 << 26
+#: The last second that has a date.
+_LATEST = 253402300799
+_CHECKSUM = re.compile("[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -63,10 +70,12 @@ class Header:
         """
         try:
             with folder.open(HEADER) as file:
-                fields = json.loads(file.read())
-            written = int(fields["format"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+                fields = read_json(file, f"{folder.name}/{HEADER}", _LARGEST)
+            written = fields["format"]
+        except (OSError, KeyError) as error:
             raise _damaged(folder, f"{type(error).__name__}: {error}") from error
+        if type(written) is not int:
+            raise _damaged(folder, f"its format is {written!r}")
         if written != FORMAT:
             raise UnsupportedError(
                 f"the checkpoint's format ({written}) must be this version's ({FORMAT}): {folder.name}. Its tensors "
@@ -77,12 +86,33 @@ class Header:
             checksum = fields.pop("checksum")
             if checksum != _sum_of(fields):
                 raise ValueError("its checksum is not that of its content")
-            files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
-            if any(name in ("", ".", "..") or "/" in name or "\\" in name for name in files):
-                raise ValueError("it lists what are not names of files")
-            return cls(ParallelLayout(**fields.pop("layout")), files=files, **fields)
+            files = {name: _record(name, record) for name, record in fields.pop("files").items()}
+            found = cls(ParallelLayout(**fields.pop("layout")), files=files, **fields)
+            found._check_values()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _damaged(folder, f"{type(error).__name__}: {error}") from error
+        return found
+
+    def _check_values(self) -> None:
+        for name in ("global_step", "epoch"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} must be a whole number: it is {getattr(self, name)!r}")
+        if type(self.saved_at) not in (int, float) or not abs(self.saved_at) <= _LATEST:
+            raise ValueError(f"saved_at must be seconds since 1970: it is {self.saved_at!r}")
+        for name in ("torch", "folder"):
+            if type(getattr(self, name)) is not str:
+                raise ValueError(f"{name} must be text: it is {getattr(self, name)!r}")
+
+
+def _record(name: str, record: Any) -> FileRecord:
+    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+        raise ValueError("it lists what are not names of files")
+    found = FileRecord(**record)
+    if type(found.size) is not int or found.size < 0:
+        raise ValueError(f"the size of {name} must be a number of bytes: it is {found.size!r}")
+    if type(found.checksum) is not str or not _CHECKSUM.fullmatch(found.checksum):
+        raise ValueError(f"the checksum of {name} must be eight hexadecimal digits: it is {found.checksum!r}")
+    return found
 
 
 def _sum_of(fields: Mapping[str, Any]) -> str:

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.consolidate import HUGGING_FACE, MODEL, Written, read_one_by_one
 from lightning_megatron.checkpoint.header import Header
-from lightning_megatron.checkpoint.load import load_metadata, saved_tensors
+from lightning_megatron.checkpoint.load import load_metadata
 from lightning_megatron.checkpoint.rewrite import write_checkpoint
+from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.export import MAX_FILE_BYTES, export_adapter, export_folder
@@ -89,9 +91,13 @@ class SavedModel:
         return self.family.tensors(self.family.config(self.config))
 
     def _read(self, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        saved, start = saved_tensors(self.path), len(self.prefix)
-        names = [entry for entry in saved if entry.startswith(self.prefix) and (only is None or entry[start:] in only)]
-        return ((entry[start:], full) for entry, full in read_one_by_one(self.path, names, saved))
+        stored, start = Stored.open(self.path), len(self.prefix)
+        names = [
+            entry
+            for entry in stored.tensors
+            if entry.startswith(self.prefix) and (only is None or entry[start:] in only)
+        ]
+        return ((entry[start:], full) for entry, full in read_one_by_one(stored, names))
 
 
 def export_model(
@@ -119,6 +125,7 @@ def export_model(
         CorruptDataError: If it is damaged, naming the file.
         UnsupportedError: If ``out`` has weights, or there is no adapter to merge.
     """
+    verify_checkpoint(path)
     saved = SavedModel.find(path, name, unsafe)
     if merge and saved.adapter is None:
         raise UnsupportedError(

@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_megatron.checkpoint.directory import Checkpoint, find_checkpoint
+from lightning_megatron.checkpoint.directory import find_checkpoint
 from lightning_megatron.checkpoint.entries import Entry
-from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX, Header
+from lightning_megatron.checkpoint.header import METADATA, Header
 from lightning_megatron.checkpoint.matching import Match, match
+from lightning_megatron.checkpoint.metadata_checks import check_metadata
 from lightning_megatron.checkpoint.planners import ShardLoadPlanner, TensorToRead
 from lightning_megatron.checkpoint.save import RANK_STATE
-from lightning_megatron.checkpoint.storage import FileRecord
-from lightning_megatron.checkpoint.tensor_files import damaged, read_tensors
-from lightning_megatron.checkpoint.tensor_index import read_index
+from lightning_megatron.checkpoint.stored import SavedTensor, Stored, content_of
 from lightning_megatron.checkpoint.values import from_bytes
-from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import Placement, whole_spec
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """Describe one entry of a checkpoint.
-
-    Args:
-        shape: Shape of the full tensor (elements).
-        dtype: Its dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+from lightning_megatron.groups.shard_spec import Placement
 
 
 @dataclass(frozen=True)
@@ -82,13 +63,14 @@ def load_metadata(path: str | os.PathLike[str], weights_only: bool | None = None
         CorruptDataError: If the file is damaged.
     """
     checkpoint = find_checkpoint(path)
-    values: dict[str, Any] = from_bytes(_content(checkpoint, METADATA), checkpoint.file(METADATA), weights_only)
+    values = _named_values(content_of(checkpoint, METADATA), checkpoint.file(METADATA), weights_only)
+    check_metadata(values, checkpoint.header, checkpoint.file(METADATA))
     return values
 
 
 def saved_tensors(path: str | os.PathLike[str]) -> dict[str, SavedTensor]:
     """List the full tensors of a checkpoint by name."""
-    return _tensors_of(_read_index(find_checkpoint(path)))
+    return Stored.open(path).tensors
 
 
 def load_tensors(
@@ -121,16 +103,15 @@ def load_tensors(
 
     Communication: one gather of names over tp x pp; reading needs none.
     """
-    checkpoint = find_checkpoint(path)
-    index = _read_index(checkpoint)
-    shapes = {name: entry.shape for name, entry in _tensors_of(index).items()}
+    stored = Stored.open(path)
+    shapes = {name: entry.shape for name, entry in stored.tensors.items()}
     found = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
     wanted = {
         name: TensorToRead(found.sources[name], entry.tensor, entry.placement)
         for name, entry in tensors.items()
         if name in found.sources
     }
-    read_tensors(checkpoint, index, ShardLoadPlanner(wanted))
+    stored.read(ShardLoadPlanner(wanted))
     return found
 
 
@@ -176,20 +157,7 @@ def read_full(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
         CheckpointMismatchError: If the checkpoint lacks one.
         CorruptDataError: If a file that is read is damaged, naming it.
     """
-    checkpoint = find_checkpoint(path)
-    index = _read_index(checkpoint)
-    saved = _tensors_of(index)
-    chosen = list(saved) if names is None else list(names)
-    absent = [name for name in chosen if name not in saved]
-    if absent:
-        raise CheckpointMismatchError(
-            f"tensors to read must be in the checkpoint: {', '.join(absent[:10])} are not in {os.fspath(path)!r}. "
-            f"It has {', '.join(list(saved)[:10])}{', ...' if len(saved) > 10 else ''}."
-        )
-    full = {name: torch.empty(saved[name].shape, dtype=saved[name].dtype) for name in chosen}
-    wanted = {name: TensorToRead(name, tensor, whole_spec(tensor)) for name, tensor in full.items()}
-    read_tensors(checkpoint, index, ShardLoadPlanner(wanted))
-    return full
+    return Stored.open(path).read_full(names)
 
 
 def load_rank_state(path: str | os.PathLike[str], mesh: ParallelMesh, weights_only: bool | None = None) -> RankState:
@@ -222,13 +190,14 @@ def load_rank_states(
         ranks: Global ranks of that job, counted from its first; None means all.
         weights_only: As for :func:`load_metadata`.
     """
-    checkpoint = find_checkpoint(path)
+    stored = Stored.open(path)
+    checkpoint = stored.checkpoint
     chosen = range(checkpoint.header.layout.world_size) if ranks is None else ranks
     entries = {rank: f"{RANK_STATE}{rank}" for rank in chosen}
     planner = ShardLoadPlanner({}, entries.values())
-    read_tensors(checkpoint, _read_index(checkpoint), planner)
+    stored.read(planner)
     return {
-        rank: from_bytes(planner.bytes_of[entry].getvalue(), f"{entry} of {checkpoint.path}", weights_only)
+        rank: _named_values(planner.bytes_of[entry].getvalue(), f"{entry} of {checkpoint.path}", weights_only)
         for rank, entry in entries.items()
     }
 
@@ -237,33 +206,11 @@ def _all_expected(tensors: Mapping[str, Entry], expected: Mapping[str, Placement
     return {name: entry.placement for name, entry in tensors.items()} if expected is None else expected
 
 
-def _read_index(checkpoint: Checkpoint) -> Metadata:
-    content = io.BytesIO(_content(checkpoint, TENSOR_INDEX))
-    try:
-        return read_index(content)
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
-        raise damaged(checkpoint, TENSOR_INDEX, str(error)) from error
-
-
-def _content(checkpoint: Checkpoint, name: str) -> bytes:
-    """Read a small file whole, if it is as it was written."""
-    wanted = checkpoint.header.files.get(name)
-    if wanted is None:
-        raise damaged(checkpoint, name, "the header does not list it")
-    try:
-        with checkpoint.folder.open(name) as file:
-            content = file.read()
-    except FileNotFoundError as error:
-        raise damaged(checkpoint, name, "it is missing") from error
-    found = FileRecord(len(content), f"{zlib.crc32(content):08x}")
-    if found != wanted:
-        raise damaged(checkpoint, name, f"it has {found.size} bytes, checksum {found.checksum}; written were {wanted}")
-    return content
-
-
-def _tensors_of(index: Metadata) -> dict[str, SavedTensor]:
-    return {
-        name: SavedTensor(tuple(entry.size), entry.properties.dtype)
-        for name, entry in index.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+def _named_values(content: bytes, what: str, weights_only: bool | None) -> dict[str, Any]:
+    found = from_bytes(content, what, weights_only)
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise CorruptDataError(
+            f"a file of a checkpoint must be as it was written: {what} holds a {type(found).__name__} in place of "
+            "named values. It is damaged. Use another checkpoint."
+        )
+    return found

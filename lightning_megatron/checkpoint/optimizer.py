@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import SavedTensor, load_tensors, saved_tensors
+from lightning_megatron.checkpoint.metadata_checks import check_states
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -57,8 +58,8 @@ def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, m
         mesh: The groups of this rank.
 
     Returns:
-        ``{"groups": [{"hyperparameters": {...}, "parameters": [names]}], "values": {name: {key: value}}}``, merged
-        over the pipeline stages by group index.
+        ``{"groups": [{"hyperparameters": {...}, "parameters": [names], "states": [keys of tensors]}], "values":
+        {name: {key: value}}}``, merged over the pipeline stages by group index.
 
     Raises:
         CheckpointMismatchError: If the stages' optimizers have different numbers of groups.
@@ -69,7 +70,13 @@ def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, m
     for group, names in zip(optimizer.param_groups, main.names_of(optimizer), strict=True):
         hyperparameters = {key: _on_cpu(value) for key, value in group.items() if key not in _NOT_SAVED}
         untied = [name for name in names if main.spec(name).tied_to is None]
-        groups.append({"hyperparameters": hyperparameters, "parameters": untied})
+        states = {
+            key
+            for parameter in group["params"]
+            for key, value in _state_of(optimizer, parameter).items()
+            if isinstance(value, Tensor)
+        }
+        groups.append({"hyperparameters": hyperparameters, "parameters": untied, "states": sorted(states)})
         for name, parameter in zip(names, group["params"], strict=True):
             state = _state_of(optimizer, parameter)
             plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
@@ -82,6 +89,7 @@ def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, m
         {
             "hyperparameters": groups[number]["hyperparameters"],
             "parameters": [name for stage_groups, _ in stages for name in stage_groups[number]["parameters"]],
+            "states": sorted({key for stage_groups, _ in stages for key in stage_groups[number]["states"]}),
         }
         for number in range(len(groups))
     ]
@@ -116,6 +124,7 @@ def load_optimizer(
     original = _originals(names_of_groups, metadata["groups"], main)
     _check_groups(names_of_groups, metadata["groups"], original, mesh)
     saved = _saved_state(path, index)
+    check_states(index, metadata["groups"], saved, os.fspath(path))
     expected = {
         f"{_prefix(index)}{name}.{key}": _whole(one.shape, main.spec(name), key)
         for name in original
@@ -206,18 +215,15 @@ def _originals(
 
 
 def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: ParallelMesh) -> None:
-    """Add what other ranks of the stage know: values of what they hold a part of, and names of experts of their own."""
-    if mesh.layout.ep == 1:
-        for part in all_gather_objects(values, mesh.data_cpu):
-            values |= part
-        return
-    names = [group["parameters"] for group in groups]
-    everyone = all_gather_objects((mesh.pp.rank, names, values), mesh.world_cpu)
-    for stage, their_names, part in everyone:
+    """Add what other ranks of the stage know: values and states of theirs, and names of experts of their own."""
+    # Data ranks of a place have the same names, in the same order.
+    axis = mesh.data_cpu if mesh.layout.ep == 1 else mesh.world_cpu
+    for stage, their_groups, part in all_gather_objects((mesh.pp.rank, groups, values), axis):
         if stage == mesh.pp.rank:
             values |= part
-            for group, more in zip(groups, their_names, strict=True):
-                group["parameters"] = list(dict.fromkeys([*group["parameters"], *more]))
+            for group, more in zip(groups, their_groups, strict=True):
+                for key in ("parameters", "states"):
+                    group[key] = list(dict.fromkeys([*group[key], *more[key]]))
 
 
 def _check_same_groups(counts: Sequence[int]) -> None:

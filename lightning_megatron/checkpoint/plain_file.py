@@ -44,12 +44,14 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
             "torch.serialization.add_safe_globals([...]) of them before loading; if you trust the file, load it with "
             "weights_only=False."
         ) from error
-    except (RuntimeError, EOFError, KeyError) as error:
+    except OSError:
+        raise  # its message has the path
+    except Exception as error:  # a pickle that was edited fails in whatever way
         raise _damaged(text, error) from error
-    if not isinstance(found, dict) or "state_dict" not in found:
+    if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
         raise CorruptDataError(
-            f"a checkpoint file must be one of Lightning: {text} has no 'state_dict'. It holds something else. Load "
-            "it in your module instead."
+            f"a checkpoint file must be one of Lightning: {text} has no mapping 'state_dict'. It holds something "
+            "else. Load it in your module instead."
         )
     return found
 
@@ -67,7 +69,9 @@ def verify_file(path: str | os.PathLike[str]) -> int:
     try:
         with zipfile.ZipFile(text) as file:
             wrong = file.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+    except OSError:
+        raise  # its message has the path
+    except Exception as error:  # an archive that was edited fails in whatever way
         raise _damaged(text, error) from error
     if wrong is not None:
         raise _damaged(text, ValueError(f"the checksum of {wrong} inside is not that of its content"))

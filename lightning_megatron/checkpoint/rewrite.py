@@ -23,13 +23,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_megatron.checkpoint.consolidate import MODEL, Written, read_one_by_one, without_training
-from lightning_megatron.checkpoint.directory import find_checkpoint, place_of
+from lightning_megatron.checkpoint.directory import place_of
 from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX, Header
-from lightning_megatron.checkpoint.load import load_metadata, load_rank_states, saved_tensors
+from lightning_megatron.checkpoint.load import load_metadata, load_rank_states
+from lightning_megatron.checkpoint.metadata_checks import ONE_PROCESS, OPTIMIZERS, check_names
 from lightning_megatron.checkpoint.save import RANK_STATE
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, HashingStream, writing
+from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.checkpoint.tensor_index import write_index
 from lightning_megatron.checkpoint.values import to_bytes
+from lightning_megatron.checkpoint.verify import verify_checkpoint
 
 #: Pieces of a tensor are at most about this large, so that ranks need not read all of it (bytes).
 _PIECE = 1 << 26
@@ -60,17 +63,20 @@ def rewrite(
         CorruptDataError: If it is damaged, naming the file.
         UnsupportedError: If it holds more than tensors and plain values, and ``unsafe`` is not set.
     """
-    source, saved = find_checkpoint(path), saved_tensors(path)
-    metadata = load_metadata(path, weights_only=not unsafe)
-    names = [name for name in saved if not weights_only or name.startswith(MODEL)]
+    verify_checkpoint(path)
+    stored, metadata = Stored.open(path), load_metadata(path, weights_only=not unsafe)
+    if ONE_PROCESS in metadata:
+        shapes = {name: one.shape for name, one in stored.tensors.items()}
+        check_names(metadata[ONE_PROCESS], metadata.get(OPTIMIZERS, ()), shapes, stored.checkpoint.file(METADATA))
+    names = [name for name in stored.tensors if not weights_only or name.startswith(MODEL)]
     ranks = {} if weights_only else load_rank_states(path, weights_only=not unsafe)
     tensors = (
         (name, full.to(dtype) if dtype is not None and name.startswith(MODEL) and full.is_floating_point() else full)
-        for name, full in read_one_by_one(path, names, saved)
+        for name, full in read_one_by_one(stored, names)
     )
     objects = {f"{RANK_STATE}{rank}": to_bytes(values) for rank, values in ranks.items()}
     kept = metadata if not weights_only else without_training(metadata)
-    header = replace(source.header, folder=".", torch=torch.__version__)
+    header = replace(stored.checkpoint.header, folder=".", torch=torch.__version__)
     return write_checkpoint(out, num_files, tensors, objects, kept, header)
 
 

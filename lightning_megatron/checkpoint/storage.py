@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -157,8 +159,11 @@ class LocalFolder:
         return (self.path / name).stat().st_size
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file inside for reading."""
-        return open(self.path / name, "rb")
+        """Open a file inside for reading; nothing else that has a name, which may never end."""
+        path = self.path / name
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError(errno.EINVAL, "it is no file", str(path))
+        return open(path, "rb")
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:

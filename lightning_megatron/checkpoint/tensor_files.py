@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.futures import Future
 
 from lightning_megatron.checkpoint.directory import Checkpoint
 from lightning_megatron.checkpoint.header import TENSOR_INDEX
+from lightning_megatron.checkpoint.index_checks import Piece, PieceKey, pieces_of
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, writing
 from lightning_megatron.checkpoint.tensor_index import write_index
 from lightning_megatron.errors import CorruptDataError
@@ -93,6 +93,8 @@ def read_tensors(checkpoint: Checkpoint, index: Metadata, planner: LoadPlanner) 
     """
     planner.set_up_planner({}, index)
     plan = planner.finish_plan(planner.create_local_plan())
+    tensors = {item.storage_index.fqn for item in plan.items if item.type == LoadItemType.TENSOR}
+    pieces = pieces_of(index, tensors)
     by_file: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
     for item in plan.items:
         where = index.storage_data.get(item.storage_index)
@@ -104,7 +106,7 @@ def read_tensors(checkpoint: Checkpoint, index: Metadata, planner: LoadPlanner) 
             )
         by_file.setdefault(where.relative_path, []).append((where, item))
     for name, items in sorted(by_file.items()):
-        _read_file(checkpoint, name, items, planner)
+        _read_file(checkpoint, name, items, pieces, planner)
 
 
 def check_size(checkpoint: Checkpoint, name: str) -> None:
@@ -118,6 +120,8 @@ def check_size(checkpoint: Checkpoint, name: str) -> None:
         found = checkpoint.folder.size(name)
     except FileNotFoundError as error:
         raise damaged(checkpoint, name, "it is missing") from error
+    except OSError as error:
+        raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
     if found != wanted:
         raise damaged(checkpoint, name, f"it has {found} bytes, {wanted} were written")
 
@@ -131,10 +135,18 @@ def damaged(checkpoint: Checkpoint, name: str, reason: str) -> CorruptDataError:
 
 
 def _read_file(
-    checkpoint: Checkpoint, name: str, items: list[tuple[_StorageInfo, ReadItem]], planner: LoadPlanner
+    checkpoint: Checkpoint,
+    name: str,
+    items: list[tuple[_StorageInfo, ReadItem]],
+    pieces: Mapping[PieceKey, Piece],
+    planner: LoadPlanner,
 ) -> None:
     check_size(checkpoint, name)
-    with checkpoint.folder.open(name) as file:
+    try:
+        file = checkpoint.folder.open(name)
+    except OSError as error:
+        raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
+    with file:
         last: tuple[int, Tensor] | None = None
         for where, item in sorted(items, key=lambda pair: pair[0].offset):
             if item.type == LoadItemType.BYTE_IO:
@@ -142,30 +154,39 @@ def _read_file(
                 planner.load_bytes(item, io.BytesIO(file.read(where.length)))
                 continue
             if last is None or last[0] != where.offset:
-                last = where.offset, _stored_tensor(checkpoint, name, file, where)
+                piece = pieces[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+                last = where.offset, _stored_tensor(checkpoint, name, file, where, piece)
             _copy(checkpoint, name, last[1], item, planner)
 
 
-def _stored_tensor(checkpoint: Checkpoint, name: str, file: Any, where: _StorageInfo) -> Tensor:
+def _stored_tensor(checkpoint: Checkpoint, name: str, file: Any, where: _StorageInfo, piece: Piece) -> Tensor:
+    """Read one piece, which must have the shape and the dtype that the list of tensors gives it."""
     file.seek(where.offset)
     try:
         tensor = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except Exception as error:  # a pickle that was edited fails in whatever way
         raise damaged(checkpoint, name, f"no tensor can be read at byte {where.offset}") from error
-    if not isinstance(tensor, Tensor):
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         raise damaged(checkpoint, name, f"there is a {type(tensor).__name__} and no tensor at byte {where.offset}")
+    if (tuple(tensor.shape), tensor.dtype) != (piece.shape, piece.dtype):
+        raise damaged(
+            checkpoint,
+            name,
+            f"the tensor at byte {where.offset} has the shape {tuple(tensor.shape)} and the type {tensor.dtype}, its "
+            f"list says {piece.shape} and {piece.dtype}",
+        )
     return tensor
 
 
 def _copy(checkpoint: Checkpoint, name: str, stored: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
     """Copy the part of a stored piece that an item asks for."""
     target = planner.resolve_tensor(item).detach()
-    ends = [start + size for start, size in zip(item.storage_offsets, item.lengths, strict=True)]
-    if stored.dim() != len(ends) or any(end > size for end, size in zip(ends, stored.shape, strict=True)):
-        raise damaged(checkpoint, name, f"a piece of {item.storage_index.fqn} has the shape {tuple(stored.shape)}")
     for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         stored = stored.narrow(dim, start, size)
-    target.copy_(stored)
+    try:
+        target.copy_(stored)
+    except NotImplementedError as error:
+        raise damaged(checkpoint, name, f"{item.storage_index.fqn} has the type {stored.dtype}") from error
 
 
 def run_alone(planner: SavePlanner, writer: TensorFileWriter) -> None:

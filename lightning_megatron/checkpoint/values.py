@@ -14,6 +14,8 @@ from lightning_megatron.checkpoint.together import Caught
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 _SHOWN = 5
+#: What torch raises where it looks for the types in something that is no file of its own.
+_UNREADABLE = (RuntimeError, pickle.UnpicklingError, ValueError, EOFError, LookupError, TypeError, AttributeError)
 
 
 def to_bytes(value: Any) -> bytes:
@@ -38,7 +40,7 @@ def from_bytes(data: bytes, what: str, weights_only: bool | None = None) -> Any:
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only is not False)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # a pickle that was edited fails in whatever way
         types = [] if weights_only is False else _unsafe_types(data)
         if types or (isinstance(error, pickle.UnpicklingError) and weights_only is not False):
             raise UnsupportedError(
@@ -90,7 +92,7 @@ def _is_safe(data: bytes) -> bool:
 def _unsafe_types(data: bytes) -> list[str]:
     try:
         return sorted(get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
-    except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError):
+    except _UNREADABLE:
         return []
 
 

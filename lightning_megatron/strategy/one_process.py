@@ -34,13 +34,15 @@ def describe_for_one_process(
 
     Returns:
         ``order``: names of the state dict; ``aliases``: names that share the tensor of another; ``padded_rows``: rows
-        of the tensors that have more in one process; ``numbering``: for each optimizer the names in each group, or the
-        reason why they are not known.
+        of the tensors that have more in one process; ``empty``: shapes of those without elements; ``numbering``: for
+        each optimizer the names in each group, or the reason why they are not known.
 
     Communication: that of :func:`gather_parts`.
     """
     first_name: dict[int, str] = {}
-    names, aliases = [], {}
+    names: list[str] = []
+    aliases: dict[str, str] = {}
+    empty: dict[str, list[int]] = {}
     own = tuple(
         f"{prefix}." if prefix else "" for prefix, part in module.named_modules() if isinstance(part, LayeredModule)
     )
@@ -50,6 +52,9 @@ def describe_for_one_process(
         if not isinstance(tensor, Tensor) or (tied_to is not None and name.startswith(own)):
             continue
         names.append(name)
+        shape = main.spec(name).full_shape if main.holds(name) else tuple(tensor.shape)
+        if 0 in shape:
+            empty[name] = list(shape)
         if tied_to is not None:
             aliases[name] = tied_to
             continue
@@ -60,12 +65,13 @@ def describe_for_one_process(
         [[name for name in group if main.spec(name).tied_to is None] for group in main.names_of(optimizer)]
         for optimizer in optimizers
     ]
-    stages = gather_parts((names, aliases, padded_rows(module), groups), mesh)
+    stages = gather_parts((names, aliases, padded_rows(module), groups, empty), mesh)
     order = merge_orders([stage[0] for stage in stages])
     return {
         "order": order,
         "aliases": _merged([stage[1] for stage in stages]),
         "padded_rows": _merged([stage[2] for stage in stages]),
+        "empty": _merged([stage[4] for stage in stages]),
         "numbering": [_numbering([stage[3][index] for stage in stages], order) for index in range(len(optimizers))],
     }
 

@@ -140,11 +140,13 @@ def test_a_list_of_tensors_names_its_own_records_and_nothing_else(call: bytes) -
 def test_tensors_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None:
     path = saved(tmp_path)
     index = read_index(io.BytesIO((path / ".metadata").read_bytes()))
-    where = next(one for key, one in index.storage_data.items() if key.fqn == "state_dict.weight")
-    content = (path / where.relative_path).read_bytes()
-    trap = zipped(Trap(sprung))
-    where.offset, where.length = len(content), len(trap)
-    put(path, where.relative_path, content + trap)
+    first, *others = index.storage_data.values()
+    content = (path / first.relative_path).read_bytes()[first.length :]
+    trap = zipped([Trap(sprung), torch.ones(8)])
+    for where in others:
+        where.offset += len(trap) - first.length
+    first.length = len(trap)
+    put(path, first.relative_path, trap + content)
     put(path, ".metadata", pickle.dumps(index))
     with pytest.raises(CorruptDataError, match=r"__0_0\.distcp is not: no tensor can be read"):
         read_full(path)

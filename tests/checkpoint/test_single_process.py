@@ -251,7 +251,8 @@ def test_a_plain_file_or_an_empty_directory_is_not_a_checkpoint(tmp_path: Path) 
 
 def test_a_file_does_not_take_the_place_of_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "sharded"
-    save_checkpoint(path, {}, {ONE_PROCESS: {}}, {}, MESH)
+    nothing: dict[str, Any] = {"order": [], "aliases": {}, "padded_rows": {}, "numbering": []}
+    save_checkpoint(path, {}, {ONE_PROCESS: nothing}, {}, MESH)
     with pytest.raises(CheckpointMismatchError, match=f"{path} is a directory"):
         consolidate(path, path)
     verify_checkpoint(path)

@@ -1,0 +1,190 @@
+"""Which values of a job a checkpoint can have: the types of those that are read here, and the names in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from lightning_megatron.checkpoint.header import Header
+from lightning_megatron.errors import CorruptDataError
+
+#: Keys of the metadata beside Lightning's own: hyperparameters of the optimizers, and the model in one process.
+OPTIMIZERS, ONE_PROCESS = "megatron_optimizers", "megatron_one_process"
+#: Where checkpoints say which of their models are of Hugging Face.
+HUGGING_FACE = "hugging_face"
+#: What the entries of a model's tensors begin with.
+MODEL = "state_dict."
+#: The weights that training goes on from, where those of the model are averages.
+CURRENT = "current_model_state."
+
+#: A vocabulary is padded to at most twice its rows and this many more (rows).
+_MOST_PADDING = 1 << 20
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_mapping(value: Any, inner: Callable[[Any], bool] = lambda value: True) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) and inner(one) for name, one in value.items())
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        _is_mapping(value)
+        and isinstance(value.get("groups"), list)
+        and all(_is_mapping(group) for group in value["groups"])
+        and all(_is_mapping(group.get("hyperparameters")) for group in value["groups"])
+        and all(_is_names(group.get("parameters")) and _is_names(group.get("states", [])) for group in value["groups"])
+        and _is_mapping(value.get("values"), _is_mapping)
+    )
+
+
+def _is_one_process(value: Any) -> bool:
+    return (
+        _is_mapping(value)
+        and _is_names(value.get("order"))
+        and _is_mapping(value.get("aliases"), lambda name: isinstance(name, str))
+        and _is_mapping(value.get("padded_rows"), _is_number)
+        and _is_mapping(value.get("empty", {}), lambda shape: isinstance(shape, list) and all(map(_is_number, shape)))
+        and isinstance(value.get("numbering"), list)
+        and all(
+            isinstance(one, str) or (isinstance(one, list) and all(map(_is_names, one))) for one in value["numbering"]
+        )
+    )
+
+
+def _is_model(value: Any) -> bool:
+    return (
+        _is_mapping(value)
+        and isinstance(value.get("architecture"), str)
+        and _is_mapping(value.get("config"))
+        and (value.get("adapter") is None or _is_mapping(value["adapter"]))
+    )
+
+
+_LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "epoch": ("a whole number", _is_number),
+    "global_step": ("a whole number", _is_number),
+    "loops": ("a mapping of mappings", lambda value: _is_mapping(value, _is_mapping)),
+    "callbacks": ("a mapping", _is_mapping),
+    "lr_schedulers": ("a list", lambda value: isinstance(value, list)),
+    OPTIMIZERS: (
+        "a list of groups and values of optimizers",
+        lambda value: isinstance(value, list) and all(map(_is_optimizer, value)),
+    ),
+    ONE_PROCESS: ("a mapping with order, aliases, padded_rows and numbering", _is_one_process),
+    HUGGING_FACE: ("a mapping of models, each with architecture and config", lambda v: _is_mapping(v, _is_model)),
+}
+
+
+def check_metadata(values: Mapping[str, Any], header: Header, where: str) -> None:
+    """Refuse values of a job that contradict what they are read as, or the header.
+
+    Args:
+        values: The values; those that nothing here reads may be anything.
+        header: Of the same checkpoint.
+        where: The file, for errors.
+
+    Raises:
+        CorruptDataError: Naming the value.
+    """
+    for name, (legal, holds) in _LEGAL.items():
+        if name in values and not holds(values[name]):
+            raise _damaged(where, f"{name} must be {legal}: it is {str(values[name])[:200]!r}")
+    for name, number in (("global_step", header.global_step), ("epoch", header.epoch)):
+        if name in values and values[name] != number:
+            raise _damaged(where, f"its {name} is {values[name]}, that of the header {number}")
+
+
+def check_names(
+    one_process: Mapping[str, Any],
+    optimizers: Sequence[Mapping[str, Any]],
+    shapes: Mapping[str, Sequence[int]],
+    where: str,
+) -> None:
+    """Refuse names of one process's tensors that are not those of the checkpoint.
+
+    Args:
+        one_process: What the checkpoint says of the model in one process.
+        optimizers: What it says of its optimizers.
+        shapes: Full shapes of all its tensors, by entry.
+        where: The file, for errors.
+
+    Raises:
+        CorruptDataError: Naming a tensor, if one would be dropped, made up, or counted twice.
+    """
+    names, aliases = one_process["order"], one_process["aliases"]
+    # Checkpoints of earlier versions do not list the tensors without elements.
+    known = {name.removeprefix(MODEL) for name in shapes if name.startswith(MODEL)}
+    used = {aliases.get(name, name) for name in names}
+    _same("the names of its state dict are not those of its tensors", known - used, where)
+    if "empty" in one_process:
+        _same("its state dict has names without tensors", used - known - one_process["empty"].keys(), where)
+        wrong = {name for name, shape in one_process["empty"].items() if 0 not in shape}
+        _same("tensors without values have elements", wrong, where)
+    _same("a name comes twice", _twice(names), where)
+    for name, rows in one_process["padded_rows"].items():
+        shape = shapes.get(f"{MODEL}{name}")
+        if shape is not None and (not shape or not shape[0] <= rows <= 2 * shape[0] + _MOST_PADDING):
+            raise _damaged(where, f"{name} of shape {tuple(shape)} cannot be padded to {rows} rows")
+    for optimizer, numbering in zip(optimizers, one_process["numbering"], strict=False):
+        if not isinstance(numbering, str):
+            groups = [group["parameters"] for group in optimizer["groups"]]
+            if list(map(sorted, groups)) != list(map(sorted, numbering)):
+                raise _damaged(where, "the numbered parameters of an optimizer are not those of its groups")
+    if len(optimizers) not in (0, len(one_process["numbering"])):
+        raise _damaged(where, f"{len(optimizers)} optimizers are numbered as {len(one_process['numbering'])}")
+    for index, optimizer in enumerate(optimizers):
+        found: dict[str, dict[str, Any]] = {}
+        for entry in (name for name in shapes if name.startswith(f"optimizer.{index}.state.")):
+            name, _, key = entry.split(".", 3)[3].rpartition(".")
+            found.setdefault(name, {})[key] = entry
+        check_states(index, optimizer["groups"], found, where)
+        known = {name for group in optimizer["groups"] for name in group["parameters"]}
+        _same("values are of no parameter of their optimizer", optimizer["values"].keys() - known, where)
+    starts = (MODEL, CURRENT, *(f"optimizer.{index}.state." for index in range(len(optimizers))))
+    _same("nothing says what they are", (name for name in shapes if not name.startswith(starts)), where)
+
+
+def check_states(
+    index: int, groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Iterable[str]], where: str
+) -> None:
+    """Refuse states that the groups of their optimizer do not know.
+
+    Args:
+        index: Number of the optimizer.
+        groups: Its groups, with the names of their parameters and of the states that these have.
+        saved: Names of the states that were saved of every parameter.
+        where: The checkpoint, for errors.
+
+    Raises:
+        CorruptDataError: Naming a state.
+    """
+    group_of = {name: group for group in groups for name in group["parameters"]}
+    for name, keys in saved.items():
+        # Checkpoints of earlier versions do not list the states.
+        known = None if name not in group_of else group_of[name].get("states", keys)
+        wrong = [f"{key} of {name}" for key in keys if known is None or key not in known]
+        _same(f"the groups of optimizer {index} do not know", wrong, where)
+
+
+def _twice(names: Iterable[str]) -> set[str]:
+    seen: set[str] = set()
+    return {name for name in names if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
+
+
+def _same(what: str, names: Iterable[str], where: str) -> None:
+    if found := sorted(names):
+        raise _damaged(where, f"{what}: {', '.join(found[:5])}")
+
+
+def _damaged(where: str, reason: str) -> CorruptDataError:
+    return CorruptDataError(
+        f"the values of a checkpoint must be as it was written: {where} is not: {reason}. What is loaded from it would "
+        "be wrong. Use another checkpoint."
+    )
