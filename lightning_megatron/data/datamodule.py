@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -22,6 +22,7 @@ from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from lightning_megatron.data.windows import split_range
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.plan.settings import Count, Elements, Index, NotNegative, Range, settled_arguments
 
 Part = Literal["train", "val", "test"]
 PARTS: tuple[Part, ...] = ("train", "val", "test")
@@ -55,28 +56,33 @@ class TokenDataModule(LightningDataModule):
         checksums: Compare each token file with the checksum that `preprocess` wrote: once, by one process that the
             others wait for; `cache_dir` remembers the result as long as size and times of the files stay.
         pin_memory: Pin batches in memory; None does if there is a GPU.
+
+    Raises:
+        ParallelPlanError: For a value of another type or outside of its range.
+        UnsupportedError: If data are named in two ways, or not at all.
     """
 
     def __init__(
         self,
-        train: str | list[str] | dict[str, float] | None = None,
+        train: str | list[str] | dict[str, NotNegative] | None = None,
         val: str | list[str] | None = None,
         test: str | list[str] | None = None,
         split: str | None = None,
         corpus: Literal["speeches"] | None = None,
         tokenizer: str | None = None,
-        seq_length: int = 1024,
-        batch_size: int = 1,
-        num_workers: int = 0,
-        seed: int = 1234,
+        seq_length: Count = 1024,
+        batch_size: Count = 1,
+        num_workers: Index = 0,
+        seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 1234,
         order: Literal["passes", "megatron"] = "passes",
-        train_samples: int | None = None,
+        train_samples: Elements | None = None,
         mask_after_eod: bool = False,
         data_dir: str = "data",
         cache_dir: str | None = None,
         pin_memory: bool | None = None,
         checksums: bool = True,
     ) -> None:
+        given = settled_arguments(TokenDataModule.__init__, locals())
         super().__init__()
         if not (train or val or test or corpus):
             raise UnsupportedError("no data are named: give prefixes of token files, or corpus 'speeches'.")
@@ -85,14 +91,18 @@ class TokenDataModule(LightningDataModule):
         if split is not None and (val or test or train is None):
             raise UnsupportedError("split divides `train` into all parts: give train, and leave val and test out.")
         self.prefixes: dict[Part, list[str]] = {
-            "train": _prefixes(train),
-            "val": _prefixes(val),
-            "test": _prefixes(test),
+            "train": _prefixes(given["train"]),
+            "val": _prefixes(given["val"]),
+            "test": _prefixes(given["test"]),
         }
         self.weights = list(train.values()) if isinstance(train, dict) else None
         self.split, self.corpus, self.tokenizer_spec = split, corpus, tokenizer
-        self.seq_length, self.batch_size, self.num_workers, self.seed = seq_length, batch_size, num_workers, seed
-        self.order, self.train_samples, self.mask_after_eod = order, train_samples, mask_after_eod
+        self.seq_length: int = given["seq_length"]
+        self.batch_size: int = given["batch_size"]
+        self.num_workers: int = given["num_workers"]
+        self.seed: int = given["seed"]
+        self.train_samples: int | None = given["train_samples"]
+        self.order, self.mask_after_eod = order, mask_after_eod
         self.data_dir, self.cache_dir, self.checksums = data_dir, cache_dir, checksums
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._restored: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT, single_mesh
 from lightning_megatron.models.token_module import IGNORED, TokenModule
+from lightning_megatron.plan.settings import Probability, settled_arguments
 
 
 class CausalLM(TokenModule):
@@ -30,14 +31,18 @@ class CausalLM(TokenModule):
         label_smoothing: Probability spread evenly over the vocabulary in training; validation and test use none.
         training: Arguments of `TokenModule`: ``learning_rate``, ``weight_decay``, ``betas``, ``warmup_steps``,
             ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``, ``token_weighted``.
+
+    Raises:
+        ParallelPlanError: For a value of another type or outside of its range.
     """
 
-    def __init__(self, config: GPTConfig, label_smoothing: float = 0.0, **training: Any) -> None:
+    def __init__(self, config: GPTConfig, label_smoothing: Probability = 0.0, **training: Any) -> None:
+        given = settled_arguments(CausalLM.__init__, locals())
         super().__init__(**training)
         # A checkpoint stores plain values, so the configuration comes back as a mapping.
-        self.config = GPTConfig(**config) if isinstance(config, Mapping) else config
-        self.label_smoothing = label_smoothing
-        self.save_hyperparameters({"config": asdict(self.config), "label_smoothing": label_smoothing})
+        self.config: GPTConfig = given["config"]
+        self.label_smoothing: float = given["label_smoothing"]
+        self.save_hyperparameters({"config": asdict(self.config), "label_smoothing": self.label_smoothing})
         self.model: GPT | None = None
 
     @property

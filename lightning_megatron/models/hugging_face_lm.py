@@ -14,6 +14,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.token_module import TokenModule
+from lightning_megatron.plan.settings import settled_arguments
 
 
 class HuggingFaceCausalLM(TokenModule):
@@ -36,6 +37,7 @@ class HuggingFaceCausalLM(TokenModule):
             ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``, ``token_weighted``.
 
     Raises:
+        ParallelPlanError: For a value of another type or outside of its range.
         UnsupportedError: If there is no such folder, or another strategy is to train with ``expert_settings``.
         MissingExtraError: If transformers is not installed.
     """
@@ -48,6 +50,7 @@ class HuggingFaceCausalLM(TokenModule):
         expert_settings: dict[str, Any] | None = None,
         **training: Any,
     ) -> None:
+        settled_arguments(HuggingFaceCausalLM.__init__, locals())
         super().__init__(**training)
         self.path, self.from_scratch, self.dtype_name = path, from_scratch, dtype
         self.expert_settings = expert_settings

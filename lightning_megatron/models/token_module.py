@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.schedule import WarmupSchedule
+from lightning_megatron.plan.settings import Count, Index, NotNegative, Positive, Probability, Range, settled_arguments
 
 #: The label that is no token.
 IGNORED = -100
@@ -41,38 +42,35 @@ class TokenModule(LightningModule):
         token_weighted: Whether the gradients of a step under MegatronStrategy are those of the mean over all its
             tokens, whichever rank and microbatch they are on; else microbatches and ranks weigh by their samples, as
             ranks do under every other strategy. The two differ where samples have ignored labels.
+
+    Raises:
+        ParallelPlanError: For a value of another type or outside of its range.
     """
 
     def __init__(
         self,
-        learning_rate: float = 3e-4,
-        weight_decay: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.95),
-        warmup_steps: int = 0,
-        max_steps: int | None = None,
+        learning_rate: NotNegative = 3e-4,
+        weight_decay: NotNegative = 0.1,
+        betas: tuple[Probability, Probability] = (0.9, 0.95),
+        warmup_steps: Index = 0,
+        max_steps: Count | None = None,
         schedule: Literal["cosine", "linear", "constant"] = "cosine",
-        min_lr_ratio: float = 0.1,
-        bytes_per_token: float | None = None,
+        min_lr_ratio: Annotated[float, Range(least=0, most=1)] = 0.1,
+        bytes_per_token: Positive | None = None,
         token_weighted: bool = True,
     ) -> None:
+        given = settled_arguments(TokenModule.__init__, locals())
         super().__init__()
-        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
-        self.warmup_steps, self.max_steps = warmup_steps, max_steps
-        self.schedule, self.min_lr_ratio = schedule, min_lr_ratio
-        self.bytes_per_token, self.token_weighted = bytes_per_token, token_weighted
-        self.save_hyperparameters(
-            {
-                "learning_rate": learning_rate,
-                "weight_decay": weight_decay,
-                "betas": tuple(betas),
-                "warmup_steps": warmup_steps,
-                "max_steps": max_steps,
-                "schedule": schedule,
-                "min_lr_ratio": min_lr_ratio,
-                "bytes_per_token": bytes_per_token,
-                "token_weighted": token_weighted,
-            }
-        )
+        self.learning_rate: float = given["learning_rate"]
+        self.weight_decay: float = given["weight_decay"]
+        self.betas: tuple[float, float] = given["betas"]
+        self.warmup_steps: int = given["warmup_steps"]
+        self.max_steps: int | None = given["max_steps"]
+        self.schedule: Literal["cosine", "linear", "constant"] = given["schedule"]
+        self.min_lr_ratio: float = given["min_lr_ratio"]
+        self.bytes_per_token: float | None = given["bytes_per_token"]
+        self.token_weighted: bool = given["token_weighted"]
+        self.save_hyperparameters(given)
 
     @property
     @abstractmethod

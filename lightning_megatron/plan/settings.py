@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import timedelta
 from numbers import Integral, Real
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_megatron.errors import ParallelPlanError
@@ -64,7 +65,7 @@ def settle(record: Any, prefix: str = "") -> None:
     """Put every field of a frozen dataclass into the type of its annotation, or refuse it.
 
     A whole number is any that Python or NumPy counts as integral, but never a truth value; a number is finite; a list
-    stands for a tuple, and a mapping for a record with these fields.
+    stands for a tuple, a path for text, and a mapping for a record with these fields.
 
     Args:
         record: Instance of a frozen dataclass.
@@ -84,13 +85,13 @@ def settled_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -
 
     Args:
         function: Function whose annotations are meant.
-        values: Arguments by name, all of them or some.
+        values: Arguments by name, such as ``locals()`` at the start of the function; others are left out.
 
     Raises:
         ParallelPlanError: As for :func:`settle`.
     """
     kinds = get_type_hints(function, include_extras=True)
-    return {name: settled(name, value, kinds[name]) for name, value in values.items()}
+    return {name: settled(name, value, kinds[name]) for name, value in values.items() if name in kinds}
 
 
 def settled(name: str, value: Any, kind: Any) -> Any:
@@ -168,6 +169,8 @@ def _is_of(value: Any, kind: Any) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
     if kind is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
+    if kind is str:
+        return isinstance(value, str | PurePath)
     if origin in (tuple, list):
         return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
     if is_dataclass(kind):

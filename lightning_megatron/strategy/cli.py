@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from jsonargparse import set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
+
+from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
+
+_STRATEGY_PATHS = ("lightning_megatron.MegatronStrategy", f"{MegatronStrategy.__module__}.MegatronStrategy")
 
 
 class MegatronCLI(LightningCLI):
@@ -47,6 +51,17 @@ class MegatronCLI(LightningCLI):
             parser.set_defaults({"model": {"class_path": "lightning_megatron.CausalLM"}})
         if self.datamodule_class is LightningDataModule:
             parser.set_defaults({"data": {"class_path": "lightning_megatron.TokenDataModule"}})
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        # Where a setting may be of several types, the parser's error is about the first of them alone.
+        settings = self.config if self.subcommand is None else self.config[self.subcommand]
+        chosen = settings["trainer"].get("strategy")
+        if isinstance(chosen, Namespace) and chosen.class_path in _STRATEGY_PATHS:
+            try:
+                MegatronStrategy(**chosen.init_args.as_dict())
+            except ValueError as error:
+                raise ValueError(f"trainer.strategy: {error}") from error
 
 
 def main(args: list[str] | None = None) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.plan.settings import Count, Positive, settled_arguments
 from lightning_megatron.training.main_parameters import MainParameters
 
 
@@ -33,21 +34,18 @@ class DynamicLossScale:
 
     def __init__(
         self,
-        initial: float = 2.0**16,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        minimum: float = 1.0,
-        floor_patience: int = 10,
+        initial: Positive = 2.0**16,
+        growth_interval: Count = 1000,
+        hysteresis: Count = 2,
+        minimum: Positive = 1.0,
+        floor_patience: Count = 10,
     ) -> None:
-        if not 0 < minimum <= initial:
+        settled_arguments(DynamicLossScale.__init__, locals())
+        if minimum > initial:
             raise ParallelPlanError(
-                "the initial loss scale must not be below the minimum, and the minimum must be positive: initial "
+                "the initial loss scale must not be below the minimum: initial "
                 f"{initial}, minimum {minimum}. Use an initial scale of {max(minimum, 1.0)} or more."
             )
-        counts = {"growth_interval": growth_interval, "hysteresis": hysteresis, "floor_patience": floor_patience}
-        for name, value in counts.items():
-            if value < 1:
-                raise ParallelPlanError(f"{name} must be at least 1: {value}. It counts steps. Use 1 or more.")
         self.scale = float(initial)
         self.growth_interval = growth_interval
         self.hysteresis = hysteresis

@@ -194,7 +194,7 @@ def test_a_message_names_the_setting_what_is_legal_and_the_value(
 def test_arguments_of_a_function_are_checked_by_its_annotations() -> None:
     def function(size: Count, pair: tuple[float, float] = (0.9, 0.9), names: list[str] | None = None) -> None: ...
 
-    found = settled_arguments(function, {"size": np.int8(3), "pair": [1, 0.5], "names": ("a",)})
+    found = settled_arguments(function, {"size": np.int8(3), "pair": [1, 0.5], "names": ("a",), "other": 3})
     assert found == {"size": 3, "pair": (1.0, 0.5), "names": ["a"]}
     with pytest.raises(ParallelPlanError, match=r"pair must have 2 elements: it is \[1\]"):
         settled_arguments(function, {"pair": [1]})

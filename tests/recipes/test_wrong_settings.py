@@ -1,0 +1,137 @@
+"""A recipe, or a module that recipes name, with a setting of a wrong type or size ends with the setting's name."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+
+from lightning_megatron import CausalLM, GPTConfig, ParallelPlanError, TokenDataModule, UnsupportedError
+from lightning_megatron.cli import main
+from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
+from lightning_megatron.models.token_module import TokenModule
+from lightning_megatron.training.loss_scale import DynamicLossScale
+from tests.plan.test_settings import ANY
+
+SIZES = {"vocab_size": 16, "max_seq_length": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 2}
+RECIPE: dict[str, Any] = {
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 1,
+        "strategy": {"class_path": "lightning_megatron.MegatronStrategy", "init_args": {}},
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    },
+    "model": {"class_path": "lightning_megatron.CausalLM", "init_args": {"config": SIZES}},
+    "data": {"class_path": "lightning_megatron.TokenDataModule", "init_args": {"train": "text"}},
+}
+#: What takes settings, the function whose annotations say which, and the other arguments that it needs.
+OWNERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "training": (CausalLM, TokenModule, {"config": SIZES}),
+    "model": (CausalLM, CausalLM, {"config": SIZES}),
+    "folder": (HuggingFaceCausalLM, HuggingFaceCausalLM, {"path": "nowhere"}),
+    "data": (TokenDataModule, TokenDataModule, {"train": "text"}),
+    "loss scale": (DynamicLossScale, DynamicLossScale, {}),
+}
+ARGUMENTS = [
+    (owner, name)
+    for owner, (_, kind, _) in OWNERS.items()
+    for name, parameter in inspect.signature(kind.__init__).parameters.items()
+    if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), ARGUMENTS)
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(value=ANY)
+def test_any_argument_of_a_module_is_taken_or_refused_by_name(owner: str, name: str, value: Any) -> None:
+    make, _, needed = OWNERS[owner]
+    refusal = None
+    try:
+        make(**(needed | {name: value}))
+    except (ParallelPlanError, UnsupportedError) as error:
+        refusal = str(error)
+    if refusal is None:
+        return
+    words = {"initial": "loss scale", "minimum": "loss scale", "train": "no data", "corpus": "corpus"}
+    is_folder = owner == "folder" and "path must be a local folder" in refusal
+    assert name in refusal or words.get(name, name) in refusal or is_folder, refusal
+
+
+@pytest.mark.parametrize(("owner", "name"), ARGUMENTS)
+def test_numbers_that_are_none_are_refused_for_every_argument(owner: str, name: str) -> None:
+    make, kind, needed = OWNERS[owner]
+    hint = str(get_type_hints(kind.__init__)[name])
+    for value in [
+        math.nan,
+        -math.inf,
+        b"2",
+        object(),
+        len,
+        {2},
+        *([] if "None" in hint or "Optional" in hint else [None]),
+    ]:
+        with pytest.raises(ParallelPlanError, match=name):
+            make(**(needed | {name: value}))
+
+
+def test_checked_values_are_what_the_modules_hold() -> None:
+    module = CausalLM(SIZES, learning_rate=1, betas=[0.5, 0.6])  # type: ignore[arg-type]
+    assert (module.learning_rate, module.betas, module.config) == (1.0, (0.5, 0.6), GPTConfig(**SIZES))
+    assert module.hparams["betas"] == (0.5, 0.6)
+    data: Any = TokenDataModule(train={Path("a") / "b": 2}, seq_length=8)  # type: ignore[dict-item]
+    assert (data.prefixes["train"], data.weights) == (["a/b"], [2.0])
+
+
+def set_in(recipe: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    changed = yaml.safe_load(yaml.safe_dump(recipe))
+    *folders, last = path.split(".")
+    place = changed
+    for folder in folders:
+        place = place[folder]
+    place[last] = value
+    return changed
+
+
+STRATEGY = "trainer.strategy.init_args"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (f"{STRATEGY}.tp", "two", 'Parser key "tp"'),
+        (f"{STRATEGY}.tp", 0, "tp must be a whole number of at least 1: it is 0"),
+        (f"{STRATEGY}.zero", 3, 'Parser key "zero"'),
+        (f"{STRATEGY}.timeout", -1, "timeout must be a finite number above 0"),
+        (f"{STRATEGY}.async_save", "often", 'Parser key "async_save"'),
+        (f"{STRATEGY}.tensor_parallel_plan", {"a": [1]}, 'Parser key "tensor_parallel_plan"'),
+        ("model.init_args.config.num_layers", "many", 'Parser key "config.num_layers"'),
+        ("model.init_args.config.num_layers", -2, "num_layers must be a whole number of at least 1: it is -2"),
+        ("model.init_args.config.hidden_dropout", float("nan"), "hidden_dropout must be a finite number"),
+        ("model.init_args.config.experts", {"num_experts": 2}, "experts"),
+        ("model.init_args.learning_rate", -0.1, "learning_rate must be a finite number of at least 0: it is -0.1"),
+        ("data.init_args.seq_length", 0, "seq_length must be a whole number of at least 1: it is 0"),
+        ("data.init_args.num_workers", None, "num_workers"),
+    ],
+)
+def test_a_wrong_setting_in_a_recipe_is_named(
+    path: str,
+    value: Any,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(set_in(RECIPE, path, value)))
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "-c", str(recipe)])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
