@@ -192,6 +192,9 @@ class OptimizerTime(Callback):
         steps: How many do (steps).
     """
 
+    #: Gradients need not be where hooks look at them, which would take another sum over the ranks.
+    reads_gradients = False
+
     def __init__(self, first: int, steps: int) -> None:
         self.first, self.stop = first, first + steps
         self.result: dict[str, Any] = {}

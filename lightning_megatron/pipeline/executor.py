@@ -33,6 +33,7 @@ class BackwardObserver(Protocol):
 StepFn = Callable[[Any], Any]
 LossOf = Callable[[Any, int], Tensor | None]
 WeightOf = Callable[[int], float | Tensor]
+RunBackward = Callable[[Tensor], None]
 _Unit = tuple[int, int]
 Points = Mapping[int, Sequence[ReductionPoint]]
 
@@ -73,6 +74,7 @@ class PipelineExecutor:
         backward: bool,
         loss_of: LossOf | None = None,
         weight_of: WeightOf = lambda number: 1.0,
+        run_backward: RunBackward = Tensor.backward,
         step: int = 0,
     ) -> list[Any]:
         """Run all microbatches.
@@ -85,6 +87,7 @@ class PipelineExecutor:
                 from, already weighted, or None for a microbatch without a loss.
             weight_of: Takes a microbatch's number and returns what ``loss_of`` has multiplied its loss by, for losses
                 that layers attach; asked on the last stage.
+            run_backward: Runs the backward pass from what ``loss_of`` returned, on the last stage.
             step: Number of this run, for the random streams; every batch has its own (batches).
 
         Returns:
@@ -93,7 +96,7 @@ class PipelineExecutor:
         Communication: the point-to-point transfers of :func:`~lightning_megatron.plan.transfers.plan_transfers`; where
         layers attach losses, the weight of a microbatch's loss beside every gradient.
         """
-        run = _Run(self, step_fn, microbatches, loss_of, weight_of, step, backward)
+        run = _Run(self, step_fn, microbatches, loss_of, weight_of, run_backward, step, backward)
         program, points = self._program(len(microbatches), backward)
         observer, num_actions = self.observer if backward else None, 0
         for instruction in program.instructions(self.mesh.pp.rank):
@@ -182,10 +185,12 @@ class _Run:
         microbatches: Sequence[Microbatch],
         loss_of: LossOf | None,
         weight_of: WeightOf,
+        run_backward: RunBackward,
         step: int,
         backward: bool,
     ) -> None:
         self.executor, self.step_fn, self.microbatches = executor, step_fn, microbatches
+        self.run_backward = run_backward
         self.loss_of, self.weight_of, self.step, self.backward = loss_of, weight_of, step, backward
         self.results: list[Any] = []
         self._axis = executor.mesh.pp
@@ -258,9 +263,11 @@ class _Run:
         output, gradient = self._outputs.pop(unit), self._arrived("B", unit, self._gradients)
         if gradient is not None:
             self._gradients.pop(unit)
-        if output is not None and (gradient is None or output.requires_grad):
+        if output is not None and gradient is None:
+            self.run_backward(output)
+        elif output is not None and output.requires_grad:
             # The output of a stage whose parameters are all frozen needs no gradient.
-            _run_backward(output, gradient)
+            _send_back(output, gradient)
         hidden = self._inputs.pop(unit, None)
         if hidden is not None:
             self._gradients[unit] = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
@@ -300,10 +307,7 @@ class _Run:
         return where.get(unit)
 
 
-def _run_backward(output: Tensor, gradient: Tensor | None) -> None:
-    if gradient is None:
-        output.backward()
-        return
+def _send_back(output: Tensor, gradient: Tensor | None) -> None:
     # torch.autograd.backward compares the shapes of output and gradient, but the output's values have been freed.
     torch.autograd.Variable._execution_engine.run_backward(
         (output,),

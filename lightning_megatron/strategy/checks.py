@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -20,7 +21,8 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options import StrategyOptions
-from lightning_megatron.strategy.private import is_overridden, train_dataloaders
+from lightning_megatron.strategy.parameter_readers import backward_observer
+from lightning_megatron.strategy.private import train_dataloaders
 from lightning_megatron.strategy.sizes import check_batch_size, check_last_batch, check_optimization
 
 log = logging.getLogger(__name__)
@@ -68,10 +70,11 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
 
 
 def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
-    """Refuse what a pipeline cannot do, and warn about hooks that it cannot call.
+    """Refuse what a pipeline cannot do.
 
     Raises:
-        UnsupportedError: For manual optimization or parameters outside the stages with pp > 1.
+        UnsupportedError: For manual optimization, parameters outside the stages, or hooks of the one backward pass with
+            pp > 1.
     """
     if mesh.pp.size == 1:
         return
@@ -85,14 +88,13 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
             f"{', '.join(outside[:5])} "
             "would be trained on the last stage alone. Move them into the model, freeze them, or use pp=1."
         )
-    for hook in ("backward", "on_before_backward"):
-        if is_overridden(hook, module) and mesh.rank == 0:
-            log.warning(
-                "%s.%s is not called with pp above 1: the schedule runs one backward pass for each microbatch and "
-                "stage.",
-                type(module).__name__,
-                hook,
-            )
+    observer = backward_observer(module.trainer) if module.trainer.state.fn == TrainerFn.FITTING else None
+    if observer is not None:
+        raise UnsupportedError(
+            f"{observer} cannot be called with pp ({mesh.pp.size}) above 1, because it takes the loss, and each stage "
+            "but the last runs its backward passes from what the next stage has sent. Change the loss in "
+            "training_step, look at gradients in on_after_backward or on_before_optimizer_step, or use pp=1."
+        )
 
 
 def check_train_loaders(trainer: Trainer, options: StrategyOptions, layout: ParallelLayout) -> None:

@@ -38,13 +38,14 @@ from lightning_megatron.strategy.private import (
     call_after_backward_hooks,
     forward_zero_grad,
     let_finetuning_know,
+    run_backward,
     skips_backward,
     total_batch_index,
 )
-from lightning_megatron.strategy.scheduled_loop import install_scheduled_loop
+from lightning_megatron.strategy.scheduled_loop import Forget, install_scheduled_loop
 from lightning_megatron.strategy.signals import SignalAgreement
 from lightning_megatron.strategy.sizes import check_hosts, check_sizes
-from lightning_megatron.strategy.step import StepRunner
+from lightning_megatron.strategy.step import AroundBackward, StepRunner
 from lightning_megatron.strategy.training_state import TrainingState
 from lightning_megatron.swap import building_on_meta, parallelize
 from lightning_megatron.swap.own_plan import whole_parts
@@ -77,6 +78,7 @@ class ModelStrategy(MeshStrategy):
         self._signals: SignalAgreement | None = None
         self._metrics: MetricGroups | None = None
         self._has_checked_batch = False
+        self._forget: Forget | None = None
 
     @property
     def user_module(self) -> LightningModule:
@@ -181,13 +183,15 @@ class ModelStrategy(MeshStrategy):
         if self.precision_plugin.gathers_late:
             self._state.overlap_gathers()
         reader = gradient_reader(trainer)
-        if reader is not None:
+        if reader is not None or not self.user_module.automatic_optimization:
+            self._state.lend_gradients()
+        if reader is not None and self.mesh.model.size > 1:
             rank_zero_info(
-                f"{reader} finds parameter.grad None, because gradients are summed in buffers. The parts of this rank "
-                "are the gradients of what optimizer.param_groups hold; trainer.precision_plugin.last_grad_norm is the "
-                "norm over all ranks, where the Trainer clips by norm."
+                f"{reader} finds in parameter.grad the gradients of what this rank holds of the model, which are parts "
+                "with tp, pp or ep above 1. trainer.precision_plugin.last_grad_norm is the norm over all ranks, where "
+                "the Trainer clips by norm."
             )
-        install_scheduled_loop(trainer)
+        install_scheduled_loop(trainer, self._prepare_forget)
         self._has_checked_batch = False
         self._signals = SignalAgreement(trainer, self.mesh, self.options.signal_check_interval, self.finish_saves)
         self._signals.install()
@@ -270,7 +274,9 @@ class ModelStrategy(MeshStrategy):
             self.mesh.random.begin_microbatch(step, self.mesh.dp.rank)
             return self._step_by_hand(*args, **kwargs)
         self._check_first_batch(args[0])
-        backward = not skips_backward(trainer)
+        around = None
+        if not skips_backward(trainer):
+            around = AroundBackward(self._forget_gradients, self._run_backward, self._after_backward)
         self._prepare_step(step)
         with precision.train_step_context():
             return self._steps.train(
@@ -278,12 +284,25 @@ class ModelStrategy(MeshStrategy):
                 args[0],
                 args[1:],
                 step=step,
-                backward=backward,
+                around=around,
                 divisor=trainer.accumulate_grad_batches,
                 factor=precision.loss_factor,
                 values_to_log=precision.values_to_log(),
-                after_backward=self._after_backward if backward else lambda num_tokens: None,
             )
+
+    def _forget_gradients(self) -> None:
+        assert self._state is not None, "setup has run"
+        if self._forget is not None:
+            self._forget()
+        if self.mesh.pp.size > 1:
+            self._state.hide_gradients()
+
+    def _run_backward(self, loss: Tensor) -> None:
+        assert self._state is not None, "setup has run"
+        run_backward(self.user_module.trainer, loss, self._state.hide_gradients)
+
+    def _prepare_forget(self, forget: Forget | None) -> None:
+        self._forget = forget
 
     def _step_by_hand(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step that calls the optimizers itself."""
@@ -303,6 +322,8 @@ class ModelStrategy(MeshStrategy):
         if not accumulates(trainer):
             self.precision_plugin.finish_gradients()
             self._experts.finish_step()
+        else:
+            self._state.show_gradients()
         call_after_backward_hooks(trainer)
 
     def _prepare_step(self, step: int) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron.strategy.private import is_overridden
@@ -14,7 +18,14 @@ _HOOKS = (
     *("on_before_batch_transfer", "on_after_batch_transfer"),
 )
 #: Hooks in which others look at gradients.
-_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+_GRADIENT_HOOKS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "on_before_zero_grad",
+)
+#: Hooks that mostly serve something else, and count if their code names gradients.
+_OTHER_HOOKS = ("optimizer_step", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
 #: Callbacks that look at counters, logged values and clocks, or save through the strategy.
 _HARMLESS = ("lightning_megatron.", "lightning.pytorch.callbacks.progress")
 _HARMLESS_NAMES = frozenset(
@@ -33,23 +44,60 @@ def parameter_reader(trainer: Trainer) -> str | None:
     return _first_overridden(trainer, _HOOKS)
 
 
+def backward_observer(trainer: Trainer) -> str | None:
+    """Name a hook that takes the loss of the backward pass, or replaces that pass; None if there is none."""
+    return _first_overridden(trainer, ("backward", "on_before_backward"))
+
+
 def gradient_reader(trainer: Trainer) -> str | None:
-    """Name a hook that might look at ``parameter.grad``, which is None here; None if there is none."""
-    return _first_overridden(trainer, _GRADIENT_HOOKS)
+    """Name a hook that might look at ``parameter.grad``; None if there is none.
+
+    A callback whose class says ``reads_gradients = False`` does not count.
+    """
+    return _first_overridden(trainer, _GRADIENT_HOOKS, _may_read_gradients) or _first_overridden(
+        trainer, _OTHER_HOOKS, _names_gradients
+    )
 
 
-def _first_overridden(trainer: Trainer, hooks: tuple[str, ...]) -> str | None:
+def _first_overridden(
+    trainer: Trainer, hooks: tuple[str, ...], counts: Callable[[Any], bool] = lambda hook: True
+) -> str | None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if _is_harmless(type(callback)):
             continue
         for hook in hooks:
-            if getattr(type(callback), hook, None) is not getattr(Callback, hook, None):
+            if _overrides(callback, hook) and counts(getattr(callback, hook)):
                 return f"{type(callback).__name__}.{hook}"
     module = trainer.lightning_module
     for hook in hooks:
-        if hasattr(LightningModule, hook) and hook != "on_validation_model_eval" and is_overridden(hook, module):
+        is_own = hasattr(LightningModule, hook) and hook != "on_validation_model_eval" and is_overridden(hook, module)
+        if is_own and counts(getattr(module, hook)):
             return f"{type(module).__name__}.{hook}"
     return None
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    """Return whether a callback has a hook of its own, which may be an attribute, as those of LambdaCallback are."""
+    method = getattr(callback, hook, None)
+    return getattr(method, "__func__", method) is not getattr(Callback, hook, None)
+
+
+def _may_read_gradients(hook: Any) -> bool:
+    return bool(getattr(getattr(hook, "__self__", None), "reads_gradients", True))
+
+
+def _names_gradients(hook: Any) -> bool:
+    """Return whether the code of a function names gradients other than to forget them."""
+    codes = [getattr(hook, "__code__", None)]
+    while codes:
+        code = codes.pop()
+        if code is None:
+            # What has no code of Python's may do anything.
+            return True
+        if any("grad" in name and name != "zero_grad" for name in code.co_names):
+            return True
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return False
 
 
 def _is_harmless(kind: type) -> bool:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.strategy.private import MixedPrecision, is_overridden
+from lightning_megatron.strategy.private import MixedPrecision
 from lightning_megatron.strategy.training_state import TrainingState
 from lightning_megatron.training.clip import clip_by_value_, clip_coefficient, scale_gradients_
 from lightning_megatron.training.loss_scale import DynamicLossScale
@@ -158,9 +158,10 @@ class MegatronPrecision(Precision):
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Run a backward pass of manual optimization."""
-        if self._state is not None:
-            self._state.gradients_changed()
-        super().backward(tensor * self.loss_factor if self.loss_scale else tensor, model, optimizer, *args, **kwargs)
+        assert self._state is not None, "modules step while they are trained"
+        with self._state.backward_by_hand(self.loss_scale):
+            scaled = tensor * self.loss_factor if self.loss_scale else tensor
+            super().backward(scaled, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -173,8 +174,8 @@ class MegatronPrecision(Precision):
         assert self._state is not None, "optimizers step after the strategy has set them up"
         state, calls, stored = self._state, 0, False
         is_fused = state.fused_update.serves(state.main, optimizer)
-        # A module that clips by itself may look at the clipped gradients.
-        self._clips_later = is_fused and not is_overridden("configure_gradient_clipping", model)
+        # Code that looks at gradients sees them clipped.
+        self._clips_later = is_fused and not state.main.lent.is_on
 
         def with_gradients() -> Any:
             nonlocal calls
@@ -185,6 +186,7 @@ class MegatronPrecision(Precision):
             result = closure()
             self.finish_gradients(optimizer)
             self._after_closure(model, optimizer)
+            state.take_over()
             state.main.take_written()
             return result
 
@@ -253,6 +255,8 @@ class MegatronPrecision(Precision):
     @override
     def clip_gradients(self, optimizer: Optimizer, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         self.finish_gradients(optimizer)
+        if self._state is not None:
+            self._state.take_over()
         super().clip_gradients(optimizer, 0.0 if clip_val is None else clip_val, gradient_clip_algorithm)
 
     @override

@@ -32,7 +32,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMEx
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 __all__ = [
@@ -63,9 +63,7 @@ TRAINER_ATTRIBUTES = (
     ("fit_loop.epoch_loop.automatic_optimization", "optim_progress"),
     ("fit_loop.epoch_loop.automatic_optimization", "_skip_backward"),
     ("fit_loop.epoch_loop.automatic_optimization", "_make_closure"),
-    ("fit_loop.epoch_loop.automatic_optimization", "_make_step_fn"),
     ("fit_loop.epoch_loop.automatic_optimization", "_make_zero_grad_fn"),
-    ("fit_loop.epoch_loop.automatic_optimization", "_training_step"),
     ("fit_loop", "_should_accumulate"),
     ("fit_loop", "_skip_backward"),
     ("fit_loop", "_combined_loader"),
@@ -140,6 +138,21 @@ def call_after_backward_hooks(trainer: Trainer) -> None:
     """Run ``on_after_backward`` of the callbacks and of the module, as Lightning's backward does."""
     call._call_callback_hooks(trainer, "on_after_backward")
     call._call_lightning_module_hook(trainer, "on_after_backward")
+
+
+def run_backward(trainer: Trainer, loss: Tensor, prepare: Callable[[], None]) -> None:
+    """Run ``on_before_backward`` of the callbacks and of the module, then its ``backward``, as Lightning does.
+
+    Args:
+        trainer: The trainer.
+        loss: What the backward pass begins from.
+        prepare: Called between the hooks and the pass.
+    """
+    call._call_callback_hooks(trainer, "on_before_backward", loss)
+    call._call_lightning_module_hook(trainer, "on_before_backward", loss)
+    prepare()
+    with trainer.profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.backward"):  # type: ignore[attr-defined]
+        trainer.lightning_module.backward(loss)
 
 
 def call_strategy_step(trainer: Trainer, args: tuple[Any, ...]) -> Any:

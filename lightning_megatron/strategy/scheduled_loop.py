@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,36 +21,47 @@ from lightning_megatron.strategy.private import (
     replace_automatic_optimization,
 )
 
+Forget = Callable[[], None]
+
 
 class ScheduledClosure(Closure):
-    """Forget the gradients first, then run forward and backward of all microbatches.
-
-    Lightning's order is forward, forget, backward; a schedule has made gradients by the time its forward passes end.
-    """
+    """Let the strategy run forward and backward of all microbatches, and forget old gradients in between."""
 
     @override
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        if self._zero_grad_fn is not None:
-            self._zero_grad_fn()
         return self._step_fn()
 
 
 class ScheduledOptimization(AutomaticOptimization):
-    """Run one optimizer step, whose forward and backward passes the strategy's ``training_step`` owns."""
+    """Run one optimizer step, whose forward and backward passes the strategy's ``training_step`` owns.
+
+    Args:
+        trainer: The trainer.
+        prepare: Takes, before each call of the strategy's ``training_step``, what forgets the gradients of the step
+            before; None while gradients accumulate.
+    """
+
+    def __init__(self, trainer: Trainer, prepare: Callable[[Forget | None], None]) -> None:
+        super().__init__(trainer)
+        self.prepare = prepare
 
     @override
     def _make_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
-        return ScheduledClosure(self._make_step_fn(kwargs), None, self._make_zero_grad_fn(batch_idx, optimizer))
+        forget = self._make_zero_grad_fn(batch_idx, optimizer)
+        return ScheduledClosure(partial(self._scheduled_step, kwargs, forget))
 
-    @override
-    def _training_step(self, kwargs: OrderedDict) -> ClosureResult:
+    def _scheduled_step(self, kwargs: OrderedDict, forget: Forget | None) -> ClosureResult:
+        self.prepare(forget)
         output = call_strategy_step(self.trainer, tuple(kwargs.values()))
         # The strategy has divided by the number of accumulated batches already.
         return ClosureResult.from_training_step_output(output)
 
 
-def install_scheduled_loop(trainer: Trainer) -> None:
+def install_scheduled_loop(trainer: Trainer, prepare: Callable[[Forget | None], None]) -> None:
     """Make the trainer's automatic optimization scheduled, once; its counters go on."""
-    if not isinstance(automatic_optimization(trainer), ScheduledOptimization):
-        replace_automatic_optimization(trainer, ScheduledOptimization(trainer))
+    loop = automatic_optimization(trainer)
+    if isinstance(loop, ScheduledOptimization):
+        loop.prepare = prepare
+    else:
+        replace_automatic_optimization(trainer, ScheduledOptimization(trainer, prepare))

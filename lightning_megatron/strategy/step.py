@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,25 @@ from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.log_replay import LogReplay
 from lightning_megatron.strategy.microbatch_losses import MicrobatchLosses, unit_of
 from lightning_megatron.strategy.outputs import Weight, merge_outputs, token_counts_in, total_weight
+
+
+@dataclass(frozen=True)
+class AroundBackward:
+    """Hold what runs around the backward passes of a batch.
+
+    Args:
+        forget: Forgets the gradients of the step before, unless they accumulate. It runs where Lightning runs its
+            hooks, between the first forward and the first backward pass; with stages before all of them, because the
+            hooks may communicate.
+        run: Runs the backward pass of one microbatch from its loss, which is multiplied by its weight.
+        finish: Called once when all gradients of this rank are there. It takes the tokens of the batch, a float64
+            scalar in units that are the same on all ranks, if the step counts them: then gradients are sums, to be
+            divided by the tokens of all ranks and accumulated batches. Else it takes None, and gradients are means.
+    """
+
+    forget: Callable[[], None]
+    run: Callable[[Tensor], None]
+    finish: Callable[[Tensor | None], None]
 
 
 class StepRunner:
@@ -47,11 +67,10 @@ class StepRunner:
         args: tuple[Any, ...],
         *,
         step: int,
-        backward: bool,
+        around: AroundBackward | None,
         divisor: int,
         factor: float,
         values_to_log: Mapping[str, float],
-        after_backward: Callable[[Tensor | None], None],
     ) -> Any:
         """Run ``training_step`` and its backward pass on every microbatch.
 
@@ -60,14 +79,10 @@ class StepRunner:
             batch: The batch of this data-parallel rank.
             args: What else the step takes.
             step: Number of the batch over the whole fit, for the random streams (batches).
-            backward: Whether to make gradients.
+            around: What runs around the backward passes; None runs none, and makes no gradients.
             divisor: Batches whose gradients are accumulated (batches).
             factor: Loss scale.
             values_to_log: Further values that every rank knows.
-            after_backward: Called once when all gradients of this rank are there. It takes the tokens of the batch, a
-                float64 scalar in units that are the same on all ranks, if the step counts them: then gradients are
-                sums, to be divided by the tokens of all ranks and accumulated batches. Else it takes None, and
-                gradients are means.
 
         Returns:
             The mean loss over the batch, on every rank; on the last stage with whatever else the step returned. None if
@@ -87,11 +102,9 @@ class StepRunner:
         with self._replay.record(module) as recorder:
             for name, value in values_to_log.items():
                 module.log(name, value, on_step=True, on_epoch=False)
-            with nullcontext() if backward else torch.no_grad():
-                outputs = self._run(
-                    module.training_step, microbatches, args, recorder, step, losses if backward else None
-                )
-        if not backward:
+            with nullcontext() if around is not None else torch.no_grad():
+                outputs = self._run(module.training_step, microbatches, args, recorder, step, losses, around)
+        if around is None:
             for number, output in enumerate(outputs):
                 losses.take(output, number)
         self._check_losses(losses)
@@ -101,7 +114,8 @@ class StepRunner:
         if has_loss:
             self._agree_on_counting(replayed.is_counted)
         loss, num_tokens = replayed.extra
-        after_backward(num_tokens if replayed.is_counted else None)
+        if around is not None:
+            around.finish(num_tokens if replayed.is_counted else None)
         if not has_loss:
             return None
         loss = loss.to(losses.dtype)
@@ -128,7 +142,7 @@ class StepRunner:
         """
         microbatches = self._cut(batch)
         with self._replay.record(module) as recorder:
-            outputs = self._run(getattr(module, name), microbatches, args, recorder, step, None)
+            outputs = self._run(getattr(module, name), microbatches, args, recorder, step)
         counts = None if name == "predict_step" else token_counts_in(outputs)
         merged = self._merged(outputs, microbatches, counts)
         if name != "predict_step":
@@ -163,7 +177,8 @@ class StepRunner:
         args: tuple[Any, ...],
         recorder: Recorder,
         step: int,
-        losses: MicrobatchLosses | None,
+        losses: MicrobatchLosses | None = None,
+        around: AroundBackward | None = None,
     ) -> list[Any]:
         sizes = {id(part.data): part.num_samples for part in microbatches}
 
@@ -171,10 +186,24 @@ class StepRunner:
             recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
             return step_fn(data, *args)
 
-        if losses is None:
+        if losses is None or around is None:
             return self._executor.run(run_one, microbatches, backward=False, step=step)
+        if self._mesh.pp.size > 1:
+            around.forget()
+
+        def loss_of(output: Any, number: int) -> Tensor | None:
+            if self._mesh.pp.size == 1 and number == 0:
+                around.forget()
+            return losses.take(output, number)
+
         return self._executor.run(
-            run_one, microbatches, backward=True, loss_of=losses.take, weight_of=losses.weight_of, step=step
+            run_one,
+            microbatches,
+            backward=True,
+            loss_of=loss_of,
+            weight_of=losses.weight_of,
+            run_backward=around.run,
+            step=step,
         )
 
     def _merged(self, outputs: list[Any], microbatches: list[Microbatch], counts: list[Weight] | None) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -96,6 +97,49 @@ class TrainingState:
         """Let the layers of this package's models wait for their own parameters after a step."""
         for model in self._models.values():
             self.main.gather.wait_before(model.units(), self.main.buffers)
+
+    def lend_gradients(self) -> None:
+        """Let the module's parameters show their gradients as ``parameter.grad`` from now on."""
+        self.main.lent.is_on = True
+
+    def show_gradients(self) -> None:
+        """Let parameters show what has been added up so far; finished gradients are shown without being asked."""
+        if self.main.lent.is_on:
+            self._reducer.lend_unreduced()
+
+    def take_over(self) -> None:
+        """Go on with what user code has made of the gradients that it was shown."""
+        if self.main.lent.is_on:
+            self._reducer.take_over()
+
+    def hide_gradients(self) -> None:
+        """Let parameters show no gradients, before others are made."""
+        if self.main.lent.is_on:
+            self._reducer.take_over()
+            self.main.lent.take_back()
+
+    @contextmanager
+    def backward_by_hand(self, loss_scale: DynamicLossScale | None) -> Iterator[None]:
+        """Run a backward pass of manual optimization inside the block; parameters show whole gradients after it.
+
+        Sums over ranks are finished at once, as under ``ddp``, because user code may look at them or clip them; what
+        earlier passes have added up is kept apart until then, and added.
+
+        Communication: that of :meth:`finish`, if there are several ranks.
+        """
+        self.hide_gradients()
+        names = frozenset(name for name in self.main.trained if self.main.is_trainable(name))
+        if self.mesh.world.size == 1:
+            self._reducer.resume(names)
+            self.gradients_changed()
+            yield
+            self.show_gradients()
+            return
+        before = self._reducer.take_finished(names)
+        yield
+        self._unfinished = names
+        self.finish(loss_scale)
+        self._reducer.add_finished(before)
 
     def gradients_changed(self, num_tokens: Tensor | None = None) -> None:
         """Note that a backward pass has added to the gradients of this rank.
@@ -194,6 +238,7 @@ class TrainingState:
             original(set_to_none)
             names = self.names_of(optimizer)
             self._reducer.clear(names)
+            self.main.lent.take_back(names)
             self._unfinished -= names
             self._num_tokens = None
 

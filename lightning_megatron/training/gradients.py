@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,12 +52,12 @@ class _Bucket:
         """Return the group whose gradients are complete together."""
         return self.buffer.plan.buckets[self.index].group
 
-    def start(self, mesh: ParallelMesh) -> None:
-        """Start the mean over the ranks that hold the same parameters."""
+    def start(self, mesh: ParallelMesh, is_whole: bool) -> None:
+        """Start the mean over the ranks that hold the same parameters, of every rank's part or of the whole bucket."""
         axis = mesh.copies(self.buffer.is_expert)
         buffer, place = self.buffer, self.buffer.plan.buckets[self.index]
         whole = buffer.gradients[place.start : place.stop]
-        if buffer.plan.num_parts == 1:
+        if is_whole or buffer.plan.num_parts == 1:
             self.pending = start_all_reduce(whole, axis, "mean")
         else:
             self.pending = start_reduce_scatter(self.own, whole, axis, "mean")
@@ -193,13 +193,53 @@ class GradientReducer:
         """Tell whether this rank has any sum that is not finished."""
         return any(not slot.is_empty for slot in self._slots.values())
 
+    def lend_unreduced(self) -> None:
+        """Let parameters show this rank's own sums over the backward passes so far."""
+        for name, slot in self._slots.items():
+            if not slot.is_empty:
+                self._main.lent.lend(name, self._main.parameter(name), slot.gradient)
+
+    def take_over(self) -> None:
+        """Go on with what user code has made of the gradients that parameters show."""
+        slices = self._main.slices
+        for name in self._main.lent.take_over():
+            self._slots[name].clear()
+            self._finished.discard(name)
+            if name in slices:
+                slices[name].main.grad = None
+        self._copy_apart()
+
+    def resume(self, names: Collection[str]) -> None:
+        """Let the next backward pass add to finished sums that nobody has forgotten, where there is one rank."""
+        for name in self._finished.intersection(names):
+            self._slots[name].is_empty = False
+        self._finished.difference_update(names)
+
+    def take_finished(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Copy finished sums that nobody has forgotten, by name; the buffers are free for others."""
+        kept = self._finished.intersection(names)
+        self._finished.difference_update(names)
+        return {name: self._gradient_of(name).clone() for name in kept}
+
+    def add_finished(self, sums: Mapping[str, Tensor]) -> None:
+        """Add sums of earlier backward passes to finished ones."""
+        for name, gradient in sums.items():
+            self._gradient_of(name).add_(gradient)
+        self._copy_apart()
+
     def release(self) -> None:
         """Leave gradients with the module's own parameters again."""
+        self._main.lent.take_back()
         for hook in self._hooks:
             hook.remove()
         for name in self._slots:
             set_slot(self._main.parameter(name), None)
         self._hooks.clear()
+
+    def _copy_apart(self) -> None:
+        for one in self._main.slices.values():
+            if one.main.grad is not None and one.main.dtype != one.gradient.dtype:
+                one.main.grad.copy_(one.gradient)
 
     def _in_group(self, group: int) -> Iterator[_Bucket]:
         return (bucket for bucket in self._buckets if bucket.group == group)
@@ -251,7 +291,7 @@ class GradientReducer:
         if bucket.pending is not None:
             return
         self._fill(bucket.names)
-        bucket.start(self._main.mesh)
+        bucket.start(self._main.mesh, self._main.lent.is_on)
 
     def _fill(self, names: Iterable[str]) -> None:
         """Put zeros where no gradient has arrived."""
@@ -283,9 +323,12 @@ class GradientReducer:
         has_frozen = not main.are_trainable(names)
         for name in names:
             one = slices.get(name)
+            has_none = name in dormant or (has_frozen and not main.is_trainable(name))
+            if main.lent.is_on and not has_none:
+                main.lent.lend(name, main.parameter(name), self._gradient_of(name))
             if one is None:
                 continue
-            if name in dormant or (has_frozen and not main.is_trainable(name)):
+            if has_none:
                 one.main.grad = None
             elif one.gradient.dtype == one.main.dtype:
                 one.main.grad = one.gradient

@@ -18,6 +18,7 @@ from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
 from lightning_megatron.training.counted_gradients import CountedGradients
 from lightning_megatron.training.flat_buffer import FlatBuffer, MainSlice
+from lightning_megatron.training.lent_gradients import LentGradients
 from lightning_megatron.training.optimizer_kind import Unit, check_unit, smallest_unit
 from lightning_megatron.training.parameter_gather import ParameterGather
 from lightning_megatron.training.shared_gradients import resolve_ties
@@ -74,6 +75,7 @@ class MainParameters:
         self.mesh, self.division = mesh, division or Division()
         self.buffers: list[FlatBuffer] = []
         self.gather = ParameterGather()
+        self.lent = LentGradients()
         #: Pairs of a tied embedding's name and that of its copy on another stage; known once an optimizer is attached.
         self.ties: list[tuple[str, str]] | None = None
         #: Tied parameters whose bucket holds nothing else, so that it is cut alike on both stages.
@@ -137,12 +139,17 @@ class MainParameters:
         return shard_spec_of(self._parameters[name], self.mesh.tp.rank if tp_rank is None else tp_rank)
 
     def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
-        """List the finished gradients of this rank's slices, of the named parameters or of all."""
-        return [
-            one.main.grad
-            for name, one in self._slices.items()
-            if one.main.grad is not None and (names is None or name in names)
+        """List the finished gradients of this rank's slices, of the named parameters or of all.
+
+        Gradients that the model's parameters show stand for the slices, which are parts of them.
+        """
+        own = [
+            one for name, one in self._slices.items() if one.main.grad is not None and (names is None or name in names)
         ]
+        if not self.lent.is_on:
+            return [one.main.grad for one in own if one.main.grad is not None]
+        apart = [one.main.grad for one in own if one.main.grad is not None and one.main.dtype != one.gradient.dtype]
+        return self.lent.gradients(names) + apart
 
     def counted_gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
         """List the pieces of finished gradients that count once in the whole model, those in a row as one.

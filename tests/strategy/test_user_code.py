@@ -227,21 +227,6 @@ def test_parameters_that_lightnings_finetuning_adds_are_trained_and_resumed(prec
         assert distance(again, plain_again) < tolerance, saved
 
 
-def test_hooks_that_look_for_gradients_are_told_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit(Net(), MegatronStrategy(microbatch_size=8), Writes("on_train_batch_end", lambda module: None), epochs=1)
-    assert "parameter.grad None" not in caplog.text
-
-    class Looks(Net):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            assert all(parameter.grad is None for parameter in self.parameters())
-            assert all(one.grad is not None for group in optimizer.param_groups for one in group["params"])
-
-    with caplog.at_level("INFO", logger="lightning.pytorch"):
-        fit(Looks(), MegatronStrategy(microbatch_size=8), epochs=1)
-    assert "Looks.on_before_optimizer_step finds parameter.grad None" in caplog.text
-
-
 def two_ranks(rank: int, size: int) -> dict[str, float]:
     found = {}
     for name in ("weights halved after every step", "filled when the fit starts"):

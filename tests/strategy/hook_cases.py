@@ -1,0 +1,268 @@
+"""Modules, callbacks and optimizers that write down who is called, in which order, and what gradients they see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron import MegatronStrategy
+
+#: Who was called, and the norms of the gradients that the module's parameters showed then.
+Call = tuple[str, tuple[float | None, ...]]
+
+
+class Log:
+    """Write calls down.
+
+    Args:
+        module: Whose gradients are looked at.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.calls = module, list[Call]()
+
+    def add(self, who: str) -> None:
+        norms = tuple(None if p.grad is None else round(p.grad.norm().item(), 9) for p in self.module.parameters())
+        self.calls.append((who, norms))
+
+
+def logging_all(owner: Any, who: str, hooks: tuple[str, ...], log: Callable[[str], None]) -> None:
+    """Replace methods of an object by ones that write down that they are called, and call what was there."""
+    for hook in hooks:
+        before = getattr(owner, hook)
+
+        def called(*args: Any, _before: Any = before, _hook: str = hook, **kwargs: Any) -> Any:
+            log(f"{who}.{_hook}")
+            return _before(*args, **kwargs)
+
+        setattr(type(owner), hook, staticmethod(called))
+
+
+CALLBACK_HOOKS = tuple(name for name in dir(Callback) if name.startswith("on_")) + ("setup", "teardown")
+MODULE_HOOKS = (
+    *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer", "on_after_batch_transfer"),
+    *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
+    *("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "backward", "lr_scheduler_step"),
+    *("training_step", "validation_step", "on_validation_batch_start", "on_validation_batch_end"),
+    *("on_validation_epoch_start", "on_validation_epoch_end", "on_validation_start", "on_validation_end"),
+    *("configure_model", "configure_optimizers", "configure_callbacks", "setup", "teardown"),
+)
+
+
+class Line(LightningModule):
+    """Fit two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.norms: list[dict[str, float]] = []
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+class HalfTheLoss(Line):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss * 0.25).backward()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.norms.append({"loss": loss.item()})
+
+
+class ReadsNorms(Line):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append({name: float(norm) for name, norm in grad_norm(self, 2).items()})
+        self.log_dict(grad_norm(self, 2))
+
+
+class ClipsItself(Line):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        self.norms.append({"before": norm.item(), **{n: float(v) for n, v in grad_norm(self, 2).items()}})
+
+
+class ClipsByLightning(Line):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, 0.05, "norm")
+        self.norms.append({n: float(v) for n, v in grad_norm(self, 2).items()})
+
+
+class DropsAndReplaces(Line):
+    """Set one gradient to None, replace another, and write into a third."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        first, second, third, _ = self.parameters()
+        first.grad = None
+        second.grad = torch.ones_like(second)
+        assert third.grad is not None
+        third.grad.sign_()
+
+
+class WritesAfterBackward(Line):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.clamp_(-0.01, 0.01)
+
+
+class ByHand(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class ClipsByHand(ByHand):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.norms.append({"before": nn.utils.clip_grad_norm_(self.parameters(), 0.05).item()})
+        optimizer.step()
+
+
+class AddsUpByHand(ByHand):
+    """Step at every second batch, clip the sum of two backward passes of each, forget by the module's own method."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(0.1 * self.loss(batch))
+        if batch_idx % 2:
+            nn.utils.clip_grad_value_(self.parameters(), 0.02)
+            self.optimizers().step()
+            self.zero_grad()
+
+
+class NeverForgets(ByHand):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+class Turns(ByHand):
+    """Two optimizers, of which one is toggled at a time."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.loss(batch))
+            self.norms.append({n: float(v) for n, v in grad_norm(self, 2).items()})
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.Adam(self.net[2].parameters(), lr=0.01)]
+
+
+USES: dict[str, tuple[type[Line], dict[str, Any]]] = {
+    "backward halves the loss": (HalfTheLoss, {}),
+    "backward halves the loss of accumulated batches": (HalfTheLoss, {"accumulate_grad_batches": 3}),
+    "norms are logged": (ReadsNorms, {}),
+    "norms of accumulated batches are logged": (ReadsNorms, {"accumulate_grad_batches": 2}),
+    "the module clips": (ClipsItself, {}),
+    "the module lets Lightning clip": (ClipsByLightning, {}),
+    "gradients are dropped and replaced": (DropsAndReplaces, {}),
+    "gradients are written into": (WritesAfterBackward, {}),
+    "gradients are written into while they accumulate": (WritesAfterBackward, {"accumulate_grad_batches": 2}),
+    "clipped by hand": (ClipsByHand, {}),
+    "added up by hand": (AddsUpByHand, {}),
+    "never forgotten": (NeverForgets, {}),
+    "toggled optimizers": (Turns, {}),
+}
+
+
+def data(rank: int = 0, size: int = 1) -> DataLoader:
+    """Return 16 samples in batches of 4, of which every rank has its part."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(16, 4, generator=generator)
+    order = torch.arange(16).view(4, size, 4 // size)[:, rank].flatten()
+    return DataLoader(TensorDataset(x[order], x[order].sum(1, keepdim=True)), batch_size=4 // size)
+
+
+def fit(module: Line, strategy: Any, place: tuple[int, int] = (0, 1), **options: Any) -> Trainer:
+    """Fit for two epochs in float64."""
+    seed_everything(1, verbose=False)
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "devices": place[1], "max_epochs": 2}
+    quiet |= {"precision": "64-true", "use_distributed_sampler": False}
+    trainer = Trainer(**{**quiet, **options}, strategy=strategy)
+    trainer.fit(module, data(*place), data(*place))
+    return trainer
+
+
+def ours(place: tuple[int, int]) -> MegatronStrategy:
+    """Return a strategy that gives a batch to the module as a whole."""
+    return MegatronStrategy(microbatch_size=4 // place[1], bucket_size=16)
+
+
+def order_of_calls(strategy: Any, place: tuple[int, int] = (0, 1), **options: Any) -> list[Call]:
+    """Return all calls of hooks of a module, a callback and an optimizer, in their order."""
+    module = type("Watched", (Line,), {})()
+    log, callback = Log(module), type("Watcher", (Callback,), {})()
+    logging_all(callback, "callback", CALLBACK_HOOKS, log.add)
+    configure = module.configure_optimizers
+
+    def configure_optimizers() -> Any:
+        found = configure()
+        step = found[0][0].step
+
+        def logged_step(closure: Any = None) -> Any:
+            log.add("optimizer.step")
+
+            def logged_closure() -> Any:
+                log.add("closure begins")
+                result = closure()
+                log.add("closure ends")
+                return result
+
+            return step(logged_closure)
+
+        found[0][0].step = logged_step
+        return found
+
+    type(module).configure_optimizers = staticmethod(configure_optimizers)
+    logging_all(module, "module", MODULE_HOOKS, log.add)
+    fit(module, strategy, place, callbacks=[callback], gradient_clip_val=0.05, **options)
+    return log.calls
+
+
+def use(name: str, strategy: Any, place: tuple[int, int] = (0, 1)) -> tuple[list[Tensor], list[dict[str, float]]]:
+    """Return the weights after a fit, and what the module has read."""
+    kind, options = USES[name]
+    module = kind()
+    fit(module, strategy, place, **options)
+    return [parameter.detach().clone() for parameter in module.parameters()], module.norms
+
+
+def two_ranks(rank: int, size: int) -> dict[str, Any]:
+    """Return everything of this rank under ``ddp`` and under this strategy."""
+    found: dict[str, Any] = {}
+    for kind in ("ddp", "ours"):
+
+        def strategy(kind: str = kind) -> Any:
+            return "ddp_find_unused_parameters_true" if kind == "ddp" else ours((rank, size))
+
+        found[kind] = {name: use(name, strategy(), (rank, size)) for name in USES}
+        found[kind]["calls"] = order_of_calls(strategy(), (rank, size))
+    return found
