@@ -136,6 +136,17 @@ class PipelineExecutor:
             return True
         return not self.model.cursor.probe and self.model.is_last_stage(self.model.cursor.chunk)
 
+    @property
+    def is_repeated(self) -> bool:
+        """Return whether another call runs this part of the step for the same microbatch, whose effects are to stay.
+
+        Those of one call stay: on the last stage that of the last chunk, on others that of the first chunk.
+        """
+        if self.model is None or self.model.cursor is None:
+            return False
+        cursor = self.model.cursor
+        return cursor.probe or cursor.chunk != (self.model.num_chunks - 1 if self.mesh.pp.is_last else 0)
+
     def boundary(self, step_fn: StepFn, microbatch: Microbatch) -> tuple[torch.Size, torch.dtype]:
         """Return shape and type of what travels between stages for a microbatch.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from numbers import Number
@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.strategy.outputs import Weight, stack_scalars, total_weight, weighted_mean
 
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
@@ -52,6 +51,28 @@ class LogCall:
 
 
 @dataclass(frozen=True)
+class MetricCall:
+    """Hold how a metric is logged, and where it is.
+
+    Args:
+        name: Name of the value.
+        path: Name of the metric in the module.
+        options: Arguments of ``LightningModule.log``, sorted by name.
+        dtype: Type of the value of this step; None if the metric was only updated.
+    """
+
+    name: str
+    path: str
+    options: tuple[tuple[str, Any], ...]
+    dtype: torch.dtype | None = None
+
+    @property
+    def has_value(self) -> bool:
+        """Whether there is a value of this step."""
+        return self.dtype is not None
+
+
+@dataclass(frozen=True)
 class _Entry:
     """Hold one logged value, its weight, and in which run of the step it was logged."""
 
@@ -65,19 +86,18 @@ class Recorder:
     """Collect the log calls of one batch.
 
     Args:
-        num_stages: Pipeline stages, for what only one of them can log.
         microbatch_size: Samples of the microbatch that runs now (samples).
         is_muted: Whether to drop what is logged now: the step runs only up to the model, and again later.
         run: How many runs of the step before this one were not muted.
     """
 
-    num_stages: int = 1
     microbatch_size: int = 1
     is_muted: bool = False
     run: int = -1
     calls: dict[str, LogCall] = field(default_factory=dict)
     values: dict[str, list[_Entry]] = field(default_factory=dict)
     metrics: dict[str, tuple[Metric, dict[str, Any]]] = field(default_factory=dict)
+    metric_values: dict[str, list[_Entry]] = field(default_factory=dict)
 
     def begin(self, microbatch_size: int, *, is_muted: bool) -> None:
         """Note that the step starts to run on a microbatch."""
@@ -88,7 +108,6 @@ class Recorder:
         """Keep one call of ``LightningModule.log``.
 
         Raises:
-            UnsupportedError: If the value is a metric object and there are several stages.
             ValueError: If the value is not a scalar.
         """
         bound = _log_signature().bind(None, *args, **kwargs)
@@ -96,6 +115,7 @@ class Recorder:
         options.pop("self")
         name, value = options.pop("name"), options.pop("value")
         if isinstance(value, Metric):
+            options.pop("metric_attribute", None)
             self._keep_metric(name, value, options)
             return
         if self.is_muted:
@@ -137,15 +157,38 @@ class Recorder:
                 calls.append(replace(call, batch_size=total))
         return calls, values, totals
 
+    def merged_metrics(self, path_of: Callable[[Metric], str | None]) -> tuple[list[MetricCall], list[Tensor]]:
+        """Return how each metric is logged; and the values of this step of those that have one, in float64.
+
+        Args:
+            path_of: Returns the name of a metric in the module; None if it is not there.
+
+        Raises:
+            ValueError: If a metric is not in the module.
+        """
+        calls, values = [], []
+        for name, (metric, options) in self.metrics.items():
+            path = path_of(metric)
+            if path is None:
+                raise ValueError(
+                    f"`self.log({name!r}, metric)` takes a torchmetrics.Metric that the LightningModule holds: "
+                    f"{type(metric).__name__} is not among its modules. Set it as an attribute in `__init__`."
+                )
+            call, entries = MetricCall(name, path, tuple(sorted(options.items()))), self.metric_values[name]
+            if entries:
+                call = replace(call, dtype=entries[0].value.dtype)
+                weights = [entry.weight for entry in entries]
+                values.append(weighted_mean(stack_scalars([entry.value for entry in entries]), weights))
+            calls.append(call)
+        return calls, values
+
     def _keep_metric(self, name: str, metric: Metric, options: dict[str, Any]) -> None:
-        # Refused by the muted passes, too: what is logged before the model is called is refused on every rank.
-        if self.num_stages > 1:
-            raise UnsupportedError(
-                f"a torchmetrics.Metric cannot be logged with pp ({self.num_stages}) > 1: {name}. Only the "
-                "last stage updates it, and its compute() would wait for the others. Log its value instead, as in "
-                "self.log(name, self.metric(predictions, targets), on_epoch=True), or use pp=1."
-            )
+        if self.is_muted:
+            return
         self.metrics[name] = (metric, options)
+        entries, value = self.metric_values.setdefault(name, []), metric._forward_cache
+        if isinstance(value, Tensor) and value.numel() == 1:
+            entries.append(_Entry(value.detach().reshape(()), self.microbatch_size, self.run))
 
 
 def _merge(values: Tensor, weights: Sequence[Weight], reduction: str) -> Tensor:

@@ -10,20 +10,30 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_megatron.groups.collectives import all_reduce_, broadcast_, broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.log_record import LogCall, Recorder
+from lightning_megatron.strategy.log_record import LogCall, MetricCall, Recorder
 from lightning_megatron.strategy.outputs import Weight, scalar_on
 from lightning_megatron.strategy.progress import TokensProgressBar
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Say what the last stage sends: how each value is logged, and whether the step counts its tokens."""
+    """Say what the last stage sends: how values and metrics are logged, and what the step has returned.
+
+    Args:
+        calls: How each value is logged.
+        metrics: How each metric is logged.
+        is_counted: Whether the step counts its tokens.
+        returns_more: Whether the step returned a mapping.
+    """
 
     calls: tuple[LogCall, ...]
+    metrics: tuple[MetricCall, ...]
     is_counted: bool
+    returns_more: bool
 
     @property
     def weighted(self) -> list[int]:
@@ -38,10 +48,12 @@ class Replayed:
     Args:
         extra: The further scalars, in float64.
         is_counted: Whether the step returned token counts.
+        returns_more: Whether the step returned a mapping.
     """
 
     extra: list[Tensor]
     is_counted: bool
+    returns_more: bool
 
 
 class LogReplay:
@@ -54,11 +66,12 @@ class LogReplay:
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
         self._forms: dict[Any, _Form] = {}
+        self._paths: dict[int, str] = {}
 
     @contextmanager
     def record(self, module: LightningModule) -> Iterator[Recorder]:
         """Let ``module.log`` write into a recorder inside the block."""
-        recorder = Recorder(self._mesh.pp.size)
+        recorder = Recorder()
         module.log = recorder.log  # type: ignore[method-assign]
         try:
             yield recorder
@@ -72,6 +85,7 @@ class LogReplay:
         key: tuple[Any, ...],
         extra: Sequence[Weight] = (),
         counts: Sequence[Weight] | None = None,
+        returns_more: bool = False,
     ) -> Replayed:
         """Log the merged values on this rank as if the whole batch had run here.
 
@@ -82,15 +96,18 @@ class LogReplay:
             extra: Scalars to bring along from the last stage, such as the loss; all ranks give as many.
             counts: Tokens that each run of the step counted on the last stage; means weigh by them over the
                 microbatches, the ranks and the batches of an epoch. None means samples (tokens).
+            returns_more: Whether the step returned a mapping on the last stage.
 
         Communication: one broadcast over pp, one of a flag over pp on the CPU, and one of the calls' form if it
         changed; one all-reduce over the data axis for values that every rank logs by step with ``sync_dist``.
         """
         calls, values, weights = recorder.merged(counts)
-        form = self._agree(key, _Form(tuple(calls), counts is not None))
+        metrics, steps = recorder.merged_metrics(lambda metric: self._path_of(metric, module))
+        form = self._agree(key, _Form(tuple(calls), tuple(metrics), counts is not None, returns_more))
         num_calls, weighted = len(form.calls), form.weighted
         end = num_calls + len(weighted)
-        vector = self._from_last_stage([*values, *weights, *extra], end + len(extra))
+        last = end + sum(call.has_value for call in form.metrics)
+        vector = self._from_last_stage([*values, *weights, *steps, *extra], last + len(extra))
         by_index = dict(zip(weighted, vector[num_calls:end], strict=True))
         is_training = key[0] == "training_step"
         reduced = self._reduce_by_step(form.calls, vector, by_index, is_training)
@@ -105,9 +122,24 @@ class LogReplay:
                 options["prog_bar"] = self._is_read_after_every_batch(module, call.name, value, by_step_only)
             # Not an integer: the Trainer would round the mean of the ranks' numbers down.
             module.log(call.name, value, batch_size=by_index.get(index, float(call.batch_size)), **options)
-        for name, (metric, options) in recorder.metrics.items():
-            module.log(name, metric, **(options if self._mesh.rank == 0 else {**options, "prog_bar": False}))
-        return Replayed(list(vector[end:]), form.is_counted)
+        self._log_metrics(module, form.metrics, iter(vector[end:last]))
+        return Replayed(list(vector[last:]), form.is_counted, form.returns_more)
+
+    def _path_of(self, metric: Metric, module: LightningModule) -> str | None:
+        if id(metric) not in self._paths:
+            self._paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
+        return self._paths.get(id(metric))
+
+    def _log_metrics(self, module: LightningModule, calls: Sequence[MetricCall], values: Iterator[Tensor]) -> None:
+        """Log metrics, whose states are the same on all stages by the time the Trainer asks for their results."""
+        for call in calls:
+            metric, options = module.get_submodule(call.path), dict(call.options)
+            if call.has_value:
+                # The value of this step, which the Trainer takes from there.
+                metric._forward_cache = next(values).to(call.dtype)
+            if self._mesh.rank != 0:
+                options["prog_bar"] = False
+            module.log(call.name, metric, **options)  # type: ignore[arg-type]
 
     def _agree(self, key: Any, form: _Form) -> _Form:
         axis = self._mesh.pp_cpu

@@ -20,6 +20,7 @@ from lightning_megatron.strategy.garbage import LongLived
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.private import (
+    call_nothing_before_epoch_ends,
     find_last_checkpoint_by,
     foresee_no_saves,
     foresee_saves,
@@ -347,6 +348,7 @@ class MegatronStrategy(ModelStrategy):
         if self._prepared is not None:
             foresee_no_saves(self._prepared)
             average_models(self._prepared)
+            call_nothing_before_epoch_ends(self._prepared)
             self._prepared = None
         self._checkpoints.close(abandon=self._watch.has_failed)
         self.leave_mesh()

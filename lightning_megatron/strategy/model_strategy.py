@@ -28,6 +28,7 @@ from lightning_megatron.strategy.checks import (
     pipelined_module,
 )
 from lightning_megatron.strategy.experts import ExpertsOfRun, check_experts
+from lightning_megatron.strategy.kept_state import KeptState
 from lightning_megatron.strategy.mesh_strategy import MeshStrategy
 from lightning_megatron.strategy.modules import MetricGroups, find_models, rebind_mesh
 from lightning_megatron.strategy.options import StrategyOptions
@@ -36,6 +37,7 @@ from lightning_megatron.strategy.precision import MegatronPrecision
 from lightning_megatron.strategy.private import (
     accumulates,
     call_after_backward_hooks,
+    call_before_epoch_ends,
     forward_zero_grad,
     let_finetuning_know,
     run_backward,
@@ -163,7 +165,9 @@ class ModelStrategy(MeshStrategy):
             self.options.microbatch_group_size,
         )
         self._executor.loss_weight = self._experts.loss_weight
-        self._steps = StepRunner(self.mesh, self._executor, self.options.microbatches(self.layout))
+        kept = KeptState(module, self.mesh)
+        call_before_epoch_ends(trainer, kept.share)
+        self._steps = StepRunner(self.mesh, self._executor, self.options.microbatches(self.layout), kept)
         self._setup_training(trainer, fitting)
 
     def _setup_training(self, trainer: Trainer, fitting: bool) -> None:

@@ -41,12 +41,12 @@ def parameter_reader(trainer: Trainer) -> str | None:
 
     Hooks of the module and of callbacks that are not known to leave parameters alone count, whatever they do.
     """
-    return _first_overridden(trainer, _HOOKS)
+    return first_overridden(trainer, _HOOKS)
 
 
 def backward_observer(trainer: Trainer) -> str | None:
     """Name a hook that takes the loss of the backward pass, or replaces that pass; None if there is none."""
-    return _first_overridden(trainer, ("backward", "on_before_backward"))
+    return first_overridden(trainer, ("backward", "on_before_backward"))
 
 
 def gradient_reader(trainer: Trainer) -> str | None:
@@ -54,14 +54,21 @@ def gradient_reader(trainer: Trainer) -> str | None:
 
     A callback whose class says ``reads_gradients = False`` does not count.
     """
-    return _first_overridden(trainer, _GRADIENT_HOOKS, _may_read_gradients) or _first_overridden(
+    return first_overridden(trainer, _GRADIENT_HOOKS, _may_read_gradients) or first_overridden(
         trainer, _OTHER_HOOKS, _names_gradients
     )
 
 
-def _first_overridden(
+def first_overridden(
     trainer: Trainer, hooks: tuple[str, ...], counts: Callable[[Any], bool] = lambda hook: True
 ) -> str | None:
+    """Name the first of some hooks that the module or a callback has, unless that is known to be harmless.
+
+    Args:
+        trainer: Has the module and the callbacks.
+        hooks: Names of hooks.
+        counts: Returns whether a hook that was found counts.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if _is_harmless(type(callback)):
             continue

@@ -79,6 +79,10 @@ TRAINER_ATTRIBUTES = (
     ("", "_checkpoint_connector"),
     ("_checkpoint_connector", "_parse_ckpt_path"),
     ("_checkpoint_connector", "resume_start"),
+    ("fit_loop", "on_advance_end"),
+    ("fit_loop.epoch_loop.val_loop", "_store_dataloader_outputs"),
+    ("fit_loop.epoch_loop.val_loop", "_on_evaluation_epoch_end"),
+    ("predict_loop", "_on_predict_epoch_end"),
 )
 
 
@@ -244,6 +248,32 @@ def restore_signal_check(trainer: Trainer) -> None:
     ):
         for name in names:
             vars(owner).pop(name, None)
+
+
+def call_before_epoch_ends(trainer: Trainer, function: Callable[[], None]) -> None:
+    """Call a function before the hooks and the metrics of the end of an epoch, and of the end of a dataloader."""
+    for owner, name in _epoch_ends(trainer):
+        setattr(owner, name, partial(_after, function, getattr(type(owner), name), owner))
+
+
+def call_nothing_before_epoch_ends(trainer: Trainer) -> None:
+    """Undo :func:`call_before_epoch_ends`."""
+    for owner, name in _epoch_ends(trainer):
+        vars(owner).pop(name, None)
+
+
+def _epoch_ends(trainer: Trainer) -> list[tuple[Any, str]]:
+    evaluations = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    return [
+        (trainer.fit_loop, "on_advance_end"),
+        *((loop, name) for loop in evaluations for name in ("_store_dataloader_outputs", "_on_evaluation_epoch_end")),
+        (trainer.predict_loop, "_on_predict_epoch_end"),
+    ]
+
+
+def _after(function: Callable[[], None], method: Callable[[Any], Any], owner: Any) -> Any:
+    function()
+    return method(owner)
 
 
 def requeues_itself(trainer: Trainer) -> bool:

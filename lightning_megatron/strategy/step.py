@@ -19,6 +19,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, split_batch
 from lightning_megatron.plan.microbatches import MicrobatchRule
+from lightning_megatron.strategy.kept_state import KeptState
 from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.log_replay import LogReplay
 from lightning_megatron.strategy.microbatch_losses import MicrobatchLosses, unit_of
@@ -51,10 +52,12 @@ class StepRunner:
         mesh: The groups of this rank.
         executor: Runs the schedule.
         rule: Says how a batch is cut.
+        kept: Follows what steps keep in the module.
     """
 
-    def __init__(self, mesh: ParallelMesh, executor: PipelineExecutor, rule: MicrobatchRule) -> None:
+    def __init__(self, mesh: ParallelMesh, executor: PipelineExecutor, rule: MicrobatchRule, kept: KeptState) -> None:
         self._mesh, self._executor, self._rule = mesh, executor, rule
+        self._kept = kept
         self._has_said_size = False
         self._replay = LogReplay(mesh)
         self._unit: int | None = None
@@ -85,9 +88,9 @@ class StepRunner:
             values_to_log: Further values that every rank knows.
 
         Returns:
-            The mean loss over the batch, on every rank; on the last stage with whatever else the step returned. None if
-            the step returned no loss. The mean is one over tokens if the step counts them, else one over samples,
-            divided by ``divisor``.
+            The mean loss over the batch, on every rank; with whatever else the step returned on the last stage, and on
+            the others where a hook takes it. None if the step returned no loss. The mean is one over tokens if the step
+            counts them, else one over samples, divided by ``divisor``.
 
         Raises:
             ValueError: If a step counts tokens for some microbatches and not for others, or does so from now on.
@@ -96,6 +99,7 @@ class StepRunner:
         Communication: that of the schedule and of :meth:`LogReplay.replay`; at the first batch one all-reduce over the
         data axis and one gather over all ranks, on the CPU.
         """
+        self._kept.begin()
         microbatches = self._cut(batch)
         self._say_size(batch, microbatches)
         losses = MicrobatchLosses(microbatches, factor, divisor, self._unit_of_tokens(microbatches))
@@ -109,7 +113,9 @@ class StepRunner:
                 losses.take(output, number)
         self._check_losses(losses)
         extra, counts = [losses.report(), losses.num_tokens(self._mesh.device)], losses.counts
-        replayed = self._replay.replay(module, recorder, ("training_step",), extra, counts)
+        returns_more = bool(outputs) and isinstance(outputs[0], Mapping)
+        replayed = self._replay.replay(module, recorder, ("training_step",), extra, counts, returns_more)
+        self._kept.share_after("training_step")
         has_loss = not (self._mesh.pp.is_last and losses.is_empty)
         if has_loss:
             self._agree_on_counting(replayed.is_counted)
@@ -119,9 +125,9 @@ class StepRunner:
         if not has_loss:
             return None
         loss = loss.to(losses.dtype)
-        if not outputs or not isinstance(outputs[0], Mapping):
-            return loss
-        merged = self._merged(outputs, microbatches, counts)
+        merged = self._merged(outputs, microbatches, counts) if returns_more else None
+        if replayed.returns_more:
+            merged = self._kept.outputs_after("training_step", merged)
         return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
 
     def evaluate(
@@ -138,8 +144,10 @@ class StepRunner:
             key: Names the hook and the dataloader, for the form of the logs.
 
         Returns:
-            What the step returned for the batch, on the last stage; predictions on every stage.
+            What the step returned for the batch, on the last stage; on every stage where a hook takes it, and
+            predictions.
         """
+        self._kept.begin()
         microbatches = self._cut(batch)
         with self._replay.record(module) as recorder:
             outputs = self._run(getattr(module, name), microbatches, args, recorder, step)
@@ -147,7 +155,9 @@ class StepRunner:
         merged = self._merged(outputs, microbatches, counts)
         if name != "predict_step":
             self._replay.replay(module, recorder, key, counts=counts)
-            return merged
+            self._kept.share_after(name)
+            return self._kept.outputs_after(name, merged)
+        self._kept.share_after(name)
         pp_cpu = self._mesh.pp_cpu
         return (
             broadcast_object(apply_to_collection(merged, Tensor, Tensor.cpu), pp_cpu, pp_cpu.size - 1)
@@ -184,7 +194,8 @@ class StepRunner:
 
         def run_one(data: Any) -> Any:
             recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
-            return step_fn(data, *args)
+            with self._kept.trial() if self._executor.is_repeated else nullcontext():
+                return step_fn(data, *args)
 
         if losses is None or around is None:
             return self._executor.run(run_one, microbatches, backward=False, step=step)

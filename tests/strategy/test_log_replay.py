@@ -6,26 +6,31 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.log_replay import LogReplay
 
 
-class Module:
+class Module(nn.Module):
     """Stand in for a LightningModule: keep what reaches ``log``."""
 
-    def __init__(self) -> None:
+    def __init__(self, metric: Metric | None = None) -> None:
+        super().__init__()
+        self.metric = metric
         self.logged: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def log(self, name: str, value: Any, **options: Any) -> None:
         self.logged[name] = (value, options)
 
 
-def replay(record: Any, extra: Any = (), counts: Any = None) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    module: Any = Module()
+def replay(
+    record: Any, extra: Any = (), counts: Any = None, metric: Metric | None = None
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    module: Any = Module(metric)
     tool = LogReplay(ParallelMesh.single())
     with tool.record(module) as recorder:
         record(module, recorder)
@@ -99,11 +104,22 @@ def test_the_mean_over_no_token_is_zero() -> None:
         assert replay(record, counts=[count])[0]["value"][0].item() == 0.0
 
 
-def test_a_metric_is_refused_with_several_stages_before_the_model_is_called() -> None:
-    recorder = Recorder(num_stages=2)
-    recorder.begin(1, is_muted=True)
-    with pytest.raises(UnsupportedError, match=r"cannot be logged with pp \(2\) > 1: metric. Only"):
-        recorder.log("metric", MeanMetric())
+def test_the_value_of_a_metric_is_that_of_all_microbatches() -> None:
+    metric = MeanMetric()
+
+    def record(module: Any, recorder: Recorder) -> None:
+        for value, size in ((1.0, 1), (3.0, 3)):
+            recorder.begin(size, is_muted=False)
+            metric(value)
+            module.log("metric", metric)
+
+    replay(record, metric=metric)
+    assert metric._forward_cache.item() == 2.5
+
+
+def test_a_metric_that_the_module_does_not_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="MeanMetric is not among its modules. Set it as an attribute"):
+        replay(lambda module, recorder: module.log("metric", MeanMetric()))
 
 
 def test_the_kind_of_a_value_is_kept() -> None:
@@ -133,7 +149,7 @@ def test_a_metric_is_logged_once_as_it_is() -> None:
         module.log("metric", metric, on_epoch=True)
         module.log("metric", metric, on_epoch=True)
 
-    assert replay(record)[0]["metric"] == (metric, {"on_epoch": True})
+    assert replay(record, metric=metric)[0]["metric"] == (metric, {"on_epoch": True})
 
 
 @pytest.mark.parametrize(("value", "words"), [(torch.ones(2), "one element"), ("text", "takes a number")])

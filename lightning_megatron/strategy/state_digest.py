@@ -1,0 +1,137 @@
+"""Short descriptions of Python objects that change when the objects do."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import secrets
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+#: Not looked into: code, what is watched elsewhere, and what steps only read.
+_OPAQUE = (
+    *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device),
+    *(nn.Module, Trainer, Strategy, Callback, Logger, LightningDataModule, Dataset, DataLoader, Optimizer),
+)
+#: Packages of large objects that steps only read.
+_SLOW = ("tokenizers", "sentencepiece")
+_ATOMS = frozenset({int, float, str, bool, bytes, type(None), Tensor})
+#: Tensors on the CPU up to this size are compared by their values: writing through ``.data`` leaves no other trace
+#: (elements).
+_COMPARED = 65536
+
+
+@dataclass(frozen=True)
+class ListDigest:
+    """A digest of a list of numbers, strings and tensors, which also tells whether a list has only grown.
+
+    Args:
+        owner: Identity of the list.
+        items: Identities of its items.
+        versions: How often its tensors were written to.
+    """
+
+    owner: int
+    items: tuple[int, ...]
+    versions: int
+
+
+def digest(value: Any) -> bytes | ListDigest | None:
+    """Describe a value and all that it holds; None if it cannot be described.
+
+    Two digests of one object differ if it was changed between them: rebound, appended to, written in place. The value
+    must live until its digests are compared, because identities count. Tensors on a device are not read.
+    """
+    if type(value) is list and set(map(type, value)) <= _ATOMS and not any(map(_is_untraced, value)):
+        return ListDigest(id(value), tuple(map(id, value)), _versions(value))
+    sink = _Sink()
+    try:
+        _Digester(sink, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception:  # noqa: BLE001
+        # Properties of the user's objects run here, and may raise anything.
+        return None
+    return sink.hash.digest()
+
+
+def num_kept(value: Any, before: bytes | ListDigest | None) -> int:
+    """Count the items that a list has kept if it has only grown since a digest was made; else 0."""
+    if type(value) is not list or not isinstance(before, ListDigest) or id(value) != before.owner:
+        return 0
+    kept = value[: len(before.items)]
+    return len(kept) if tuple(map(id, kept)) == before.items and _versions(kept) == before.versions else 0
+
+
+def _versions(values: list[Any]) -> int:
+    return sum(value._version for value in values if isinstance(value, Tensor))
+
+
+def _is_untraced(value: Any) -> bool:
+    """Return whether a value is a tensor that does not count how often it is written to."""
+    return isinstance(value, Tensor) and value.is_inference()
+
+
+class _Sink:
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        return len(data)
+
+
+class _Digester(pickle.Pickler):
+    """Write the parts of objects one after the other; nothing that is written is ever read."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return NotImplemented if obj is _parts else (_parts, (id(obj), *_parts_of(obj)))
+
+
+def _parts(*parts: Any) -> None:
+    """Stand for the class of an object."""
+
+
+def _parts_of(obj: Any) -> tuple[Any, ...]:
+    if isinstance(obj, _OPAQUE):
+        return ()
+    if isinstance(obj, Tensor):
+        return _parts_of_tensor(obj)
+    if isinstance(obj, np.ndarray):
+        return (obj.shape, obj.dtype.str, obj.tobytes() if obj.dtype != object else obj.tolist())
+    if isinstance(obj, Mapping):
+        return (dict(obj), dict(vars(obj)) if hasattr(obj, "__dict__") else None)
+    if isinstance(obj, (list, tuple, set, frozenset, deque)):
+        return (list(obj), dict(vars(obj)) if hasattr(obj, "__dict__") else None)
+    slots = [name for kind in type(obj).__mro__ for name in vars(kind).get("__slots__", ())]
+    if hasattr(obj, "__dict__") or slots:
+        held = {name: getattr(obj, name) for name in slots if isinstance(name, str) and hasattr(obj, name)}
+        return (held, dict(vars(obj)) if hasattr(obj, "__dict__") else None)
+    if type(obj).__module__.partition(".")[0] in _SLOW:
+        return ()
+    try:
+        return tuple(obj.__reduce_ex__(2)[1:3])
+    except Exception:  # noqa: BLE001
+        # A lock, a file, a generator: the same as long as it is the same object.
+        return ()
+
+
+def _parts_of_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    untraced = tensor.is_inference()
+    form = (str(tensor.dtype), tuple(tensor.shape), None if untraced else tensor._version)
+    is_readable = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
+    if is_readable and (untraced or tensor.numel() <= _COMPARED):
+        values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return (*form, values.view(torch.uint8).numpy().tobytes())
+    # Without a trace of writing, and without reading it, a tensor counts as changed.
+    return (*form, secrets.token_bytes(16)) if untraced else form
