@@ -261,6 +261,7 @@ class MegatronStrategy(ModelStrategy):
             )
         assert self._state is not None, "setup has run"
         in_run, trainer = self._mesh is not None, self.user_module.trainer
+        self.settle_buffers()
         background = in_run and self.options.async_save and trainer.state.fn == TrainerFn.FITTING
         with self.temporary_mesh() as mesh:
             self._checkpoints.save(

@@ -19,6 +19,7 @@ from lightning_megatron.experts.statistics import StepStatistics
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.strategy.buffers import SharedBuffers, check_synchronised_norms
 from lightning_megatron.strategy.checks import (
     check_module,
     check_train_loaders,
@@ -79,6 +80,7 @@ class ModelStrategy(MeshStrategy):
         self._steps: StepRunner | None = None
         self._signals: SignalAgreement | None = None
         self._metrics: MetricGroups | None = None
+        self._buffers: SharedBuffers | None = None
         self._has_checked_batch = False
         self._forget: Forget | None = None
 
@@ -158,6 +160,8 @@ class ModelStrategy(MeshStrategy):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._metrics = MetricGroups(module, self.mesh)
+        check_synchronised_norms(module, self.mesh)
+        self._buffers = SharedBuffers(module, self.mesh)
         self._executor = PipelineExecutor(
             self.mesh,
             pipelined_module(module, self.mesh),
@@ -272,6 +276,8 @@ class ModelStrategy(MeshStrategy):
         assert self._steps is not None, "setup has run"
         module, trainer = self.user_module, self.user_module.trainer
         step, precision = total_batch_index(trainer), self.precision_plugin
+        assert self._buffers is not None, "setup has run"
+        self._buffers.begin_batch(not module.automatic_optimization or not accumulates(trainer))
         if not module.automatic_optimization:
             self._prepare_step(step)
             self._wait_for_parameters()
@@ -345,6 +351,27 @@ class ModelStrategy(MeshStrategy):
             return
         self._has_checked_batch = True
         check_same_everywhere(self.mesh.model_cpu, {"first training batch of its data-parallel rank": digest_of(batch)})
+
+    def settle_buffers(self) -> None:
+        """Take the buffers of the first data rank; a collective over the data axis."""
+        if self._buffers is not None and self._mesh is not None:
+            self._buffers.share(look=True)
+
+    @override
+    def on_validation_start(self) -> None:
+        self.settle_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self.settle_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.settle_buffers()
+
+    @override
+    def on_train_end(self) -> None:
+        self.settle_buffers()
 
     def _wait_for_parameters(self) -> None:
         if self._state is not None:

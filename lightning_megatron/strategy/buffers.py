@@ -1,0 +1,165 @@
+"""Buffers of the user's modules, such as the running statistics of a batch norm: those of the first data rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torchmetrics import Metric
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import all_gather_objects, broadcast_
+from lightning_megatron.groups.mesh import ParallelMesh
+
+
+class SharedBuffers:
+    """Give all data ranks the buffers of the first one, as DistributedDataParallel does with ``broadcast_buffers``.
+
+    Buffers that no forward pass has changed are sent once, and those of this package's modules, which are the same on
+    all ranks, never. Which ones change is agreed on before the batches 0, 1, 3, 7, 15 and so on, evaluations and saves:
+    one that begins to change between them is each rank's own until then. A module without buffers costs nothing.
+
+    Args:
+        module: The user's module.
+        mesh: The groups of this rank; ``mesh.data`` has the ranks whose buffers should be the same.
+    """
+
+    def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        self._owners = _owners(module) if mesh.data.size > 1 else []
+        self._num_sends = 0
+        self._seen = self._marks()
+        self._moving: set[int] = set()
+        # Whether a forward pass may have changed buffers since they were sent, and whether a step followed it.
+        self._may_differ, self._has_stepped = True, True
+
+    def begin_batch(self, will_step: bool) -> None:
+        """Send buffers before the first training batch after an optimizer step, as ``ddp`` does.
+
+        Args:
+            will_step: Whether the optimizer steps after this batch.
+        """
+        if self._has_stepped:
+            self.share()
+        self._may_differ, self._has_stepped = True, will_step
+
+    def share(self, *, look: bool = False) -> None:
+        """Send buffers from the first data rank if a forward pass may have changed them; called by all ranks together.
+
+        Args:
+            look: Whether to ask again which buffers have changed.
+
+        Communication: one broadcast over the data axis for each type of buffer; now and then one gather on the CPU.
+        """
+        if not self._owners or not self._may_differ:
+            return
+        if look or (self._num_sends + 1).bit_count() == 1:
+            self._look()
+        buffers = [owner._buffers[key] for index, (owner, key) in enumerate(self._owners) if self._is_sent(index)]
+        self._send(buffer for buffer in buffers if buffer is not None)
+        if self._num_sends == 0:
+            self._seen = self._marks()
+        self._num_sends += 1
+        self._may_differ = False
+
+    def _is_sent(self, index: int) -> bool:
+        owner, key = self._owners[index]
+        # What no state dict has is made anew by every rank, until it changes.
+        return index in self._moving or (self._num_sends == 0 and key not in owner._non_persistent_buffers_set)
+
+    def _look(self) -> None:
+        seen, self._seen = self._seen, self._marks()
+        changed = [index for index, mark in enumerate(self._seen) if mark != seen[index]]
+        for found in all_gather_objects(changed, self._mesh.data_cpu):
+            self._moving.update(found)
+
+    def _marks(self) -> list[tuple[int, float]]:
+        """Return what differs once a buffer has been replaced or written: torch does not count all writes itself."""
+        buffers = [owner._buffers[key] for owner, key in self._owners]
+        if not buffers:
+            return []
+        sums = [torch.zeros(()).double() if one is None else one.detach().double().sum().cpu() for one in buffers]
+        return list(zip(map(id, buffers), torch.stack(sums).nan_to_num().tolist(), strict=True))
+
+    @torch.no_grad()
+    def _send(self, buffers: Iterable[Tensor]) -> None:
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in buffers:
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        for group in by_type.values():
+            flat = broadcast_(torch.cat([buffer.reshape(-1) for buffer in group]), self._mesh.data)
+            parts = flat.split([buffer.numel() for buffer in group])
+            for buffer, part in zip(group, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
+
+
+def _owners(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    package = __name__.partition(".")[0]
+    owners = [
+        part
+        for part in module.modules()
+        if type(part).__module__.partition(".")[0] != package and not isinstance(part, Metric)
+    ]
+    return [(part, key) for part in owners for key, buffer in part._buffers.items() if buffer is not None]
+
+
+class BatchStatistics:
+    """Watch the norms of a module that compute something of the samples that they see together.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        named = module.named_modules()
+        self._norms = [(name, part) for name, part in named if isinstance(part, (_BatchNorm, _InstanceNorm))]
+
+    def check(self, num_microbatches: int) -> None:
+        """Refuse to run a batch in several parts where a norm needs all of it.
+
+        Args:
+            num_microbatches: Parts of the batch.
+
+        Raises:
+            UnsupportedError: If there are several, and a norm takes statistics of what it sees.
+        """
+        if num_microbatches == 1:
+            return
+        names = [name for name, norm in self._norms if _takes_statistics(norm)]
+        if names:
+            raise UnsupportedError(
+                f"batch statistics are those of a whole batch, which is cut into {num_microbatches} microbatches: "
+                f"{', '.join(names[:5])}{' and others' if len(names) > 5 else ''} would normalise by, or keep, the "
+                "statistics of each microbatch. Use microbatch_size='batch', call eval() on these norms in the train() "
+                "of the module, use norms without batch statistics such as GroupNorm, or say by "
+                "check_microbatches=False that statistics of microbatches are meant."
+            )
+
+
+def _takes_statistics(norm: nn.Module) -> bool:
+    tracks = getattr(norm, "running_mean", None) is not None
+    if isinstance(norm, _BatchNorm):
+        return norm.training or not tracks
+    # An instance norm takes those of one sample, and keeps their means over the samples.
+    return norm.training and tracks
+
+
+def check_synchronised_norms(module: nn.Module, mesh: ParallelMesh) -> None:
+    """Refuse a SyncBatchNorm over all ranks where some of them read the same data, or hold another stage.
+
+    Raises:
+        UnsupportedError: If there is one, with tp or pp above 1.
+    """
+    if mesh.data.size == mesh.world.size:
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm) and part.process_group is None:
+            raise UnsupportedError(
+                f"a SyncBatchNorm sums its statistics over all {mesh.world.size} ranks: {name!r} would count the "
+                f"copies of tp ({mesh.tp.size}), and wait for stages of pp ({mesh.pp.size}) that do not have it. Use "
+                "BatchNorm, or convert_sync_batchnorm(..., process_group=self.device_mesh.data.group) in "
+                "configure_model."
+            )
