@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_megatron.errors import NonFiniteGradientError as NonFiniteGradientError
     from lightning_megatron.errors import ParallelPlanError as ParallelPlanError
     from lightning_megatron.errors import RankMismatchError as RankMismatchError
+    from lightning_megatron.errors import ReplicaMismatchError as ReplicaMismatchError
     from lightning_megatron.errors import UnsupportedError as UnsupportedError
     from lightning_megatron.groups.mesh import ParallelMesh as ParallelMesh
     from lightning_megatron.models.causal_lm import CausalLM as CausalLM
@@ -54,6 +55,7 @@ _HOMES = {
     "ParallelMesh": "groups.mesh",
     "ParallelPlanError": "errors",
     "RankMismatchError": "errors",
+    "ReplicaMismatchError": "errors",
     "TokenDataModule": "data.datamodule",
     "TokensProgressBar": "strategy.progress",
     "UnsupportedError": "errors",

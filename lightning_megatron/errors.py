@@ -15,6 +15,10 @@ class RankMismatchError(ValueError):
     """Report that the ranks of one job do not agree on their configuration, versions or data."""
 
 
+class ReplicaMismatchError(RankMismatchError):
+    """Report copies of a parameter, or of its gradient, that must be equal on several ranks and are not."""
+
+
 class CheckpointMismatchError(ValueError):
     """Report a checkpoint whose tensors are not those of the model or optimizer that loads it."""
 

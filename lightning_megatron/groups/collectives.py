@@ -6,6 +6,7 @@ Every function is the identity on an axis of one rank, and none writes into a te
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -94,13 +95,38 @@ def _exchanged(x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], axi
     return result
 
 
+@dataclass(frozen=True)
+class Border:
+    """Describe a function at the border of a tensor-parallel region by the gradients that it takes and gives.
+
+    Args:
+        gives_parts: Whether the gradient of each tensor that it takes is this rank's part; else it is the same on all
+            ranks.
+        takes_parts: Whether the gradient that it gets may be this rank's part.
+    """
+
+    gives_parts: tuple[bool, ...]
+    takes_parts: bool
+
+
 class _Conjugate(torch.autograd.Function):
     """Run one collective forward and its conjugate backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis, forward: Any, backward: Any, dim: int) -> Tensor:
         ctx.axis, ctx.backward_collective, ctx.dim = axis, backward, dim
+        ctx.forward_collective = forward
         return forward(x, axis, dim)
+
+    @staticmethod
+    def border(ctx: Any) -> Border | None:
+        """Describe the border of the tensor-parallel region that this call is; None for other axes."""
+        if ctx.axis.name != "tp":
+            return None
+        backward, forward = ctx.backward_collective, ctx.forward_collective
+        # Complete gradients come of a sum over all ranks, or of joining what was split from a complete tensor.
+        is_whole = backward is _summed or (backward is _gathered and forward is _split)
+        return Border((not is_whole,), takes_parts=is_whole or backward is _scattered_sum or forward is _scattered_sum)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

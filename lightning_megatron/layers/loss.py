@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.collectives import Border, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.kernel_choice import fused_kernels
 
@@ -79,6 +79,11 @@ def _outside(ids: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
+    def border(ctx: Any) -> Border:
+        """Describe the border that this loss is: each rank has its logits."""
+        return Border((True,), takes_parts=False)
+
+    @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, tp: MeshAxis, vocab_size: int, smoothing: float, ignore_index: int
     ) -> Tensor:
@@ -130,6 +135,11 @@ class _Terms:
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def border(ctx: Any) -> Border | None:
+        """Describe the border that this loss is: each rank has its logits."""
+        return None if ctx.terms.tp.size == 1 else Border((True,), takes_parts=False)
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: _Terms) -> Tensor:
         width = logits.shape[-1]

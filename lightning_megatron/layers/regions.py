@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron.groups.collectives import (
+    Border,
     all_gather_sequence,
     all_reduce_,
     reduce_from_axis,
@@ -71,6 +72,12 @@ def _is_plain(weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> bool:
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
+    def border(ctx: Any) -> Border | None:
+        """Describe the border that this product is: its input's gradient is summed."""
+        mesh = ctx.mesh
+        return None if mesh.tp.size == 1 else Border((mesh.sequence_parallel, True, True), takes_parts=True)
+
+    @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
         _keep(ctx, hidden, weight, bias, mesh)
         if not mesh.sequence_parallel:
@@ -100,6 +107,12 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _RowLinear(torch.autograd.Function):
+    @staticmethod
+    def border(ctx: Any) -> Border | None:
+        """Describe the border that this product is: its output is a sum, its bias is added to that."""
+        shares = ctx.mesh.sequence_parallel
+        return None if ctx.mesh.tp.size == 1 else Border((True, True, shares), takes_parts=shares)
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
         _keep(ctx, hidden, weight, bias, mesh)

@@ -64,6 +64,8 @@ class PipelineExecutor:
         self.observer: BackwardObserver | None = None
         #: Read by layers that attach losses; None if there are none.
         self.loss_weight: LossWeight | None = None
+        #: Shown what a backward pass is about to start from, and whether that is the loss.
+        self.inspector: Callable[[Tensor, bool], None] | None = None
         self._programs: dict[tuple[int, bool], tuple[Program, Points]] = {}
 
     def run(
@@ -274,6 +276,8 @@ class _Run:
         output, gradient = self._outputs.pop(unit), self._arrived("B", unit, self._gradients)
         if gradient is not None:
             self._gradients.pop(unit)
+        if output is not None and self.executor.inspector is not None:
+            self.executor.inspector(output, gradient is None)
         if output is not None and gradient is None:
             self.run_backward(output)
         elif output is not None and output.requires_grad:

@@ -100,6 +100,10 @@ class MegatronStrategy(ModelStrategy):
             of one host that reach each other directly (NVLink). It takes two buffers of a microbatch's activation.
         check_gradients: Whether a gradient that is infinite or not a number ends the run, naming parameter and rank;
             costs a wait for the device at every step.
+        replica_check_interval: Optimizer steps between two comparisons of what several ranks hold or compute alike
+            (parameters, and gradients of those that tp does not cut), after the first two steps, where it is always
+            done. One message for each axis, and a wait for the device: about as long as one optimizer step, so that
+            the default takes less than half a percent. 0 means the first steps alone.
         async_save: Whether checkpoints are written behind the training.
         moments_dtype: Type of Adam's and AdamW's moments: float32, or bfloat16 for half of their memory, which needs
             fused=True in the optimizer and a GPU. bfloat16 keeps 8 bits of each moment; they are rounded up or down by
@@ -138,6 +142,7 @@ class MegatronStrategy(ModelStrategy):
         overlap_parameters: bool | None = None,
         overlap_tensor_parallel: bool = False,
         check_gradients: bool = False,
+        replica_check_interval: int = 200,
         async_save: bool = False,
         moments_dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
@@ -169,6 +174,7 @@ class MegatronStrategy(ModelStrategy):
             overlap_parameters=overlap_parameters,
             overlap_tensor_parallel=overlap_tensor_parallel,
             check_gradients=check_gradients,
+            replica_check_interval=replica_check_interval,
             async_save=async_save,
             moments_dtype=moments_dtype,
         )

@@ -229,6 +229,7 @@ class ModelStrategy(MeshStrategy):
             division,
             options.check_gradients,
             previous.main if previous is not None else None,
+            options.replica_check_interval,
         )
 
     def _gathers_late(self, trainer: Trainer) -> bool:
@@ -344,6 +345,7 @@ class ModelStrategy(MeshStrategy):
         self._state.take_in(self.optimizers)
         will_step = not accumulates(self.user_module.trainer)
         self._executor.observer = self._state.observer if will_step and self.options.overlap_gradients else None
+        self._executor.inspector = self._state.replicas.inspector
 
     def _check_first_batch(self, batch: Any) -> None:
         """Compare the first batch over the ranks that must see the same one."""

@@ -14,7 +14,7 @@ from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.plan.schedule import ScheduleName
-from lightning_megatron.plan.settings import Count, Elements, Range, settle
+from lightning_megatron.plan.settings import Count, Elements, Index, Range, settle
 
 #: Longer durations than 31 years overflow the clocks that communication libraries count nanoseconds with.
 _PATIENCE = Range(above=0, most=1_000_000_000)
@@ -56,6 +56,7 @@ class StrategyOptions:
     overlap_parameters: bool | None
     overlap_tensor_parallel: bool
     check_gradients: bool
+    replica_check_interval: Index
     async_save: bool
     moments_dtype: Literal["float32", "bfloat16"]
 

@@ -159,6 +159,8 @@ class MegatronPrecision(Precision):
     ) -> None:
         """Run a backward pass of manual optimization."""
         assert self._state is not None, "modules step while they are trained"
+        if self._state.replicas.inspector is not None:
+            self._state.replicas.inspector(tensor, True)
         with self._state.backward_by_hand(self.loss_scale):
             scaled = tensor * self.loss_factor if self.loss_scale else tensor
             super().backward(scaled, model, optimizer, *args, **kwargs)

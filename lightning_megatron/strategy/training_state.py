@@ -15,6 +15,7 @@ from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.strategy.gradient_check import check_finite
+from lightning_megatron.strategy.replica_check import ReplicaCheck
 from lightning_megatron.training.fused_update import FusedUpdate
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.loss_scale import DynamicLossScale
@@ -32,6 +33,7 @@ class TrainingState:
         division: How mains and gradients are kept.
         checks_gradients: Whether gradients that are not finite end the run.
         previous: The mains of an earlier fit, which go on where the module still has their values.
+        replica_check_interval: Optimizer steps between two comparisons of replicas after the first; 0 means none.
 
     Raises:
         UnsupportedError: If an optimizer cannot train slices, trains the two copies of a tied embedding differently, or
@@ -48,6 +50,7 @@ class TrainingState:
         division: Division,
         checks_gradients: bool = False,
         previous: MainParameters | None = None,
+        replica_check_interval: int = 0,
     ) -> None:
         self._module = module
         self._models = {name: part for name, part in module.named_modules() if isinstance(part, PipelinedModule)}
@@ -63,6 +66,8 @@ class TrainingState:
         self.fused_update.check(self.main, optimizers)
         if previous is not None:
             self.main.continue_from(previous)
+        #: Compares what several ranks have alike.
+        self.replicas = ReplicaCheck(module, self.main, self._reducer, replica_check_interval)
         self._overflowed: frozenset[str] = frozenset()
         self._unfinished: frozenset[str] = frozenset()
         self._num_tokens: Tensor | None = None
@@ -161,9 +166,10 @@ class TrainingState:
 
         Raises:
             NonFiniteGradientError: If gradients are checked and one is infinite or not a number.
+            ReplicaMismatchError: If replicas are compared in this step and differ.
 
         Communication: that of :meth:`GradientReducer.finish`; with a loss scale one all-reduce over the world, with
-        token counts one over the data axis, with checks one over the world.
+        token counts one over the data axis, with checks one over the world; and that of :class:`ReplicaCheck`.
         """
         self._see_raw_backward(loss_scale)
         names = self._unfinished if optimizer is None else self._unfinished & self.names_of(optimizer)
@@ -171,6 +177,7 @@ class TrainingState:
             return
         if self._checks_gradients:
             check_finite(self._reducer.unreduced(names), self.mesh, self.step)
+        compares = self.replicas.before_sums(names)
         self._reducer.finish(names)
         self._divide_by_tokens(names)
         self._overflowed -= names
@@ -178,6 +185,8 @@ class TrainingState:
             if loss_scale.found_nonfinite(self.main, names):
                 self._overflowed |= names
             loss_scale.unscale_(self.main, names)
+        if compares:
+            self.replicas.after_sums(names, are_finite=self._overflowed.isdisjoint(names))
         self._unfinished -= names
 
     def has_overflowed(self, optimizer: Optimizer) -> bool:

@@ -106,6 +106,8 @@ class GradientReducer:
         self._unused = UnusedParameters(main)
         self._hooks: list[RemovableHandle] = []
         self._partial = PartialSums({}, main.mesh)
+        #: Whole parameters whose gradients are summed over tp although their specs do not say so.
+        self.used_on_parts: set[str] = set()
 
     def watch(self, buffers: Iterable[FlatBuffer]) -> None:
         """Let the gradients of these buffers' parameters be summed here from now on.
@@ -170,6 +172,7 @@ class GradientReducer:
             bucket.wait()
         self._add_ties(buckets, alone=True)
         finished = [name for bucket in buckets for name in bucket.names]
+        self._add_parts(finished)
         dormant = self._unused.agree(finished)
         self._hand_over(finished, dormant)
         self._reset(buckets)
@@ -317,6 +320,21 @@ class GradientReducer:
             self._fill([name])
             own = bucket.buffer.own_part(bucket.buffer.gradients, bucket.index)
             all_reduce_(own if alone else self._gradient_of(name), mesh.embedding)
+
+    def _add_parts(self, names: Collection[str]) -> None:
+        """Add the parts of gradients that were found while training, after the sum over the data ranks.
+
+        Whole parameters lie alike in the buffers of all tensor-parallel ranks, so each adds its slice.
+        """
+        slices = self._main.slices
+        parts = [slices[name].gradient for name in names if name in self.used_on_parts and name in slices]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for part in parts:
+            by_dtype.setdefault(part.dtype, []).append(part)
+        for alike in by_dtype.values():
+            flat = all_reduce_(torch.cat([part.reshape(-1) for part in alike]), self._main.mesh.tp)
+            sums = flat.split([part.numel() for part in alike])
+            torch._foreach_copy_(alike, [one.view(part.shape) for one, part in zip(sums, alike, strict=True)])
 
     def _hand_over(self, names: Collection[str], dormant: Collection[str]) -> None:
         slices, main = self._main.slices, self._main

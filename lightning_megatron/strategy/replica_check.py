@@ -1,0 +1,79 @@
+"""Decide when replicas are compared, and what follows from how parameters are used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.training.gradients import GradientReducer
+from lightning_megatron.training.main_parameters import MainParameters
+from lightning_megatron.training.partial_use import PartialUse
+from lightning_megatron.training.replicas import check_data_replicas, check_tensor_replicas
+
+#: Steps at the start of a fit at which everything is compared: the first ones show what a layout does to a model, and
+#: the second what its update did.
+_FIRST = 2
+_SHOWN = 8
+
+
+class ReplicaCheck:
+    """Compare copies of parameters and gradients at the first steps of a fit, and every so many.
+
+    Args:
+        module: The module that is trained.
+        main: Its parameters.
+        reducer: Sums gradients; it is told of parameters whose gradients are parts over tp.
+        interval: Optimizer steps between two comparisons after the first ones; 0 means none (steps).
+    """
+
+    def __init__(self, module: nn.Module, main: MainParameters, reducer: GradientReducer, interval: int) -> None:
+        self._main, self._reducer, self._interval = main, reducer, interval
+        self._has_copies = main.mesh.world.size > main.mesh.pp.size
+        self._use = PartialUse(module, main.mesh)
+        # Steps by what is trained in them: optimizers may take turns.
+        self._num_steps: Counter[frozenset[str]] = Counter()
+
+    @property
+    def inspector(self) -> Callable[[Tensor, bool], None] | None:
+        """Return who looks at graphs before their backward pass, if replicas are compared at the next step."""
+        return self._use.inspect if self._is_due(min(self._num_steps.values(), default=0)) else None
+
+    def before_sums(self, names: frozenset[str]) -> bool:
+        """Let all ranks know what the graphs of this step have shown; return whether replicas are to be compared.
+
+        Communication: at such a step one gather of names over tp.
+        """
+        if not self._is_due(self._num_steps[names]):
+            self._num_steps[names] += 1
+            return False
+        everyone = all_gather_objects(sorted(self._use.found), self._main.mesh.tp)
+        found = {name for one in everyone for name in one} - self._reducer.used_on_parts
+        if found:
+            self._reducer.used_on_parts |= found
+            shown = ", ".join(sorted(found)[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+            rank_zero_info(
+                f"{len(found)} parameter(s) are used on a part of the features by each rank of tp, which has a part of "
+                f"their gradients: these are summed over tp. {shown}."
+            )
+        return True
+
+    def after_sums(self, names: frozenset[str], *, are_finite: bool = True) -> None:
+        """Compare parameters and finished gradients; where gradients overflowed, at the next step.
+
+        Raises:
+            ReplicaMismatchError: If copies differ.
+
+        Communication: that of the comparisons.
+        """
+        if are_finite:
+            self._num_steps[names] += 1
+            self._main.wait()
+            check_data_replicas(self._main)
+            check_tensor_replicas(self._main, names)
+
+    def _is_due(self, num_steps: int) -> bool:
+        return self._has_copies and (num_steps < _FIRST or (self._interval > 0 and num_steps % self._interval == 0))

@@ -1,0 +1,119 @@
+"""Parameters that are used on a part of the features: what the graph of a backward pass says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.groups.collectives import Border
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.models.staged_blocks import StagedBlocks
+
+#: Gradients as this rank has them: complete, this rank's part of a sum or of the features, wrong because a part is
+#: taken for the whole, or not known.
+Region = Literal["whole", "part", "mixed", "unknown"]
+
+
+class PartialUse:
+    """Find whole parameters whose gradients are parts of a sum over the tensor axis.
+
+    A parameter that is used between a ``column`` and a ``row`` layer (a norm of heads, a PReLU) sees the features of
+    its rank alone. The graph that autograd records knows: the layers of this package say which of their gradients are
+    parts, and everything between two of them hands on what it gets. Parameters of this package's models are not looked
+    at, because their specs say it.
+
+    Args:
+        module: The module that is trained.
+        mesh: The groups of this rank.
+    """
+
+    def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        models = [one for one in module.modules() if isinstance(one, PipelinedModule)]
+        own = {id(p) for one in models if not isinstance(one, StagedBlocks) for p in one.parameters()}
+        # Only such a module can hold what the walk is for.
+        self._names: Mapping[int, str] = (
+            {id(p): name for name, p in module.named_parameters() if id(p) not in own} if mesh.tp.size > 1 else {}
+        )
+        self.found: set[str] = set()
+
+    def inspect(self, output: Tensor, is_loss: bool = True) -> None:
+        """Look at the graph behind a tensor that a backward pass is about to start from.
+
+        Args:
+            output: The loss, or what a pipeline stage sends on.
+            is_loss: Whether it is the loss.
+
+        Raises:
+            ParallelPlanError: If the gradient of a parameter would be neither complete nor a part of a sum.
+        """
+        if not self._names or output.grad_fn is None:
+            return
+        start: Region = "unknown" if not is_loss and self._mesh.sequence_parallel else "whole"
+        for parameter, regions in _leaves(output.grad_fn, start).values():
+            name = self._names.get(id(parameter))
+            if name is not None and "unknown" not in regions:
+                self._judge(name, parameter, regions)
+
+    def _judge(self, name: str, parameter: Tensor, regions: set[Region]) -> None:
+        spec = shard_spec_of(parameter)
+        if not spec.is_whole and "mixed" not in regions:
+            if "whole" in regions:
+                raise ParallelPlanError(
+                    f"a parameter that is cut over tp must be used by its own layer alone: {name!r} is read by other "
+                    f"code, which sees this rank's part, {tuple(parameter.shape)} of {spec.full_shape}. Its result "
+                    "would be that of a part. Leave the parameter out of such code, or give its layer the kind "
+                    "'replicate' in tensor_parallel_plan."
+                )
+        elif len(regions) > 1 or "mixed" in regions:
+            raise ParallelPlanError(
+                f"what is computed between a 'column' and a 'row' layer must come from 'column' layers: the gradient "
+                f"of {name!r} is complete in one use of it and this rank's part in another, so that no sum over tp is "
+                "right. Pass what is used there through the 'column' layer, or give the layers around it the kind "
+                "'replicate' in tensor_parallel_plan."
+            )
+        elif spec.partial and "part" not in regions:
+            raise ParallelPlanError(
+                f"the kind 'partial' is for what is used between a 'column' and a 'row' layer: {name!r} is used on "
+                "all features, and its gradient would count once for each rank of tp. Leave its module out of "
+                "tensor_parallel_plan."
+            )
+        elif not spec.partial and "part" in regions:
+            self.found.add(name)
+
+
+def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
+    """Return the parameters behind a node of a graph, each with the regions that its gradients come from."""
+    found: dict[int, tuple[Tensor, set[Region]]] = {}
+    seen: set[tuple[Any, Region]] = set()
+    waiting: list[tuple[Any, Region]] = [(root, start)]
+    while waiting:
+        node, region = waiting.pop()
+        if (node, region) in seen:
+            continue
+        seen.add((node, region))
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.setdefault(id(leaf), (leaf, set()))[1].add(region)
+            continue
+        children = [child for child, _ in node.next_functions]
+        regions = _regions_of_inputs(node, region, len(children))
+        waiting += [(child, one) for child, one in zip(children, regions, strict=True) if child is not None]
+    return found
+
+
+def _regions_of_inputs(node: Any, region: Region, count: int) -> list[Region]:
+    function = getattr(type(node), "_forward_cls", None)
+    describe = getattr(function, "border", None)
+    border: Border | None = None if describe is None else describe(node)
+    if border is None:
+        # What a compiler has fused is one node, with anything inside.
+        return ["unknown" if "Compiled" in type(node).__name__ else region] * count
+    if region == "part" and not border.takes_parts:
+        return ["mixed"] * count
+    return ["part" if is_part else "whole" for is_part in border.gives_parts[:count]]

@@ -1,0 +1,198 @@
+"""Comparison of what several ranks hold or compute alike: copies of parameters, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import ReplicaMismatchError
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
+from lightning_megatron.training.main_parameters import MainParameters
+
+#: Sums that stand for a tensor. Every such sum takes elements this far apart, which no layer is a multiple of.
+_NUM_SUMS = 7
+#: Relative distance of two gradients, or of parameters trained with them, that rounding does not explain. Parts of a
+#: sum are as far apart as they are large.
+_TOLERANCE = 0.05
+#: Parameters that are named in an error.
+_SHOWN = 5
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_tensor_replicas(main: MainParameters, names: Collection[str]) -> None:
+    """Compare over tp the parameters that every rank holds whole, and their gradients before they are used.
+
+    Ranks compute both for themselves. Kernels that add in no fixed order may round otherwise on each of them, so the
+    comparison has a tolerance: relative to the gradient, with the size that rounding leaves of sums that cancel. What
+    has such a gradient only is left out, because an optimizer that divides by it moves the parameter at random.
+
+    Args:
+        main: The parameters, with finished gradients.
+        names: Whose gradients are finished.
+
+    Raises:
+        ReplicaMismatchError: On every rank of the axis, naming parameters, ranks and values.
+
+    Communication: one all-reduce over tp, for which the host waits; a gather of values on failure.
+    """
+    axis = main.mesh.tp
+    if axis.size == 1:
+        return
+    whole = [name for name in main.names if main.spec(name).is_whole and not main.spec(name).is_expert]
+    # Integers, which are not trained, have no rounding; their bits are compared over the data axis.
+    whole = [
+        name for name in whole if main.parameter(name).dtype.is_floating_point or main.parameter(name).is_complex()
+    ]
+    gradients = {name: _gradient(main, name) for name in whole if name in names}
+    parameters = {name: main.parameter(name).detach() for name in whole}
+    if not whole:
+        return
+    mine = torch.stack([_float_sums(tensor) for tensor in (*gradients.values(), *parameters.values())])
+    # What is not finite is alike where it is so on all ranks; infinities have no difference.
+    mine = mine.nan_to_num(nan=1e300, posinf=2e300, neginf=-2e300)
+    highest, lowest = all_reduce_(torch.stack([mine, -mine]), axis, "max").cpu().unbind()
+    apart, norms = (highest + lowest)[:, :_NUM_SUMS].amax(1), highest[:, _NUM_SUMS]
+    rounding = {name: torch.finfo(main.parameter(name).dtype).eps ** 0.5 for name in whole}
+    count = len(gradients)
+    strange, noisy = _judge(gradients, apart[:count], norms[:count], rounding)
+    wrong = [("gradients", name) for name in strange if name not in noisy]
+    strange, _ = _judge(parameters, apart[count:], norms[count:], rounding)
+    wrong += [("parameters", name) for name in strange if name not in noisy]
+    if wrong:
+        _refuse(wrong, {"gradients": gradients, "parameters": parameters}, axis, _WAY_OUT_OF_PARTS)
+
+
+def _judge(
+    tensors: Mapping[str, Tensor], apart: Tensor, norms: Tensor, rounding: Mapping[str, float]
+) -> tuple[list[str], set[str]]:
+    """Name the tensors that are further apart than rounding explains, and those that may be rounding alone.
+
+    Args:
+        tensors: This rank's, by name.
+        apart: The distance of each between the ranks.
+        norms: The largest norm of each.
+        rounding: Relative size of what rounding leaves of sums that cancel, by name.
+    """
+    num_elements = sum(tensor.numel() for tensor in tensors.values())
+    typical = float(norms.square().sum() / max(1, num_elements)) ** 0.5
+    strange, noisy = [], set()
+    for (name, tensor), distance, norm in zip(tensors.items(), apart.tolist(), norms.tolist(), strict=True):
+        floor = rounding[name] * typical * tensor.numel() ** 0.5
+        if norm <= floor:
+            noisy.add(name)
+        if distance > min(_TOLERANCE, 10 * rounding[name]) * norm + floor:
+            strange.append(name)
+    return strange, noisy
+
+
+def check_data_replicas(main: MainParameters) -> None:
+    """Compare the parameters of ranks that hold the same part, bit by bit: dp and cp, and the copies of experts.
+
+    One of them has computed each value, or all have done so from the same sum, so that nothing may differ.
+
+    Raises:
+        ReplicaMismatchError: On every rank of the axis, naming parameters, ranks and values.
+
+    Communication: one all-reduce over the data axis, one over that of experts, and one over the embedding axis where
+    an embedding is tied, for which the host waits; a gather of values on failure.
+    """
+    mesh = main.mesh
+    tied = {name for pair in main.ties or () for name in pair}
+    for axis, chosen in (
+        (mesh.data, lambda name: not main.spec(name).is_expert),
+        (mesh.edp, lambda name: main.spec(name).is_expert),
+        (mesh.embedding, lambda name: name in tied),
+    ):
+        names = [name for name in main.names if chosen(name)] if axis.size > 1 else []
+        if names:
+            _check_bits(main, names, axis)
+
+
+def _check_bits(main: MainParameters, names: Sequence[str], axis: MeshAxis) -> None:
+    inside = set(names)
+    buffers = [one for one in main.buffers if inside.issuperset(one.members)]
+    buffered = {name for one in buffers for name in one.members}
+    # Whole buffers are a few sums, however many parameters they hold.
+    flat = [one.parameters for one in buffers] + [main.parameter(name) for name in names if name not in buffered]
+    mine = torch.stack([_bit_sums(tensor.detach()) for tensor in flat])
+    highest, lowest = all_reduce_(torch.stack([mine, -mine]), axis, "max").unbind()
+    if not bool((highest + lowest).any()):
+        return
+    tensors = {name: main.parameter(name).detach() for name in names}
+    everyone = all_gather_objects([_bit_sums(tensor).tolist() for tensor in tensors.values()], axis)
+    wrong = [
+        ("parameters", name) for name, *sums in zip(names, *everyone, strict=True) if any(s != sums[0] for s in sums)
+    ]
+    _refuse(wrong, {"parameters": tensors}, axis, _WAY_OUT_OF_WRITES)
+
+
+def _gradient(main: MainParameters, name: str) -> Tensor:
+    one = main.slices.get(name)
+    if one is None:
+        return main.parameter(name).new_empty(0)
+    return torch.zeros_like(one.main) if one.main.grad is None else one.main.grad
+
+
+def _float_sums(tensor: Tensor) -> Tensor:
+    """Return sums and the norm of a tensor, which stand for it where rounding may differ.
+
+    Random errors move a sum by as much as the norm of the error, so that sums are compared with the norm.
+
+    Shapes: any, to (8) in float64.
+    """
+    flat = _numbers_of(tensor)
+    norm = torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
+    return torch.cat([_sums(flat, torch.float64), norm.double().reshape(1)])
+
+
+def _bit_sums(tensor: Tensor) -> Tensor:
+    flat = _numbers_of(tensor)
+    return _sums(flat.view(_WORDS[flat.element_size()]), torch.int64)
+
+
+def _numbers_of(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
+
+
+def _sums(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add elements that lie ``_NUM_SUMS`` apart."""
+    num_rows = flat.numel() // _NUM_SUMS
+    rest = flat[num_rows * _NUM_SUMS :]
+    sums = flat[: num_rows * _NUM_SUMS].view(num_rows, _NUM_SUMS).sum(0, dtype=dtype)
+    sums[: rest.numel()] += rest
+    return sums
+
+
+def _refuse(
+    wrong: Sequence[tuple[str, str]],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    axis: MeshAxis,
+    way_out: str,
+) -> None:
+    shown = wrong[:_SHOWN]
+    mine = [float(torch.linalg.vector_norm(tensors[what][name].double())) for what, name in shown]
+    everyone = all_gather_objects(mine, axis)
+    found = []
+    for number, (what, name) in enumerate(shown):
+        values = ", ".join(f"{one[number]:.9g} on rank {rank}" for rank, one in zip(axis.ranks, everyone, strict=True))
+        found.append(f"the {what} {name!r} ({what.removesuffix('s')} norm {values})")
+    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    raise ReplicaMismatchError(
+        f"the ranks of {axis.name} must hold the same copy of a parameter, and train it alike: they differ in "
+        f"{'; '.join(found)}{more}. {way_out}"
+    )
+
+
+_WAY_OUT_OF_PARTS = (
+    "Trained on, the copies would drift apart. If it is used between a 'column' and a 'row' layer, each rank has a "
+    "part of its gradient: give its module the kind 'partial' in tensor_parallel_plan, or the layers around it the "
+    "kind 'replicate'. If code writes into parameters or gradients, let it do the same on every rank."
+)
+_WAY_OUT_OF_WRITES = (
+    "Trained on, the copies would drift apart. Nothing in a training step makes them differ: look for code that writes "
+    "into parameters on some ranks only, or with other values, and let it do the same on every rank."
+)

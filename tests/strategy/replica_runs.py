@@ -1,0 +1,109 @@
+"""Train small modules with Lightning alone and under a strategy, and bring losses and full weights back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron import MegatronStrategy
+from tests.oracles import full_weights
+
+STEPS, BATCH, V, LENGTH = 3, 4, 61, 9
+
+
+@dataclass
+class Outcome:
+    """Hold what a run computed, or the error that ended it."""
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    error: str = ""
+
+
+class Regress(LightningModule):
+    """Fit a network to random vectors."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.losses = make().double(), []
+        self.weights: dict[str, Tensor] = {}
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def on_train_end(self) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, MegatronStrategy):
+            strategy._state.main.wait()
+            self.weights = full_weights(self, strategy.mesh)
+        else:
+            self.weights = {name: p.detach().clone() for name, p in self.named_parameters()}
+
+    def configure_optimizers(self) -> Any:
+        # A large eps keeps gradients that are zero but for rounding from becoming whole steps.
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
+
+
+class Predict(Regress):
+    """Train a language model on random tokens."""
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        logits = self.net(input_ids=batch[0]).logits
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+def run(module: Regress, devices: int = 1, layout: dict[str, Any] | None = None, **options: Any) -> Outcome:
+    """Train a few steps; without a layout as plain Lightning does on one device."""
+    seed_everything(1, verbose=False)
+    share = 1 if layout is None else devices // (layout.get("tp", 1) * layout.get("pp", 1))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="auto" if layout is None else MegatronStrategy(**{"microbatch_size": BATCH // share, **layout}),
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        max_steps=STEPS,
+        **options,
+    )
+    try:
+        trainer.fit(module, Batches(module, share))
+    except (ValueError, RuntimeError) as error:
+        return Outcome(error=f"{type(error).__name__}: {error}")
+    return Outcome(module.losses, module.weights)
+
+
+class Batches(DataLoader):
+    """Give every data-parallel rank its part of the same batches."""
+
+    def __init__(self, module: Regress, share: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        if isinstance(module, Predict):
+            data: Any = TensorDataset(torch.randint(2, V, (STEPS * BATCH, LENGTH), generator=generator))
+        else:
+            inputs = torch.randn(STEPS * BATCH, 6, 8, generator=generator, dtype=torch.float64)
+            data = TensorDataset(inputs, inputs.flip(-1).tanh())
+        rank = torch.distributed.get_rank() if share > 1 else 0
+        size = BATCH // share
+        parts: Iterable[list[int]] = [
+            list(range(step * BATCH + rank * size, step * BATCH + (rank + 1) * size)) for step in range(STEPS)
+        ]
+        super().__init__(data, batch_sampler=parts)

@@ -1,0 +1,171 @@
+"""What several ranks hold or compute alike stays alike: used on parts it is summed, and else the fit is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.oracles import assert_equal
+from tests.strategy.replica_runs import Outcome, Predict, Regress, V, run
+from tests.world import run_world
+
+transformers = pytest.importorskip("transformers")
+
+PLAN = {"net.up": "column", "net.down": "row"}
+
+
+class Net(nn.Module):
+    """Two layers with an activation between them that has weights."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.up, self.between, self.down = nn.LayerNorm(8), nn.Linear(8, 12), between, nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.between(self.up(self.norm(x))))
+
+
+class Scale(nn.Module):
+    """Multiply by a learned number, and groups of three features by a norm of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.tensor(1.5)), nn.LayerNorm(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.unflatten(-1, (-1, 3))).flatten(-2) * self.scale
+
+
+SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
+
+
+def language_model(name: str, **changes: Any) -> Callable[[], nn.Module]:
+    kind = getattr(transformers, name)
+    return lambda: kind(kind.config_class(**{**SIZES, **changes}))
+
+
+MODULES: dict[str, Callable[[], Regress]] = {
+    "PReLU": lambda: Regress(lambda: Net(nn.PReLU())),
+    "norm of heads": lambda: Regress(lambda: Net(Scale())),
+    "Phi": lambda: Predict(language_model("PhiForCausalLM", qk_layernorm=True, partial_rotary_factor=0.5)),
+    "Apertus": lambda: Predict(language_model("ApertusForCausalLM")),
+}
+
+
+def train_all(rank: int, size: int) -> dict[tuple[str, str], Outcome]:
+    found = {}
+    for name, make in MODULES.items():
+        module = make()
+        plan = None if isinstance(module, Predict) else PLAN
+        for layout in ({"tp": 2, "tensor_parallel_plan": plan}, {}):
+            found[name, "tp" if layout else "dp"] = run(make(), size, layout)
+    return found
+
+
+def test_parameters_that_ranks_use_on_parts_of_the_features_train_as_on_one_device() -> None:
+    expected = {name: run(make()) for name, make in MODULES.items()}
+    for rank, reports in enumerate(run_world(train_all, 2)):
+        for (name, layout), outcome in reports.items():
+            where, plain = f"{name}, {layout}, rank {rank}", expected[name]
+            assert not outcome.error, f"{where}: {outcome.error}"
+            assert outcome.losses == pytest.approx(plain.losses, rel=1e-6), where
+            for key, weight in plain.weights.items():
+                assert_equal(outcome.weights[key], weight, f"{where}: {key}", 1e-6)
+
+
+class ByHand(Regress):
+    """Run the backward pass without the strategy's knowledge."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        super().training_step(batch, index).backward()
+        optimizer.step()
+
+
+class Penalty(Regress):
+    """Add a penalty over all weights to the loss."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return super().training_step(batch, index) + sum(1e-3 * p.pow(2).sum() for p in self.parameters())
+
+
+class Gated(Net):
+    """Multiply a part of the features by something that does not come from a column layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x)
+        return self.down(self.between(self.up(hidden)) * hidden.mean(-1, keepdim=True))
+
+
+class WritesAlone(Regress):
+    """Write into a weight on one rank, after a step."""
+
+    def __init__(self, make: Callable[[], nn.Module], step: int, key: str) -> None:
+        super().__init__(make)
+        self.step, self.key = step, key
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        if self.global_rank == 1 and self.global_step == self.step:
+            with torch.no_grad():
+                self.get_parameter(self.key).mul_(1.1)
+
+
+def plain_net() -> nn.Module:
+    return Net(nn.GELU())
+
+
+REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
+    "raw backward": (
+        lambda: ByHand(lambda: Net(nn.PReLU())),
+        {"tp": 2, "tensor_parallel_plan": PLAN},
+        r"ReplicaMismatchError: the ranks of tp must hold the same copy .* the gradients 'net.between.weight' "
+        r"\(gradient norm [\d.e-]+ on rank 0, [\d.e-]+ on rank 1\).*give its module the kind 'partial'",
+    ),
+    "partial where all features are": (
+        lambda: Regress(plain_net),
+        {"tp": 2, "tensor_parallel_plan": {**PLAN, "net.norm": "partial"}},
+        r"ParallelPlanError: the kind 'partial' is for .*'net.norm.(weight|bias)' is used on all features",
+    ),
+    "not from a column layer": (
+        lambda: Regress(lambda: Gated(nn.GELU())),
+        {"tp": 2, "tensor_parallel_plan": PLAN},
+        r"ParallelPlanError: .*'net.norm.(weight|bias)' is complete in one use of it and this rank's part in another",
+    ),
+    "penalty": (
+        lambda: Penalty(plain_net),
+        {"tp": 2, "tensor_parallel_plan": PLAN},
+        r"ParallelPlanError: a parameter that is cut over tp .*'net.(up|down).(weight|bias)' is read by other code",
+    ),
+    "written on one of dp": (
+        lambda: WritesAlone(plain_net, 1, "net.up.weight"),
+        {"zero": 0},
+        r"ReplicaMismatchError: the ranks of data .*parameters 'net.up.weight' \(parameter norm .* on rank 1\)",
+    ),
+    "written on one of tp, later": (
+        lambda: WritesAlone(plain_net, 2, "net.norm.weight"),
+        {"tp": 2, "tensor_parallel_plan": PLAN, "replica_check_interval": 1},
+        r"ReplicaMismatchError: the ranks of tp .*parameters 'net.norm.weight'",
+    ),
+}
+
+
+def refuse_all(rank: int, size: int) -> dict[str, str]:
+    return {name: run(make(), size, layout).error for name, (make, layout, _) in REFUSED.items()}
+
+
+def test_copies_that_differ_and_uses_that_no_sum_makes_right_are_refused_by_name() -> None:
+    for errors in run_world(refuse_all, 2):
+        for name, error in errors.items():
+            assert re.search(REFUSED[name][2], error), f"{name}: {error!r}"
