@@ -12,7 +12,7 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.partial_use import PartialUse
-from lightning_megatron.training.replicas import check_data_replicas, check_tensor_replicas
+from lightning_megatron.training.replicas import check_data_replicas, check_tensor_replicas, whole_everywhere
 
 #: Steps at the start of a fit at which everything is compared: the first ones show what a layout does to a model, and
 #: the second what its update did.
@@ -28,12 +28,15 @@ class ReplicaCheck:
         main: Its parameters.
         reducer: Sums gradients; it is told of parameters whose gradients are parts over tp.
         interval: Optimizer steps between two comparisons after the first ones; 0 means none (steps).
+
+    Communication: one gather of names over tp.
     """
 
     def __init__(self, module: nn.Module, main: MainParameters, reducer: GradientReducer, interval: int) -> None:
         self._main, self._reducer, self._interval = main, reducer, interval
         self._has_copies = main.mesh.world.size > main.mesh.pp.size
-        self._use = PartialUse(module, main.mesh)
+        self._whole = whole_everywhere(main)
+        self._use = PartialUse(module, main.mesh, self._whole)
         # Steps by what is trained in them: optimizers may take turns.
         self._num_steps: Counter[frozenset[str]] = Counter()
 
@@ -73,7 +76,7 @@ class ReplicaCheck:
             self._num_steps[names] += 1
             self._main.wait()
             check_data_replicas(self._main)
-            check_tensor_replicas(self._main, names)
+            check_tensor_replicas(self._main, self._whole, names)
 
     def _is_due(self, num_steps: int) -> bool:
         return self._has_copies and (num_steps < _FIRST or (self._interval > 0 and num_steps % self._interval == 0))

@@ -19,7 +19,7 @@ from lightning_megatron.swap.build import Site
 from lightning_megatron.swap.checks import check_nothing_is_lost
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face import family_of_module, is_part, swapped_model
-from lightning_megatron.swap.own_plan import is_hugging_face, own_plan, planned_kinds, whole_parts
+from lightning_megatron.swap.own_plan import OwnPlan, is_hugging_face, own_plan, whole_parts
 from lightning_megatron.swap.own_stages import find_stages, prepare_call
 from lightning_megatron.swap.peft_model import keep_wrappers
 from lightning_megatron.swap.plan import Place, choose_kinds, places_of
@@ -102,9 +102,9 @@ def parallelize(
     places = places_of(module)
     _check_root(module, mesh)
     kinds = choose_kinds(places, plan, _fits)
-    planned = _with_own_plans(places, kinds) if plan is None and mesh.tp.size > 1 else []
+    planned = _with_own_plans(places, kinds, mesh) if plan is None and mesh.tp.size > 1 else []
     for place, own in planned:
-        kinds |= planned_kinds(place, own, places, mesh.tp.size)
+        kinds |= {f"{place.name}.{name}": kind for name, kind in own.kinds.items()}
     replaced = [place.name for place, _ in _known_models(places, kinds)]
     stages = find_stages(module, places, kinds, pipeline_plan, mesh, replaced)
     swaps = _chosen(places, kinds, mesh, has_stages=stages is not None)
@@ -261,27 +261,30 @@ def _known_model(place: Place, family: Family, mesh: ParallelMesh, shows_progres
     return _Swap(place, "model", model.module, note=model.note)
 
 
-def _with_own_plans(places: Sequence[Place], kinds: Mapping[str, str]) -> list[tuple[Place, dict[str, str]]]:
+def _with_own_plans(
+    places: Sequence[Place], kinds: Mapping[str, str], mesh: ParallelMesh
+) -> list[tuple[Place, OwnPlan]]:
     """List Hugging Face's models that no table is known for, with the plans that they bring, if any."""
     taken = [place.name for place, _ in _known_models(places, kinds)]
     found = []
     for place in _first_names(places):
         if is_hugging_face(place.module) and place.name not in taken and not _is_inside(place, taken):
             taken.append(place.name)
-            found.append((place, own_plan(place.module)))
+            found.append((place, own_plan(place.module, mesh.tp.size, place.name)))
     return found
 
 
-def _planned_record(place: Place, own: Mapping[str, str], before: int) -> SwapRecord:
+def _planned_record(place: Place, own: OwnPlan, before: int) -> SwapRecord:
     model, local = type(place.module).__name__, _num_elements(place.module)
-    kind = "its own plan" if own else "no plan that is understood: tensor_parallel_plan can give one"
-    return SwapRecord(place.name, kind, model, model, before, local, whole_parts(place.module))
+    return SwapRecord(place.name, str(own), model, model, before, local, whole_parts(place.module))
 
 
 def _block(number: int, place: Place, kind: str, rule: BlockRule, mesh: ParallelMesh, *, cuts_sequence: bool) -> _Swap:
     # Inputs and outputs of a plain module are whole sequences, batch first as often as not.
     mesh = replace(mesh, sequence_parallel=False)
-    site = Site(place.name, place.module, mesh, _FIRST_LAYER + number, cuts_sequence and kind in _KNOW_PARTS)
+    site = Site(
+        place.name, place.module, mesh, _FIRST_LAYER + number, cuts_sequence and kind in _KNOW_PARTS, place.parent
+    )
     return _Swap(place, kind, swapped(rule, site), rule, site)
 
 

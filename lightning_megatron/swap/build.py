@@ -13,6 +13,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.plan.legal_values import divisors, one_of
 from lightning_megatron.swap.attention import HeadParallelAttention
+from lightning_megatron.swap.between import LatentLinear, with_part_of_rows
 from lightning_megatron.swap.decoder import ParallelDecoderLayer
 from lightning_megatron.swap.dropout import TensorDropout
 from lightning_megatron.swap.encoder import ParallelEncoder, ParallelEncoderLayer
@@ -36,6 +37,7 @@ class Site:
         mesh: The groups of this rank, without sequence parallelism: these blocks see whole sequences.
         layer: Number of the block for random streams.
         cuts_sequence: Whether ranks share the sequence between blocks of the plan.
+        parent: The module around the block.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Site:
     mesh: ParallelMesh
     layer: int
     cuts_sequence: bool = False
+    parent: nn.Module | None = None
 
 
 def column(site: Site) -> nn.Module:
@@ -124,6 +127,20 @@ def dropout(site: Site) -> nn.Module:
     source = site.module
     assert isinstance(source, nn.Dropout), "the registry gives dropouts only"
     return TensorDropout(source.p, site.mesh, site.layer)
+
+
+def features(site: Site) -> nn.Module:
+    """Cut the rows of all parameters of a module, which belong to features or heads."""
+    for name, parameter in site.module.named_parameters(recurse=False):
+        _check_divides(site, f"rows of {name}", parameter.shape[0])
+    return with_part_of_rows(site.module, site.mesh)
+
+
+def latent(site: Site) -> nn.Module:
+    """Let the last outputs of a torch.nn.Linear, a key of positions, enter the tensor-parallel region."""
+    assert isinstance(site.module, nn.Linear), "the registry gives linear layers only"
+    assert site.parent is not None, "the plan of the model around it asks for it"
+    return LatentLinear(site.module, int(site.parent.qk_rope_head_dim), site.mesh)  # type: ignore[arg-type]
 
 
 def sequence_layer_norm(site: Site) -> nn.Module:

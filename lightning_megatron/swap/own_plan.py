@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,7 +14,6 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.legal_values import divisors, one_of
 from lightning_megatron.swap.peft_layers import is_of_peft
-from lightning_megatron.swap.plan import Place
 from lightning_megatron.swap.registry import rule_for
 
 #: What the styles of Hugging Face's plans are here.
@@ -27,10 +27,31 @@ _KINDS: Mapping[str, str] = {
     "embedding_rowwise": "vocab",
     "sequence_parallel": "sequence",
     "replicated_with_grad_allreduce": "partial",
+    "mla_kv_a_proj": "latent",
     "replicate": "replicate",
 }
 #: Names that a line of the log has.
 _SHOWN = 8
+
+
+@dataclass(frozen=True)
+class OwnPlan:
+    """Hold what is followed of the plan that a Hugging Face model brings.
+
+    Args:
+        kinds: Kind by the module's name within the model.
+        left: What is not followed, each with the reason.
+    """
+
+    kinds: Mapping[str, str]
+    left: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Say how far the plan is followed."""
+        if not self.kinds:
+            return f"no plan that is understood ({'; '.join(self.left)}): tensor_parallel_plan can give one"
+        left = f", but for {'; '.join(self.left[:_SHOWN])}" if self.left else ""
+        return f"its own plan{left}{', ...' if len(self.left) > _SHOWN else ''}"
 
 
 def is_hugging_face(module: nn.Module) -> bool:
@@ -38,57 +59,145 @@ def is_hugging_face(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.") and hasattr(module, "can_generate")
 
 
-def own_plan(model: Any) -> dict[str, str]:
-    """Return the plan of a Hugging Face model in kinds of ours, by patterns over its names.
+def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
+    """Return what can be followed of a Hugging Face model's plan.
 
-    Returns:
-        Nothing for models that bring no plan, for plans with a style that has no kind here or is meant for another kind
-        of layer or for a parameter, and where peft has wrapped layers: a part of a plan would give wrong results.
-    """
-    styles: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    if any(is_of_peft(module) for module in model.modules()) or not styles or not set(styles.values()) <= _KINDS.keys():
-        return {}
-    head = model.get_output_embeddings()
-    heads = [name for name, module in model.named_modules() if module is head and head is not None]
-    plan = {pattern: _KINDS[style] for pattern, style in styles.items()}
-    # An output head may have any number of rows, and share them with the embedding.
-    plan |= {name: "vocab" for name in heads if any(fnmatchcase(name, pattern) for pattern in plan)}
-    return plan if _fits(model, plan) else {}
+    Modules that lie in one module (the projections of an attention) are cut together or not at all, because what one
+    of them leaves cut another one takes. They stay whole where a line about one of them is not understood, or where
+    the module around them has parameters of a form that a part of the heads cannot use.
 
-
-def _fits(model: nn.Module, plan: Mapping[str, str]) -> bool:
-    kinds = {name: kind for pattern, kind in plan.items() for name in _matching(model.named_modules(), pattern)}
-    modules = dict(model.named_modules())
-    return not any(any(_matching(model.named_parameters(), pattern)) for pattern in plan) and all(
-        kind in ("replicate", "partial") or rule_for(kind, modules[name]) is not None for name, kind in kinds.items()
-    )
-
-
-def _matching(named: Iterator[tuple[str, object]], pattern: str) -> Iterator[str]:
-    return (name for name, _ in named if fnmatchcase(name, pattern))
-
-
-def planned_kinds(place: Place, plan: Mapping[str, str], places: Sequence[Place], tp: int) -> dict[str, str]:
-    """Return the kinds of the blocks inside a model by name.
+    Args:
+        model: The model.
+        tp: Ranks that it is cut over (ranks).
+        called: Its name, for errors.
 
     Raises:
-        ParallelPlanError: If its heads do not divide over tp.
+        ParallelPlanError: If the heads of an attention that the plan cuts do not divide over tp.
     """
-    config = place.module.config
-    for field in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, field, None)
-        if isinstance(heads, int) and heads % tp:
-            raise ParallelPlanError(
-                f"{field} ({heads}) of {place.name!r} must be a multiple of tp ({tp}), because each rank holds whole "
-                f"heads. Use tp of {one_of(divisors(heads))}."
-            )
-    inside = [one for one in places if one.name.startswith(f"{place.name}.") and one.closed_by is None]
+    styles: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    if not styles:
+        return OwnPlan({}, ("it brings none",))
+    if any(is_of_peft(module) for module in model.modules()):
+        return OwnPlan({}, ("peft has wrapped its layers",))
+    modules = dict(model.named_modules())
+    blocks: dict[str, dict[str, str]] = {}
+    left: dict[str, str] = {}
+    unknown: set[str] = set()
+    for pattern, style in styles.items():
+        kind = _KINDS.get(style)
+        named = [name for name in modules if fnmatchcase(name, pattern)]
+        if not named and any(fnmatchcase(name, pattern) for name, _ in model.named_parameters()):
+            left[f"{pattern!r} is {style!r}"] = ""
+        for name in named:
+            around = name.rpartition(".")[0]
+            if kind is None or not _fits(kind, modules[name]):
+                left[f"{pattern!r} is {style!r}"] = ""
+                unknown.add(around)
+            else:
+                blocks.setdefault(around, {})[name] = kind
+    kinds: dict[str, str] = {}
+    for around, block in blocks.items():
+        reason = "" if around in unknown and _leaves_parts(block) else None
+        if reason is None and _leaves_parts(block):
+            reason = _reason_to_leave(modules[around], around, block, model.config, tp, called)
+        if reason is None:
+            kinds |= block | _of_heads(modules[around], around, block, model.config)
+        elif reason:
+            left[re.sub(r"\d+", "*", f"{around!r} {reason}")] = ""
+    _share_vocabularies(model, modules, kinds, left)
+    return OwnPlan(kinds, tuple(left))
+
+
+def _fits(kind: str, module: nn.Module) -> bool:
+    return kind in ("replicate", "partial") or rule_for(kind, module) is not None
+
+
+def _leaves_parts(block: Mapping[str, str]) -> bool:
+    """Tell whether modules of a block hand parts of features to each other."""
+    return not {"column", "row", "latent"}.isdisjoint(block.values())
+
+
+def _reason_to_leave(
+    module: nn.Module, name: str, block: Mapping[str, str], config: Any, tp: int, called: str
+) -> str | None:
+    """Say why the modules of a block cannot be cut although each of them could; None if they can."""
+    if {"column", "row"} - set(block.values()):
+        return "has no pair of column and row layers"
+    if "latent" in block.values() and not hasattr(module, "qk_rope_head_dim"):
+        return "has a latent layer of another form"
+    config = getattr(module, "config", config)
+    if any(
+        hasattr(module, known) for known in ("head_dim", "num_heads", "num_attention_heads", "num_key_value_groups")
+    ):
+        for field in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, field, None)
+            if isinstance(heads, int) and heads % tp:
+                if heads == 1:
+                    return f"has one head ({field}), which cannot be cut"
+                raise ParallelPlanError(
+                    f"{field} ({heads}) of {called!r} must be a multiple of tp ({tp}), because each rank holds whole "
+                    f"heads. Use tp of {one_of(divisors(heads))}."
+                )
+    for key, owner, parameter in _strangers(module, name, block):
+        if owner is module or isinstance(owner, (nn.ParameterList, nn.ParameterDict)):
+            return f"has a parameter {key!r} that its plan does not name"
+        if re.search(r"(^|\.)\d+(\.|$)", key):
+            return f"has a list of modules ({key!r}) that its plan does not name"
+        widths = {
+            m.out_features for n, m in module.named_modules(prefix=name) if n in block and isinstance(m, nn.Linear)
+        }
+        inputs = {
+            m.in_features for n, m in module.named_modules(prefix=name) if n in block and isinstance(m, nn.Linear)
+        }
+        if parameter.dim() == 1 and parameter.shape[0] in widths - inputs:
+            return f"has a parameter of all features ({key!r}) that its plan does not name"
+    return None
+
+
+def _strangers(module: nn.Module, name: str, block: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """List the parameters of a block that its plan says nothing of: name within the block, owner, parameter."""
+    for path, owner in module.named_modules():
+        full = f"{name}.{path}" if path else name
+        if not any(full == known or full.startswith(f"{known}.") for known in block):
+            for key, parameter in owner.named_parameters(recurse=False):
+                yield (f"{path}.{key}" if path else key), owner, parameter
+
+
+def _of_heads(module: nn.Module, name: str, block: Mapping[str, str], config: Any) -> dict[str, str]:
+    """Cut what has a row for every head with the heads, such as norms of queries and keys with weights for each."""
+    config = getattr(module, "config", config)
+    heads = {getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")}
+    owners = {id(owner): (key.rpartition(".")[0], owner) for key, owner, _ in _strangers(module, name, block)}
     return {
-        one.name: kind
-        for one in inside
-        for pattern, kind in plan.items()
-        if fnmatchcase(one.name.removeprefix(f"{place.name}."), pattern)
+        f"{name}.{key}": "features"
+        for key, owner in owners.values()
+        if _leaves_parts(block)
+        and all(p.dim() > 1 and p.shape[0] in heads for p in owner.parameters())
+        and rule_for("features", owner) is not None
     }
+
+
+def _share_vocabularies(
+    model: Any, modules: Mapping[str, nn.Module], kinds: dict[str, str], left: dict[str, str]
+) -> None:
+    """Cut the output head by rows of any number, and with it what shares its weight; or leave them whole together."""
+    head = model.get_output_embeddings()
+    for name, module in modules.items():
+        if head is not None and module is head and name in kinds:
+            kinds[name] = "vocab"
+    for name in [name for name, kind in kinds.items() if kind == "vocab"]:
+        shared = [other for other, module in modules.items() if _holds(module, modules[name].weight)]
+        if all(rule_for("vocab", modules[other]) is not None for other in shared):
+            kinds |= dict.fromkeys(shared, "vocab")
+            continue
+        odd = next(other for other in shared if rule_for("vocab", modules[other]) is None)
+        left[f"{name!r} shares its weight with {odd!r}, a {type(modules[odd]).__name__}, which is not cut"] = ""
+        for other in shared:
+            kinds.pop(other, None)
+
+
+def _holds(module: nn.Module, weight: Any) -> bool:
+    return any(parameter is weight for parameter in module._parameters.values())
 
 
 def whole_parts(model: nn.Module) -> str:

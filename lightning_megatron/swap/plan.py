@@ -15,8 +15,11 @@ Kinds of the plan:
 * ``sequence``: nn.LayerNorm, nn.RMSNorm or nn.Dropout outside of ``column`` and ``row``, on activations ``(..., S,
   D)``. Under sequence parallelism each rank has its part of the positions there: ``row`` layers of the plan give
   such parts, ``column`` layers gather them, and so does everything else that does not treat every position alike.
+* ``features``: a module between ``column`` and ``row`` whose parameters have a row for every feature or head, such as
+  nn.PReLU(num_parameters), which are cut with these.
 * ``partial``: a module between ``column`` and ``row`` that uses all of its weights on every part of the features,
-  such as a norm of heads; each rank's gradient is a part of the sum, which is the user's responsibility.
+  such as a norm of heads; each rank's gradient is a part of the sum. The first training step finds such modules by
+  itself, where the strategy runs the backward pass.
 * ``replicate``: leave a module, and everything in it, as it is.
 """
 
@@ -44,6 +47,7 @@ KINDS: Mapping[str, str] = {
     "vocab": "nn.Embedding, or nn.Linear with a vocabulary of any size as outputs",
     "dropout": "nn.Dropout between a column and a row layer",
     "sequence": "nn.LayerNorm, nn.RMSNorm and nn.Dropout outside of column and row layers",
+    "features": "any module between a column and a row layer whose parameters have a row for every feature or head",
     "partial": "any module between a column and a row layer that is used with all of its weights on a part of the "
     "heads",
     "replicate": "any module, which then stays as it is",

@@ -69,6 +69,7 @@ RULES: tuple[BlockRule, ...] = (
     BlockRule("row_split", nn.Linear, build.row_split, _LINEAR),
     BlockRule("vocab", nn.Linear, build.linear_over_vocabulary, _LINEAR),
     BlockRule("vocab", nn.Embedding, build.embedding_over_vocabulary, _same("weight")),
+    BlockRule("latent", nn.Linear, build.latent),
     BlockRule("dropout", nn.Dropout, build.dropout),
     BlockRule("sequence", nn.LayerNorm, build.sequence_layer_norm, _LINEAR),
     BlockRule("sequence", nn.RMSNorm, build.sequence_rms_norm, _same("weight")),
@@ -82,7 +83,18 @@ RULES: tuple[BlockRule, ...] = (
 
 def rule_for(kind: str, module: nn.Module) -> BlockRule | None:
     """Return the rule that swaps a module in this way, or None."""
+    if kind == "features":
+        return _rule_for_features(module)
     return next((rule for rule in RULES if rule.kind == kind and type(module) is rule.source), None)
+
+
+def _rule_for_features(module: nn.Module) -> BlockRule | None:
+    """Return the rule for a module of any class that has a row of its parameters for every feature or head."""
+    own = dict(module.named_parameters(recurse=False))
+    rows = {parameter.shape[:1] for parameter in own.values()}
+    if len(rows) != 1 or not rows.pop() or len(own) != sum(1 for _ in module.parameters()):
+        return None
+    return BlockRule("features", type(module), build.features, _same(*own))
 
 
 def swapped(rule: BlockRule, site: build.Site) -> nn.Module:

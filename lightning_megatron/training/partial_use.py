@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -30,10 +30,11 @@ class PartialUse:
     Args:
         module: The module that is trained.
         mesh: The groups of this rank.
+        whole: Names of the parameters that every rank of tp holds whole.
     """
 
-    def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
-        self._mesh = mesh
+    def __init__(self, module: nn.Module, mesh: ParallelMesh, whole: Collection[str]) -> None:
+        self._mesh, self._whole = mesh, frozenset(whole)
         models = [one for one in module.modules() if isinstance(one, PipelinedModule)]
         own = {id(p) for one in models if not isinstance(one, StagedBlocks) for p in one.parameters()}
         # Only such a module can hold what the walk is for.
@@ -61,8 +62,15 @@ class PartialUse:
                 self._judge(name, parameter, regions)
 
     def _judge(self, name: str, parameter: Tensor, regions: set[Region]) -> None:
-        spec = shard_spec_of(parameter)
-        if not spec.is_whole and "mixed" not in regions:
+        spec, is_whole = shard_spec_of(parameter), name in self._whole
+        if "mixed" in regions or (is_whole and len(regions) > 1):
+            raise ParallelPlanError(
+                f"what is computed between a 'column' and a 'row' layer must come from 'column' layers: the gradient "
+                f"of {name!r} is complete in one use of it and this rank's part in another, so that no sum over tp is "
+                "right. Pass what is used there through the 'column' layer, or give the layers around it the kind "
+                "'replicate' in tensor_parallel_plan."
+            )
+        if not is_whole:
             if "whole" in regions:
                 raise ParallelPlanError(
                     f"a parameter that is cut over tp must be used by its own layer alone: {name!r} is read by other "
@@ -70,13 +78,6 @@ class PartialUse:
                     "would be that of a part. Leave the parameter out of such code, or give its layer the kind "
                     "'replicate' in tensor_parallel_plan."
                 )
-        elif len(regions) > 1 or "mixed" in regions:
-            raise ParallelPlanError(
-                f"what is computed between a 'column' and a 'row' layer must come from 'column' layers: the gradient "
-                f"of {name!r} is complete in one use of it and this rank's part in another, so that no sum over tp is "
-                "right. Pass what is used there through the 'column' layer, or give the layers around it the kind "
-                "'replicate' in tensor_parallel_plan."
-            )
         elif spec.partial and "part" not in regions:
             raise ParallelPlanError(
                 f"the kind 'partial' is for what is used between a 'column' and a 'row' layer: {name!r} is used on "

@@ -22,7 +22,22 @@ _SHOWN = 5
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_tensor_replicas(main: MainParameters, names: Collection[str]) -> None:
+def whole_everywhere(main: MainParameters) -> tuple[str, ...]:
+    """Name the parameters that every rank of tp holds whole, in the order of the model; those of experts are left out.
+
+    One rank alone may hold all rows of a small vocabulary.
+
+    Communication: one gather of names over tp.
+    """
+    if main.mesh.tp.size == 1:
+        return ()
+    specs = {name: main.spec(name) for name in main.names}
+    mine = {name for name, spec in specs.items() if spec.is_whole and not spec.is_expert}
+    everyone = all_gather_objects(mine, main.mesh.tp)
+    return tuple(name for name in main.names if all(name in one for one in everyone))
+
+
+def check_tensor_replicas(main: MainParameters, whole: Sequence[str], names: Collection[str]) -> None:
     """Compare over tp the parameters that every rank holds whole, and their gradients before they are used.
 
     Ranks compute both for themselves. Kernels that add in no fixed order may round otherwise on each of them, so the
@@ -31,6 +46,7 @@ def check_tensor_replicas(main: MainParameters, names: Collection[str]) -> None:
 
     Args:
         main: The parameters, with finished gradients.
+        whole: Those that every rank of tp holds whole.
         names: Whose gradients are finished.
 
     Raises:
@@ -39,9 +55,6 @@ def check_tensor_replicas(main: MainParameters, names: Collection[str]) -> None:
     Communication: one all-reduce over tp, for which the host waits; a gather of values on failure.
     """
     axis = main.mesh.tp
-    if axis.size == 1:
-        return
-    whole = [name for name in main.names if main.spec(name).is_whole and not main.spec(name).is_expert]
     # Integers, which are not trained, have no rounding; their bits are compared over the data axis.
     whole = [
         name for name in whole if main.parameter(name).dtype.is_floating_point or main.parameter(name).is_complex()

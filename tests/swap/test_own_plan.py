@@ -73,13 +73,21 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 def test_a_plan_that_is_not_understood_is_not_followed_in_part() -> None:
     model: Any = model_of("GraniteForCausalLM")
-    assert own_plan(model)["model.layers.*.mlp.gate_proj"] == "column"
+    assert own_plan(model, 2).kinds["model.layers.0.mlp.gate_proj"] == "column"
     known = model.tp_plan
+    # What lies in one module is cut together or not at all.
+    for more in ({"model.layers.*.mlp.up_proj": "packed_colwise"}, {"model.layers.*.mlp.down_proj": "nothing known"}):
+        model.tp_plan = {**known, **more}
+        plan = own_plan(model, 2)
+        assert not any(".mlp." in name for name in plan.kinds)
+        assert plan.kinds["model.layers.1.self_attn.q_proj"] == "column"
+        assert f"{next(iter(more))!r} is {next(iter(more.values()))!r}" in str(plan)
     for more in ({"model.layers.*.input_layernorm": "colwise"}, {"model.norm.weight": "replicate"}):
         model.tp_plan = {**known, **more}
-        assert own_plan(model) == {}
-    model.tp_plan = {**known, "model.layers.*.mlp": "packed_colwise"}
-    assert own_plan(model) == {}
+        assert not any("norm" in name for name in own_plan(model, 2).kinds)
+        assert next(iter(more)) in str(own_plan(model, 2))
+    model.tp_plan = dict.fromkeys(known, "packed_colwise")
+    assert own_plan(model, 2).kinds == {}
     root = nn.ModuleDict({"model": model})
     (record,) = parallelize(root, mesh_of(tp=2))
     assert root["model"] is model
