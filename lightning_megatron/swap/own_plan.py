@@ -92,7 +92,7 @@ def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
             around = name.rpartition(".")[0]
             if kind is None or not _fits(kind, modules[name]):
                 left[f"{pattern!r} is {style!r}"] = ""
-                unknown.add(around)
+                unknown |= {around, name}
             else:
                 blocks.setdefault(around, {})[name] = kind
     kinds: dict[str, str] = {}

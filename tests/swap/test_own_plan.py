@@ -76,7 +76,7 @@ def test_a_plan_that_is_not_understood_is_not_followed_in_part() -> None:
     assert own_plan(model, 2).kinds["model.layers.0.mlp.gate_proj"] == "column"
     known = model.tp_plan
     # What lies in one module is cut together or not at all.
-    for more in ({"model.layers.*.mlp.up_proj": "packed_colwise"}, {"model.layers.*.mlp.down_proj": "nothing known"}):
+    for more in ({"model.layers.*.mlp.up_proj": "packed_colwise"}, {"model.layers.*.mlp.down_proj": "all_reduce"}):
         model.tp_plan = {**known, **more}
         plan = own_plan(model, 2)
         assert not any(".mlp." in name for name in plan.kinds)
