@@ -211,6 +211,11 @@ def broadcast_object(obj: Any, axis: MeshAxis, source: int = 0) -> Any:
     return objects[0]
 
 
+def is_world(group: Any) -> bool:
+    """Return whether a process group is that of all ranks."""
+    return group is not None and dist.is_initialized() and group is dist.group.WORLD
+
+
 def barrier(axis: MeshAxis, device: torch.device | None = None) -> None:
     """Wait until every rank of the axis arrives."""
     if axis.group is None:

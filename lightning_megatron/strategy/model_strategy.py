@@ -271,6 +271,12 @@ class ModelStrategy(MeshStrategy):
 
     # ---- steps
 
+    @property
+    @override
+    def is_in_stage(self) -> bool:
+        model = None if self._executor is None else self._executor.model
+        return model is not None and model.cursor is not None
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of all microbatches, and sum the gradients over the ranks if the optimizer steps."""
