@@ -30,6 +30,7 @@ from lightning_megatron.groups.collectives import (
 from lightning_megatron.groups.mesh import DEFAULT_TIMEOUTS, ParallelMesh
 from lightning_megatron.groups.notices import Notices
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.buffers import SharedBuffers
 from lightning_megatron.strategy.dataloaders import seed_dataloader
 from lightning_megatron.strategy.failure import FailureWatch
 from lightning_megatron.strategy.hang_watch import HangWatch
@@ -79,6 +80,7 @@ class MeshStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._layout: ParallelLayout | None = None
         self._mesh: ParallelMesh | None = None
+        self._buffers: SharedBuffers | None = None
         self._watch = FailureWatch(0)
         self._hang_watch: HangWatch | None = None
         super().__init__()
@@ -378,6 +380,29 @@ class MeshStrategy(ParallelStrategy):
             return super().all_gather(tensor, group, sync_grads)
         with torch.set_grad_enabled(torch.is_grad_enabled() and sync_grads):
             return all_gather_sequence(tensor.unsqueeze(0), axis)
+
+    # ---- buffers
+
+    def settle_buffers(self) -> None:
+        """Take the buffers of the first data rank; a collective over the data axis."""
+        if self._buffers is not None and self._mesh is not None:
+            self._buffers.share(look=True)
+
+    @override
+    def on_validation_start(self) -> None:
+        self.settle_buffers()
+
+    @override
+    def on_test_start(self) -> None:
+        self.settle_buffers()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.settle_buffers()
+
+    @override
+    def on_train_end(self) -> None:
+        self.settle_buffers()
 
     # ---- data
 

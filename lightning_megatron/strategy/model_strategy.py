@@ -80,7 +80,6 @@ class ModelStrategy(MeshStrategy):
         self._steps: StepRunner | None = None
         self._signals: SignalAgreement | None = None
         self._metrics: MetricGroups | None = None
-        self._buffers: SharedBuffers | None = None
         self._has_checked_batch = False
         self._forget: Forget | None = None
 
@@ -359,27 +358,6 @@ class ModelStrategy(MeshStrategy):
             return
         self._has_checked_batch = True
         check_same_everywhere(self.mesh.model_cpu, {"first training batch of its data-parallel rank": digest_of(batch)})
-
-    def settle_buffers(self) -> None:
-        """Take the buffers of the first data rank; a collective over the data axis."""
-        if self._buffers is not None and self._mesh is not None:
-            self._buffers.share(look=True)
-
-    @override
-    def on_validation_start(self) -> None:
-        self.settle_buffers()
-
-    @override
-    def on_test_start(self) -> None:
-        self.settle_buffers()
-
-    @override
-    def on_predict_start(self) -> None:
-        self.settle_buffers()
-
-    @override
-    def on_train_end(self) -> None:
-        self.settle_buffers()
 
     def _wait_for_parameters(self) -> None:
         if self._state is not None:
