@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
 
+Fields = Mapping[str, str | int | float | None]
 
-def check_same_everywhere(world: MeshAxis, fields: Mapping[str, str | int | float | None]) -> None:
+#: How long rank 0, which may keep the store, waits until the others have read that the job cannot run.
+_READING = timedelta(seconds=30)
+
+
+def check_same_everywhere(world: MeshAxis, fields: Fields) -> None:
     """Compare named values over all ranks of ``world``.
 
     Args:
@@ -22,6 +32,80 @@ def check_same_everywhere(world: MeshAxis, fields: Mapping[str, str | int | floa
     Communication: one gather of objects over ``world``.
     """
     everyone = all_gather_objects(dict(fields), world)
+    complaint = _complaint(everyone, [f"rank {rank}" for rank in world.ranks])
+    if complaint is not None:
+        raise RankMismatchError(complaint)
+
+
+def check_same_in_store(
+    store: dist.Store, rank: int, ranks: Sequence[int], fields: Fields, patience: timedelta
+) -> int:
+    """Compare named values over ranks that have no group yet.
+
+    The first rank reads the values of all, and tells each of them the result.
+
+    Args:
+        store: Where the ranks find each other.
+        rank: Global rank of this process.
+        ranks: Global ranks that take part, this one among them.
+        fields: Values that must be equal everywhere, by name.
+        patience: How long to wait for the others.
+
+    Returns:
+        How many comparisons this rank has begun before in this store.
+
+    Raises:
+        RankMismatchError: On every rank, naming the ranks, their hosts and the fields that differ from the majority; or
+            if ranks do not come in time.
+
+    Communication: every rank with the first, through the store.
+    """
+    own = dist.PrefixStore("lightning_megatron/same", store)
+    number = own.add(f"begun/{rank}", 1)
+    own.set(f"fields/{rank}/{number}", json.dumps([socket.gethostname(), dict(fields)]))
+    if rank == ranks[0]:
+        found = [json.loads(_wait_for(own, f"fields/{other}/{number}", [other], patience)) for other in ranks]
+        names = [f"rank {other} ({host})" for other, (host, _) in zip(ranks, found, strict=True)]
+        complaint = _complaint([values for _, values in found], names)
+        for other in ranks:
+            own.set(f"result/{other}/{number}", complaint or "")
+        if complaint is not None:
+            _wait_for_readers(own, ranks, number)
+    result = _wait_for(own, f"result/{rank}/{number}", ranks, patience)
+    if result:
+        own.set(f"read/{rank}/{number}", "")
+        raise RankMismatchError(result)
+    return number - 1
+
+
+def _wait_for(store: dist.Store, key: str, ranks: Sequence[int], patience: timedelta) -> str:
+    try:
+        store.wait([key], patience)
+    except dist.DistStoreError as error:
+        raise RankMismatchError(
+            f"all ranks must join the job: {_named(ranks)} did not come within {patience.total_seconds():g} s. They have "
+            "failed, were started with another layout, or other machines have not been started. Look for the first "
+            "failure, or give them more time with MegatronStrategy(timeout=...)."
+        ) from error
+    return store.get(key).decode()
+
+
+def _wait_for_readers(store: dist.Store, ranks: Sequence[int], number: int) -> None:
+    """Keep the store open until all others know what is wrong: with this process it may end."""
+    others = [f"read/{rank}/{number}" for rank in ranks[1:]]
+    try:
+        store.wait(others, _READING)
+    except dist.DistStoreError:
+        # Who has not read by now has failed by itself.
+        return
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"some of ranks {ranks[0]} to {ranks[-1]}"
+
+
+def _complaint(everyone: Sequence[Fields], ranks: Sequence[str]) -> str | None:
+    """Return what is wrong with the values of all ranks, None if they are equal."""
     names = list(dict.fromkeys(name for one in everyone for name in one))
     complaints = []
     for name in names:
@@ -29,13 +113,14 @@ def check_same_everywhere(world: MeshAxis, fields: Mapping[str, str | int | floa
         # The majority is taken as right; with a tie, rank 0 is.
         expected = max(dict.fromkeys(values), key=values.count)
         complaints += [
-            f"rank {world.ranks[position]} has {name}={value}, the others {expected}"
+            f"{ranks[position]} has {name}={value}, the others {expected}"
             for position, value in enumerate(values)
             if value != expected
         ]
-    if complaints:
-        shown = "; ".join(complaints[:8]) + (f"; and {len(complaints) - 8} more" if len(complaints) > 8 else "")
-        raise RankMismatchError(
-            f"all ranks must be started with the same configuration, versions and data: {shown}. A job whose ranks "
-            "disagree hangs or trains something else. Start every rank with the same command, environment and files."
-        )
+    if not complaints:
+        return None
+    shown = "; ".join(complaints[:8]) + (f"; and {len(complaints) - 8} more" if len(complaints) > 8 else "")
+    return (
+        f"all ranks must be started with the same configuration, versions and data: {shown}. A job whose ranks "
+        "disagree hangs or trains something else. Start every rank with the same command, environment and files."
+    )
