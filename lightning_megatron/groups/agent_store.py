@@ -1,4 +1,4 @@
-"""Meet the other ranks in the store that torchrun keeps, without what ranks of an earlier attempt left there."""
+"""The store in which the ranks of a job find each other, without what ranks of an earlier attempt left there."""
 
 from __future__ import annotations
 
@@ -7,14 +7,44 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lightning_megatron.errors import RankMismatchError
 
 _POLL_SECONDS = 0.02
 
 
-def join_agent_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> dist.Store | None:
-    """Return a store that only the ranks of this attempt use; None if a process group exists already.
+def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta, of_agent: bool) -> dist.Store:
+    """Return the store that all ranks of the job see: that of the process group, if there is one.
+
+    Args:
+        address: Host of the store.
+        port: Its port.
+        rank: Global rank of this process; the first one keeps the store, unless torchrun does.
+        size: Ranks of the job.
+        timeout: How long to wait for the others.
+        of_agent: Whether torchrun keeps the store.
+
+    Raises:
+        RankMismatchError: If the others do not come in time to a store of torchrun.
+
+    Communication: every rank with the store.
+    """
+    if dist.is_initialized():
+        return default_store()
+    if of_agent:
+        return join_agent_store(address, port, rank, size, timeout)
+    return dist.TCPStore(address, port, size, rank == 0, timeout, multi_tenant=True)
+
+
+def default_store() -> dist.Store:
+    """Return the store of the process group of all ranks."""
+    store: dist.Store = distributed_c10d._get_default_store()
+    return store
+
+
+def join_agent_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Return a store that only the ranks of this attempt use.
 
     When torchrun starts the ranks again, its store outlives them. A rank that comes first would find the addresses that
     the previous ranks have left, and try to connect to processes that are gone. (torchrun counts its attempts, but
@@ -32,8 +62,6 @@ def join_agent_store(address: str, port: int, rank: int, size: int, timeout: tim
 
     Communication: every rank with the first, through the store.
     """
-    if dist.is_initialized():
-        return None
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
     name = agree_on_name(store, rank, size, timeout)
     return dist.PrefixStore(f"lightning_megatron/{name}", store)

@@ -37,9 +37,7 @@ def check_same_everywhere(world: MeshAxis, fields: Fields) -> None:
         raise RankMismatchError(complaint)
 
 
-def check_same_in_store(
-    store: dist.Store, rank: int, ranks: Sequence[int], fields: Fields, patience: timedelta
-) -> int:
+def check_same_in_store(store: dist.Store, rank: int, ranks: Sequence[int], fields: Fields, patience: timedelta) -> int:
     """Compare named values over ranks that have no group yet.
 
     The first rank reads the values of all, and tells each of them the result.
@@ -65,7 +63,9 @@ def check_same_in_store(
     own.set(f"fields/{rank}/{number}", json.dumps([socket.gethostname(), dict(fields)]))
     if rank == ranks[0]:
         found = [json.loads(_wait_for(own, f"fields/{other}/{number}", [other], patience)) for other in ranks]
-        names = [f"rank {other} ({host})" for other, (host, _) in zip(ranks, found, strict=True)]
+        hosts = [host for host, _ in found]
+        one_host = len(set(hosts)) == 1
+        names = [f"rank {r}" + ("" if one_host else f" on {host}") for r, host in zip(ranks, hosts, strict=True)]
         complaint = _complaint([values for _, values in found], names)
         for other in ranks:
             own.set(f"result/{other}/{number}", complaint or "")
@@ -83,9 +83,9 @@ def _wait_for(store: dist.Store, key: str, ranks: Sequence[int], patience: timed
         store.wait([key], patience)
     except dist.DistStoreError as error:
         raise RankMismatchError(
-            f"all ranks must join the job: {_named(ranks)} did not come within {patience.total_seconds():g} s. They have "
-            "failed, were started with another layout, or other machines have not been started. Look for the first "
-            "failure, or give them more time with MegatronStrategy(timeout=...)."
+            f"all ranks must join the job: {_named(ranks)} did not come within {patience.total_seconds():g} s. They "
+            "have failed, were started with another layout, or other machines have not been started. Look for the "
+            "first failure, or give them more time with MegatronStrategy(timeout=...)."
         ) from error
     return store.get(key).decode()
 

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from lightning_megatron.errors import ParallelPlanError, RankMismatchError
+from lightning_megatron.groups.agent_store import default_store
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.fingerprint import check_same_everywhere
+from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.products import release_workspace
 from lightning_megatron.groups.random import RandomStreams
+from lightning_megatron.groups.sources import own_sources
 from lightning_megatron.plan.layout import ParallelLayout
 
 #: How long a collective may wait for a rank, by the device of its tensors, where nobody says otherwise.
@@ -135,7 +137,7 @@ class ParallelMesh:
         builder = _Builder(layout, device, backend, timeout, options or {})
         owns_world = builder.join(rendezvous, timeout)
         # Ranks that want different groups would wait for each other in making them.
-        check_same_everywhere(builder.everyone(), _layout_fields(layout, sequence_parallel))
+        builder.compare(sequence_parallel)
         axes = builder.axes()
         axes["tp"] = replace(axes["tp"], pipelines_products=pipelines_products)
         where, experts = layout.coordinates(builder.rank), layout.expert_coordinates(builder.rank)
@@ -234,9 +236,14 @@ class _Builder:
                 f"exactly the ranks of the job. Start {wanted} processes or change the layout."
             )
 
-    def everyone(self) -> MeshAxis:
-        """Create the axis of all ranks on the CPU, which is the first one."""
-        return self._axis("world_cpu", self._all_ranks(), "gloo")
+    def compare(self, sequence_parallel: bool) -> None:
+        """Compare the layout and the package over all ranks of the layout, which have no groups yet."""
+        (ranks,) = self._all_ranks()
+        if len(ranks) > 1:
+            fields = {**asdict(self.layout), "sequence_parallel": sequence_parallel, "options": repr(self.options)}
+            fields["lightning-megatron sources"] = own_sources()
+            patience = max(self.timeout or DEFAULT_TIMEOUTS["cpu"], DEFAULT_TIMEOUTS["cpu"])
+            check_same_in_store(default_store(), self.rank, ranks, fields, patience)
 
     def _all_ranks(self) -> list[list[int]]:
         return [[self.layout.rank_offset + i for i in range(self.layout.world_size)]]
@@ -312,10 +319,6 @@ def check_group_names(options: Iterable[str]) -> None:
                 f"nccl_options must be given for axes that have a group: {name!r} is none, so that nothing would use "
                 f"its options. Use {', '.join(GROUP_NAMES)}."
             )
-
-
-def _layout_fields(layout: ParallelLayout, sequence_parallel: bool) -> dict[str, str | int]:
-    return {**asdict(layout), "sequence_parallel": sequence_parallel}
 
 
 def _nccl_options(options: Mapping[str, Any]) -> Any:

@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.agent_store import join_agent_store
+from lightning_megatron.groups.agent_store import open_store
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import (
     all_gather_sequence,
@@ -27,8 +28,10 @@ from lightning_megatron.groups.collectives import (
     broadcast_object,
     is_world,
 )
+from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.mesh import DEFAULT_TIMEOUTS, ParallelMesh
 from lightning_megatron.groups.notices import Notices
+from lightning_megatron.groups.sources import own_sources
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.buffers import SharedBuffers
 from lightning_megatron.strategy.dataloaders import seed_dataloader
@@ -184,6 +187,10 @@ class MeshStrategy(ParallelStrategy):
             self.cluster_environment, self.num_processes, self.num_nodes, lambda: self._watch, self.check_run
         )
 
+    def configuration(self) -> dict[str, str | int]:
+        """List what must be equal on all ranks before there are groups, by name."""
+        return {**asdict(self.layout), "lightning-megatron sources": own_sources()}
+
     def check_run(self, arguments: Mapping[str, Any]) -> None:
         """Refuse what cannot run before any process is started, given the arguments of ``fit`` and its like by name."""
 
@@ -217,15 +224,18 @@ class MeshStrategy(ParallelStrategy):
                 options["device_id"] = self.root_device
             environment = self.cluster_environment
             assert environment is not None, "the Trainer sets the cluster environment"
-            if os.environ.get(AGENT_STORE) == "True":
-                options["store"] = join_agent_store(
-                    environment.main_address,
-                    environment.main_port,
-                    self.global_rank,
-                    layout.world_size,
-                    options["timeout"],
-                )
-            init_process_group(environment, backend, **options)
+            store = open_store(
+                environment.main_address,
+                environment.main_port,
+                self.global_rank,
+                layout.world_size,
+                options["timeout"],
+                of_agent=os.environ.get(AGENT_STORE) == "True",
+            )
+            # Ranks that disagree may not even make groups of the same backend: they are compared before.
+            everyone = range(layout.world_size)
+            check_same_in_store(store, self.global_rank, everyone, self.configuration(), options["timeout"])
+            init_process_group(environment, backend, store=store, **options)
         mesh = ParallelMesh.create(
             layout,
             device=self.root_device,

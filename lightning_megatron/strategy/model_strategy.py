@@ -117,10 +117,10 @@ class ModelStrategy(MeshStrategy):
         check_hosts(self.options, self.layout, self.num_processes)
 
     @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        fields = configuration_fields(self.options.as_dict(), self.user_module.trainer)
-        check_same_everywhere(self.mesh.world_cpu, fields)
+    def configuration(self) -> dict[str, str | int]:
+        layout, trainer = super().configuration(), self.user_module._trainer
+        arguments = {name: value for name, value in self.options.as_dict().items() if name not in layout}
+        return layout if trainer is None else {**layout, **configuration_fields(arguments, trainer)}
 
     @override
     @contextmanager

@@ -1,0 +1,120 @@
+"""Ranks compare what they were started with in the store, before any group exists."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from lightning_megatron import CausalLM, GPTConfig, MegatronStrategy, ParallelMesh
+from lightning_megatron.errors import RankMismatchError
+from lightning_megatron.groups import fingerprint, mesh
+from lightning_megatron.groups.fingerprint import check_same_in_store
+from lightning_megatron.groups.sources import digest_of_sources, own_sources
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy import mesh_strategy
+from tests.world import run_world
+
+
+def compare(store: dist.Store, fields: Mapping[int, Any], ranks: range, patience: float = 30) -> dict[int, Any]:
+    """Compare in threads, one for each rank that has fields; return numbers or errors by rank."""
+    found: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = check_same_in_store(store, rank, ranks, fields[rank], timedelta(seconds=patience))
+        except RankMismatchError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"host{rank // 2}") for rank in fields]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_equal_configurations_pass_and_are_counted() -> None:
+    store = dist.HashStore()
+    for number in range(3):
+        same = {rank: {"tp": 2, "order": "tp"} for rank in range(4)}
+        assert compare(store, same, range(4)) == dict.fromkeys(range(4), number)
+
+
+def test_a_rank_that_differs_is_named_on_every_rank_with_both_values() -> None:
+    fields = {rank: {"tp": 2, "sources": "b" if rank == 3 else "a"} for rank in range(4)}
+    for text in compare(dist.HashStore(), fields, range(4)).values():
+        assert "rank 3 has sources='b', the others 'a'" in text
+
+
+def test_hosts_are_named_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint.socket, "gethostname", lambda: threading.current_thread().name)
+    fields = {rank: {"sources": "b" if rank == 3 else "a"} for rank in range(4)}
+    assert "rank 3 on host1 has sources='b', the others 'a'" in compare(dist.HashStore(), fields, range(4))[0]
+
+
+def test_parts_of_a_world_are_compared_apart() -> None:
+    store = dist.HashStore()
+    first = compare(store, {0: {"tp": 2}, 1: {"tp": 2}}, range(2))
+    second = compare(store, {2: {"tp": 1}, 3: {"tp": 1}}, range(2, 4))
+    assert {**first, **second} == dict.fromkeys(range(4), 0)
+
+
+def test_ranks_that_do_not_come_are_reported() -> None:
+    found = compare(dist.HashStore(), {0: {}, 2: {}}, range(3), patience=0.2)
+    assert "rank 1 did not come within 0.2 s" in found[0]
+    assert "some of ranks 0 to 2 did not come" in found[2]
+
+
+def test_the_hash_of_sources_follows_names_and_contents_and_is_cheap(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "a.py").write_text("x = 1\n")
+    first = digest_of_sources(tmp_path)
+    (tmp_path / "room" / "a.py").write_text("x = 2\n")
+    second = digest_of_sources(tmp_path)
+    (tmp_path / "room" / "a.py").rename(tmp_path / "b.py")
+    third = digest_of_sources(tmp_path)
+    (tmp_path / "notes.txt").write_text("no source")
+    assert len({first, second, third, digest_of_sources(tmp_path)}) == 3
+    assert own_sources() == own_sources()
+    times = []
+    for _ in range(5):
+        began = time.thread_time()
+        digest_of_sources(Path(mesh.__file__).parents[1])
+        times.append(time.thread_time() - began)
+    assert min(times) < 0.03
+
+
+def _other_sources(rank: int, size: int) -> None:
+    digest = "0123456789ab" if rank == 1 else own_sources()
+    words = rf"rank 1 has lightning-megatron sources='0123456789ab', the others '{own_sources()}'"
+
+    def no_group(*_: Any, **__: Any) -> Any:
+        raise AssertionError("ranks that disagree must not make a group")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", no_group)
+        patch.setattr(mesh, "own_sources", lambda: digest)
+        with pytest.raises(RankMismatchError, match=words):
+            ParallelMesh.create(ParallelLayout(size, tp=2))
+        patch.setattr(mesh_strategy, "own_sources", lambda: digest)
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=MegatronStrategy(tp=2),
+            **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False),
+        )
+        sizes = {"vocab_size": 16, "max_seq_length": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 2}
+        with pytest.raises(RankMismatchError, match=words):
+            trainer.fit(CausalLM(GPTConfig.gpt2(**sizes)), [])
+
+
+def test_hosts_with_other_sources_end_before_any_group_exists() -> None:
+    run_world(_other_sources, 2)
