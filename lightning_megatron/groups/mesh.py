@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,7 @@ from lightning_megatron.groups.agent_store import default_store
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.journal import Journal
+from lightning_megatron.groups.nccl_options import GROUP_NAMES, NcclOptions, read_nccl_options, torch_options
 from lightning_megatron.groups.products import release_workspace
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.sources import own_sources
@@ -27,8 +28,6 @@ DEFAULT_TIMEOUTS = {"cpu": default_pg_timeout, "cuda": default_pg_nccl_timeout o
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
 #: Axes whose small messages must not queue behind large ones on a GPU.
 _HIGH_PRIORITY = ("pp", "ep")
-#: Axes that have a group of their own.
-GROUP_NAMES = ("world", "tp", "cp", "dp", "pp", "data", "model", "embedding", "position_embedding", "etp", "ep", "edp")
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class ParallelMesh:
         rendezvous: Rendezvous | None = None,
         backend: str | None = None,
         timeout: timedelta | None = None,
-        options: Mapping[str, Mapping[str, Any]] | None = None,
+        options: NcclOptions | str | None = None,
         pipelines_products: bool = False,
     ) -> ParallelMesh:
         """Build the groups of a layout; every rank of the job must call this with the same layout.
@@ -121,7 +120,8 @@ class ParallelMesh:
             rendezvous: Where the ranks meet; not needed when a process group is already initialised.
             backend: ``nccl`` or ``gloo``; None chooses by the device.
             timeout: How long a collective may wait for a rank before the job fails; None leaves torch's default.
-            options: NCCL options by axis name, such as ``{"pp": {"max_ctas": 4, "high_priority": True}}``.
+            options: NCCL settings by axis, such as ``{"pp": {"max_ctas": 4, "high_priority": True}}``, or the path of a
+                YAML file with such a mapping; see :func:`~lightning_megatron.groups.nccl_options.read_nccl_options`.
             pipelines_products: Run products at the border of tensor-parallel regions beside their communication, where
                 ``groups.products`` can.
 
@@ -134,7 +134,7 @@ class ParallelMesh:
         device = torch.device(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        builder = _Builder(layout, device, backend, timeout, options or {})
+        builder = _Builder(layout, device, backend, timeout, options)
         owns_world = builder.join(rendezvous, timeout)
         # Ranks that want different groups would wait for each other in making them.
         builder.compare(sequence_parallel)
@@ -191,14 +191,12 @@ class _Builder:
         device: torch.device,
         backend: str | None,
         timeout: timedelta | None,
-        options: Mapping[str, Mapping[str, Any]],
+        options: NcclOptions | str | None,
     ) -> None:
         self.layout, self.device, self.timeout = layout, device, timeout
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        check_group_names(options)
-        self.options = {
-            name: {"high_priority": name in _HIGH_PRIORITY, **options.get(name, {})} for name in GROUP_NAMES
-        }
+        given = read_nccl_options(options)
+        self.options = {name: {"high_priority": name in _HIGH_PRIORITY, **given.get(name, {})} for name in GROUP_NAMES}
         self.created: list[dist.ProcessGroup] = []
         self.rank = layout.rank_offset
         self.journal = Journal()
@@ -302,31 +300,6 @@ class _Builder:
             list(ranks),
             timeout=self.timeout,
             backend=backend,
-            pg_options=_nccl_options(options) if backend == "nccl" else None,
+            pg_options=torch_options(options) if backend == "nccl" else None,
             device_id=self.device if backend == "nccl" else None,
         )
-
-
-def check_group_names(options: Iterable[str]) -> None:
-    """Refuse communication options for an axis that no mesh has.
-
-    Raises:
-        ParallelPlanError: For an unknown name.
-    """
-    for name in options:
-        if name not in GROUP_NAMES:
-            raise ParallelPlanError(
-                f"nccl_options must be given for axes that have a group: {name!r} is none, so that nothing would use "
-                f"its options. Use {', '.join(GROUP_NAMES)}."
-            )
-
-
-def _nccl_options(options: Mapping[str, Any]) -> Any:
-    values = dict(options)
-    result = dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(values.pop("high_priority", False)))
-    for name, value in values.items():
-        if not hasattr(result.config, name):
-            known = sorted(n for n in dir(result.config) if not n.startswith("_"))
-            raise ParallelPlanError(f"unknown NCCL option {name!r}. Legal ones: high_priority, {', '.join(known)}.")
-        setattr(result.config, name, value)
-    return result

@@ -251,6 +251,8 @@ def _words(kind: Any, bounds: Range | None, value: Any) -> tuple[str, ...]:
             return (f"a list of {len(args)} elements, each {describe(args[0])}",)
         return (f"a list with {describe(args[0])} for each element",)
     if origin is dict:
+        if args[1] is Any:
+            return ("a mapping",)
         return (f"a mapping with {describe(args[1])} for each name",)
     if is_dataclass(kind):
         return (f"{_type_name(kind)} or a mapping of its settings",)

@@ -82,7 +82,10 @@ class MegatronStrategy(ModelStrategy):
             after it those of the last, unless they are given "first" or "last". None asks a Hugging Face model.
         timeout: Seconds that a collective may wait for a rank before the job fails. None leaves torch's default.
         process_group_backend: Communication library: nccl or gloo. None means nccl on GPUs, else gloo.
-        nccl_options: NCCL settings by axis, such as {"pp": {"max_ctas": 4}}.
+        nccl_options: NCCL settings by axis, such as {"pp": {"max_ctas": 4}}, or the path of a YAML file with such a
+            mapping; Megatron-LM's files and names are understood. Axes: world, tp, cp, dp, pp, data (dp x cp), model
+            (tp x pp), embedding, position_embedding, etp, ep, edp. Settings: high_priority, and fields of NCCL's
+            configuration such as min_ctas, max_ctas, cga_cluster_size and net_name.
         signal_check_interval: Training batches between two agreements of all ranks on a received SIGTERM.
         zero: 1 divides the optimizer's state among the data-parallel ranks (distributed optimizer): each keeps and
             updates its part of the main parameters, and all gather the result. 0 gives every rank the whole state.
@@ -132,7 +135,7 @@ class MegatronStrategy(ModelStrategy):
         pipeline_plan: dict[str, str] | None = None,
         timeout: float | timedelta | None = None,
         process_group_backend: Literal["nccl", "gloo"] | None = None,
-        nccl_options: dict[str, dict[str, Any]] | None = None,
+        nccl_options: dict[str, dict[str, Any]] | str | None = None,
         signal_check_interval: int = 10,
         zero: Literal[0, 1] = 1,
         optimizer_slices: Literal["auto", "elements", "parameters"] = "auto",

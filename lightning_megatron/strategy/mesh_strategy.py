@@ -30,6 +30,7 @@ from lightning_megatron.groups.collectives import (
 )
 from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.mesh import DEFAULT_TIMEOUTS, ParallelMesh
+from lightning_megatron.groups.nccl_options import NcclOptions
 from lightning_megatron.groups.notices import Notices
 from lightning_megatron.groups.sources import own_sources
 from lightning_megatron.plan.layout import ParallelLayout
@@ -71,7 +72,7 @@ class MeshStrategy(ParallelStrategy):
         sequence_parallel: bool,
         timeout: timedelta | None,
         process_group_backend: str | None,
-        nccl_options: Mapping[str, Mapping[str, Any]] | None,
+        nccl_options: NcclOptions | str | None,
         pipelines_products: bool = False,
     ) -> None:
         self._sizes = dict(sizes)

@@ -8,7 +8,7 @@ from math import lcm
 from typing import Annotated, Any, Literal
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.groups.mesh import check_group_names
+from lightning_megatron.groups.nccl_options import read_nccl_options
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
@@ -46,7 +46,7 @@ class StrategyOptions:
     pipeline_plan: dict[str, str] | None
     timeout: Annotated[float, _PATIENCE] | Annotated[timedelta, _PATIENCE] | None
     process_group_backend: Literal["nccl", "gloo"] | None
-    nccl_options: dict[str, dict[str, Any]] | None
+    nccl_options: dict[str, dict[str, Any]] | str | None
     signal_check_interval: Count
     zero: Literal[0, 1]
     optimizer_slices: Literal["auto", "elements", "parameters"]
@@ -81,7 +81,13 @@ class StrategyOptions:
             )
         if self.recompute is not None:
             check_recompute(self.recompute)
-        check_group_names(self.nccl_options or {})
+        # What a file says is compared over the ranks, not its path.
+        object.__setattr__(self, "nccl_options", read_nccl_options(self.nccl_options))
+        if self.nccl_options and self.process_group_backend == "gloo":
+            raise ParallelPlanError(
+                "nccl_options must be left out with process_group_backend 'gloo', which has no such settings. Use "
+                "'nccl'."
+            )
 
     def sizes(self) -> dict[str, Any]:
         """Return the arguments of the layout other than the world size."""
@@ -126,6 +132,10 @@ class StrategyOptions:
             notes.append(
                 f"overlap_tensor_parallel has no effect with precision {precision} on {device_type}: products in half "
                 "types on GPUs are cut, others run after or before their communication."
+            )
+        if self.nccl_options and device_type != "cuda":
+            notes.append(
+                f"nccl_options have no effect on {device_type}: its groups are gloo's, which has no such settings."
             )
         return notes
 

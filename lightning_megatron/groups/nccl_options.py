@@ -1,0 +1,160 @@
+"""NCCL settings by axis: which exist, how a mapping or a file names them, and what torch takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch.distributed as dist
+import yaml
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.settings import Count, Index, Range, settled, shown
+
+#: Axes that have a group of their own.
+GROUP_NAMES = ("world", "tp", "cp", "dp", "pp", "data", "model", "embedding", "position_embedding", "etp", "ep", "edp")
+#: Names of the same axes in Megatron-LM's files.
+_MEGATRON_NAMES = {
+    "mp": "model",
+    "dp_cp": "data",
+    "embd": "embedding",
+    "pos_embd": "position_embedding",
+    "ep_tp": "etp",
+    "ep_dp": "edp",
+}
+#: Settings by name: whether streams have a high priority, and the fields of ``ncclConfig_t`` that torch passes on.
+_SETTINGS: Mapping[str, Any] = {
+    "high_priority": bool,
+    "blocking": Literal[0, 1],
+    "cga_cluster_size": Annotated[int, Range(least=0, most=8)],
+    "min_ctas": Count,
+    "max_ctas": Count,
+    "net_name": str,
+    "split_share": Literal[0, 1],
+    "traffic_class": Index,
+    "collnet_enable": Literal[0, 1],
+    "cta_policy": Index,
+    "shrink_share": Literal[0, 1],
+    "nvls_ctas": Count,
+}
+_MEGATRON_SETTINGS = {"is_high_priority_stream": "high_priority"}
+#: The longest file that is read: one of every axis and setting has less than a tenth of it (bytes).
+_MOST_BYTES = 100_000
+
+NcclOptions = Mapping[str, Mapping[str, Any]]
+
+
+def read_nccl_options(given: Mapping[str, Any] | str | None) -> dict[str, dict[str, Any]]:
+    """Return NCCL settings by axis, under this package's names.
+
+    Args:
+        given: Settings by axis, such as ``{"pp": {"max_ctas": 4}}``; or the path of a YAML file with such a mapping,
+            such as Megatron-LM's ``nccl_communicator_config_path`` names. Megatron-LM's names of axes and settings are
+            understood in both. None means no settings.
+
+    Raises:
+        ParallelPlanError: For a file that cannot be read, and for an axis, setting or value that does not exist.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    names: dict[str, str] = {}
+    for name, values in ({} if given is None else _read(given) if isinstance(given, str) else given).items():
+        axis = _axis(name)
+        if axis in found:
+            raise ParallelPlanError(
+                f"nccl_options must name every axis once: {name!r} and {names[axis]!r} are the same. Put the settings "
+                "of both together."
+            )
+        found[axis], names[axis] = _settings(name, values), name
+    check_installed(found)
+    return found
+
+
+def check_installed(options: NcclOptions) -> None:
+    """Refuse settings that the installed NCCL does not have; say nothing where torch has none.
+
+    Raises:
+        ParallelPlanError: For such a setting.
+    """
+    if hasattr(dist, "ProcessGroupNCCL"):
+        for values in options.values():
+            torch_options(values)
+
+
+def torch_options(settings: Mapping[str, Any]) -> Any:
+    """Return settings of one axis as ``torch.distributed.new_group`` takes them.
+
+    Raises:
+        ParallelPlanError: For a setting that the installed NCCL does not have.
+    """
+    values = dict(settings)
+    result = dist.ProcessGroupNCCL.Options(is_high_priority_stream=values.pop("high_priority", False))
+    for name, value in values.items():
+        if not hasattr(result.config, name):
+            known = sorted(one for one in _SETTINGS if one == "high_priority" or hasattr(result.config, one))
+            raise ParallelPlanError(
+                f"nccl_options must be settings that the installed NCCL has: {name!r} needs a newer one. Use "
+                f"{', '.join(known)}."
+            )
+        setattr(result.config, name, value)
+    return result
+
+
+def _axis(name: Any) -> str:
+    axis = _MEGATRON_NAMES.get(name, name) if isinstance(name, str) else name
+    if axis not in GROUP_NAMES:
+        raise ParallelPlanError(
+            f"nccl_options must be given for axes that have a group: {shown(name)} is none, so that nothing would use "
+            f"its options. Use {', '.join(GROUP_NAMES)}."
+        )
+    return str(axis)
+
+
+def _settings(axis: str, values: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settled(f"nccl_options[{axis!r}]", values, dict[str, Any]).items():
+        setting = _MEGATRON_SETTINGS.get(name, name)
+        if setting not in _SETTINGS:
+            raise ParallelPlanError(
+                f"nccl_options must be settings of NCCL: {shown(name)} of {axis!r} is none. Use {', '.join(_SETTINGS)}."
+            )
+        if setting in found:
+            raise ParallelPlanError(f"nccl_options[{axis!r}] must give {setting} once: {name} is the same.")
+        found[setting] = settled(f"nccl_options[{axis!r}].{name}", value, _SETTINGS[setting])
+    if found.get("min_ctas", 0) > found.get("max_ctas", found.get("min_ctas", 0)):
+        raise ParallelPlanError(
+            f"min_ctas ({found['min_ctas']}) of nccl_options[{axis!r}] must be at most max_ctas ({found['max_ctas']})."
+        )
+    return found
+
+
+def _read(path: str) -> Mapping[Any, Any]:
+    """Read the mapping of a YAML file; what cannot be that mapping is refused."""
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ParallelPlanError(f"nccl_options must be a file of at most {_MOST_BYTES:,} bytes: {path!r} has more.")
+        _check_keys(yaml.compose(content, yaml.SafeLoader), path)
+        found = yaml.safe_load(content)
+    except (OSError, UnicodeError, yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, ParallelPlanError):
+            raise
+        raise ParallelPlanError(
+            f"nccl_options must be a mapping, or the path of a YAML file that holds one: {shown(path)} cannot be read "
+            f"({str(error)[:300]})."
+        ) from error
+    return settled(f"the content of {path!r}", found or {}, dict[Any, Any])
+
+
+def _check_keys(node: yaml.Node | None, path: str) -> None:
+    """Refuse a file that says something twice, of which YAML takes the last."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ParallelPlanError(f"{path!r} must name every axis and setting once: {shown(key)} is there twice.")
+    for _, value in node.value:
+        if isinstance(value, yaml.MappingNode):
+            _check_keys(value, path)
