@@ -8,10 +8,28 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.strategy.private import seed_worker
+
+
+def needs_distributed_sampler(dataloader: DataLoader, num_data: int) -> bool:
+    """Return whether Lightning is to give a dataloader a sampler that deals samples out to the data-parallel ranks.
+
+    With one data rank only a loader that shuffles gets one, whose order follows from seed and epoch, so that all ranks
+    and a resumed run agree on it. Any other order is the user's own, and stays as on one device.
+
+    Args:
+        dataloader: The user's dataloader.
+        num_data: Ranks that read different data.
+    """
+    if num_data > 1:
+        return True
+    sampler = dataloader.sampler
+    if type(sampler) is not RandomSampler or sampler.generator is not None or sampler.replacement:
+        return False
+    return sampler.num_samples == len(sampler.data_source)
 
 
 def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
@@ -28,7 +46,7 @@ def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
     if not isinstance(dataloader, DataLoader):
         return dataloader
     sampler = dataloader.sampler
-    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+    if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)) and sampler.generator is None:
         # The order of all samples, of which every data rank takes its part.
         sampler.generator = torch.Generator().manual_seed(derive_seed(seed, "sampler"))
     if dataloader.generator is None:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_megatron.strategy import plain_checkpoint
 from lightning_megatron.strategy.checkpoints import RunCheckpoints
+from lightning_megatron.strategy.dataloaders import needs_distributed_sampler
 from lightning_megatron.strategy.garbage import LongLived
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.options import StrategyOptions
@@ -24,6 +25,8 @@ from lightning_megatron.strategy.private import (
     find_last_checkpoint_by,
     foresee_no_saves,
     foresee_saves,
+    inject_samplers_as_before,
+    inject_samplers_where,
     publish_device_mesh,
     restore_finetuning,
     training_loader_states,
@@ -213,6 +216,7 @@ class MegatronStrategy(ModelStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         self._prepared = trainer
+        inject_samplers_where(trainer, lambda loader: needs_distributed_sampler(loader, self.data_parallel_size))
         if trainer.state.fn == TrainerFn.FITTING:
             assert self._state is not None, "setup has run"
             average_mains(trainer, self.user_module, self._state.main, self.mesh)
@@ -357,6 +361,7 @@ class MegatronStrategy(ModelStrategy):
         self._steps = None
         if self._prepared is not None:
             foresee_no_saves(self._prepared)
+            inject_samplers_as_before(self._prepared)
             average_models(self._prepared)
             call_nothing_before_epoch_ends(self._prepared)
             self._prepared = None

@@ -34,6 +34,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden as is_overri
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 __all__ = [
     "AutomaticOptimization",
@@ -77,6 +78,8 @@ TRAINER_ATTRIBUTES = (
     ("fit_loop.epoch_loop", "advance"),
     ("fit_loop.epoch_loop", "_batches_that_stepped"),
     ("", "_checkpoint_connector"),
+    ("", "_data_connector"),
+    ("_data_connector", "_requires_distributed_sampler"),
     ("_checkpoint_connector", "_parse_ckpt_path"),
     ("_checkpoint_connector", "resume_start"),
     ("fit_loop", "on_advance_end"),
@@ -361,6 +364,22 @@ def average_as_before(callback: WeightAveraging) -> None:
     """Undo :func:`average_by`."""
     vars(callback).pop("_swap_models", None)
     vars(callback._average_model or callback).pop("update_parameters", None)
+
+
+def inject_samplers_where(trainer: Trainer, asks: Callable[[DataLoader], bool]) -> None:
+    """Let Lightning replace the sampler of a dataloader only where ``asks`` says so, too."""
+    connector = trainer._data_connector
+    requires = type(connector)._requires_distributed_sampler
+
+    def asked(dataloader: DataLoader) -> bool:
+        return requires(connector, dataloader) and asks(dataloader)
+
+    connector._requires_distributed_sampler = asked  # type: ignore[method-assign]
+
+
+def inject_samplers_as_before(trainer: Trainer) -> None:
+    """Undo :func:`inject_samplers_where`."""
+    vars(trainer._data_connector).pop("_requires_distributed_sampler", None)
 
 
 def announce_sigterm(trainer: Trainer) -> None:

@@ -61,6 +61,12 @@ def test_the_callback_that_averages_calls_the_methods_that_we_replace() -> None:
     assert list(inspect.signature(WeightAveraging._swap_models).parameters) == ["self", "pl_module"]
 
 
+def test_the_data_connector_asks_the_method_that_we_replace(trainer: Trainer) -> None:
+    connector = type(trainer._data_connector)
+    for asking in (connector._prepare_dataloader, connector._resolve_sampler):
+        assert "self._requires_distributed_sampler(dataloader)" in inspect.getsource(asking)
+
+
 def test_private_names_are_imported_in_one_file_only() -> None:
     wrong = []
     for path in sorted(ROOM.glob("*.py")):
