@@ -1,6 +1,7 @@
 """Mix datasets in the proportion of weights: at each step the dataset that lags most behind its share comes next.
 
-Counts and weights are integers, so ties are ties: the lowest index wins.
+Counts and weights are integers, so ties are ties: the lowest index wins. Megatron-Core has the same rule in doubles,
+whose rounding decides ties: `megatron_order.py`.
 Source: Megatron-Core core/datasets/helpers.cpp (build_blending_indices, build_exhaustive_blending_indices).
 """
 

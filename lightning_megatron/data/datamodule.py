@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_megatron.data.corpora import check_corpus_once, check_one_tokenizer
 from lightning_megatron.data.description import CorpusDescription
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
+from lightning_megatron.data.megatron_order import split_as_megatron
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Order, SampleOptions, Samples, blend_samples
 from lightning_megatron.data.speeches import prepare_speeches
@@ -47,8 +48,10 @@ class TokenDataModule(LightningDataModule):
         batch_size: Samples of one data-parallel rank in one batch, which is its share of one optimizer step.
         num_workers: Processes per rank that read ahead.
         seed: Of the order of training samples.
-        order: "passes" shuffles each pass over the text by itself; "megatron" is the order that Megatron-Core gives for
-            the same seed and number of samples.
+        order: "passes" shuffles each pass over the documents by itself, and computes splits and blends in exact
+            integers; "megatron" gives the samples of Megatron-Core for the same seed, number of samples, weights and
+            split: it shuffles and splits sequences (of which a document may have several), rounds as its doubles do,
+            and a blend without weights ends after one pass. Validation and test keep the order said above.
         train_samples: Training samples of one epoch over all ranks; None chooses as said above.
         mask_after_eod: Ignore the label that follows an end of document.
         data_dir: Where `corpus` is written.
@@ -211,7 +214,9 @@ class TokenDataModule(LightningDataModule):
         dp_rank, dp_size = self._data_parallel()
         by_steps = self.train_samples is None and self._stops_by_steps()
         num_samples = self._num_step_samples(dp_size, state) if by_steps else self.train_samples
-        samples = blend_samples(self._corpora("train"), self.weights, self._options(self.order), num_samples)
+        # Megatron-Core passes over the weight of a single corpus, unless it splits it
+        weights = None if len(self.prefixes["train"]) == 1 and self.split is None else self.weights
+        samples = blend_samples(self._corpora("train"), weights, self._options(self.order), num_samples)
         if state and state["order"] != samples.order_key:
             rank_zero_warn(
                 "The checkpoint was written with other training data (corpus, split, weights, tokenizer, seq_length, "
@@ -291,6 +296,7 @@ class TokenDataModule(LightningDataModule):
             tokenizer=self.tokenizer.fingerprint if self.tokenizer else fingerprint,
             vocab_size=known.vocab_size if known else None,
             cache_dir=str(self._cache_dir()),
+            by_sequence=self.order == "megatron",
         )
 
     def _cache_dir(self) -> Path:
@@ -304,7 +310,11 @@ class TokenDataModule(LightningDataModule):
         found: list[tuple[TokenFile, range | None]] = []
         for prefix in self.prefixes["train"]:
             corpus = self._open(prefix)
-            ranges = (*split_range(len(corpus.document_starts) - 1, self.split), range(0), range(0))
+            # all parts are cut by one rule, so that none reads what another has
+            if self.order == "megatron":
+                ranges = split_as_megatron(len(corpus), self.split)
+            else:
+                ranges = (*split_range(len(corpus.document_starts) - 1, self.split), range(0), range(0))
             found.append((corpus, ranges[PARTS.index(part)]))
         return found
 

@@ -148,7 +148,8 @@ def index_passes(lengths: npt.NDArray[np.int64], seq_length: int, num_samples: i
 def split_range(count: int, weights: str) -> tuple[range, ...]:
     """Divide `count` documents in the proportion of comma-separated weights such as "980,15,5", exactly.
 
-    Bounds are rounded to the nearest document, halves to the even one, as Megatron rounds them.
+    Bounds are rounded to the nearest document, halves to the even one. Megatron-Core computes with doubles, and may put
+    a bound one sequence further: `split_as_megatron`.
 
     Raises:
         ValueError: A weight is negative or no number, or all are zero.

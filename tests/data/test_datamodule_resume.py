@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_megatron.data.datamodule import TokenDataModule
+from lightning_megatron.data.token_file import TokenFileWriter
 from tests.data.recorder import SEQ_LENGTH, Recorder, make_trainer, run
 
 
@@ -96,6 +97,32 @@ def test_a_run_by_epochs_may_change_its_batch_size_within_one(tmp_path: Path, co
     second = rest[per_epoch[0] : per_epoch[0] + per_epoch[1]]
     assert sum(second, []) == order[99 : 99 + per_epoch[1] * batch_size]
     assert len(module.validated) == 3
+
+
+@pytest.mark.parametrize("limits", [BY_STEPS, BY_EPOCHS], ids=["steps", "epochs"])
+@pytest.mark.parametrize("order", ["passes", "megatron"])
+@pytest.mark.parametrize("mixed", ["weights", "sizes", "split"])
+def test_blends_and_splits_of_several_sequences_continue_with_the_next_sample(
+    tmp_path: Path, limits: dict[str, int], order: Literal["passes", "megatron"], mixed: str
+) -> None:
+    prefixes = [str(tmp_path / name) for name in "ab"]
+    for number, prefix in enumerate(prefixes):
+        with TokenFileWriter(prefix, dtype="i4") as writer:
+            for start in range(1000 * number, 1000 * number + 200, 10):
+                writer.add_document(range(start, start + 10), lengths=[3, 7])
+
+    def data() -> TokenDataModule:
+        train = {prefixes[0]: 0.7, prefixes[1]: 0.3} if mixed == "weights" else prefixes
+        split = "80,10,10" if mixed == "split" else None
+        return TokenDataModule(train, split=split, seq_length=SEQ_LENGTH, batch_size=9, order=order)
+
+    options = {**limits, "limit_val_batches": 0}
+    whole = run(Recorder(), data(), make_trainer(tmp_path, **options))
+    path = tmp_path / "killed.ckpt"
+    for stop in (4, 12):
+        first = run(Recorder(), data(), make_trainer(tmp_path, StopAfter(stop, path), **options))
+        assert first == whole[:stop]
+        assert first + run(Recorder(), data(), make_trainer(tmp_path, **options), path) == whole
 
 
 class LateStrategy(SingleDeviceStrategy):
