@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -18,11 +17,10 @@ from types import TracebackType
 from typing import Any
 
 from lightning_megatron.groups.notices import Notices
+from lightning_megatron.strategy.job_folder import JobFolder
+from lightning_megatron.strategy.parent_watch import watch_launcher
 from lightning_megatron.strategy.positions import Position, birth_of
 from lightning_megatron.strategy.private import SIGTERMException, TunerExitException
-
-#: Set for the processes that our launcher starts: the process whose end must end them.
-LAUNCHER_PID = "LIGHTNING_MEGATRON_LAUNCHER_PID"
 
 #: Ways to leave a run that are no failure of this rank.
 _ORDERLY = (KeyboardInterrupt, SystemExit, SIGTERMException, TunerExitException)
@@ -36,10 +34,6 @@ _FAILED = "failed"
 _GRACE_SECONDS = 4.0
 #: How long callbacks and clean-up of a failed rank may take while other ranks have not failed (seconds).
 _CLEANUP_SECONDS = 10.0
-
-#: The folder of a job that has failed is removed by a later one after this time; ranks write to theirs all the time
-#: (seconds).
-_OLD_SECONDS = 7 * 24 * 3600.0
 
 
 class FailureWatch:
@@ -58,12 +52,17 @@ class FailureWatch:
 
     def __init__(self, rank: int, num_local: int = 1) -> None:
         self.rank, self._num_local = rank, num_local
-        self._folder: Path | None = None
+        self._joined: JobFolder | None = None
         self._notices: Notices | None = None
         self._failed: BaseException | None = None
         self._stop = threading.Event()
         self._stop.set()
         self._cleanup_timer: threading.Timer | None = None
+        self._watches_launcher = False
+
+    @property
+    def _folder(self) -> Path | None:
+        return None if self._joined is None else self._joined.path
 
     @property
     def has_failed(self) -> bool:
@@ -82,17 +81,17 @@ class FailureWatch:
         """
         if self._stop.is_set():
             return None
-        prefix = f"lightning_megatron_{os.getuid()}_"
-        folder = Path(tempfile.gettempdir()) / f"{prefix}{job}"
-        _remove_old(folder.parent, prefix)
-        folder.mkdir(exist_ok=True)
-        self._notices, self._folder = notices, folder
-        return folder
+        self._notices, self._joined = notices, JobFolder(job, self.rank)
+        return self._folder
 
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Watch while the block runs, and report an exception that leaves it before anything else sees it."""
-        self._failed, self._folder, self._notices, self._stop = None, None, None, threading.Event()
+        self.leave()
+        self._failed, self._notices, self._stop = None, None, threading.Event()
+        if not self._watches_launcher:
+            self._watches_launcher = True
+            watch_launcher(self._end_after_launcher)
         threading.Thread(target=self._look, args=(self._stop,), daemon=True, name="failure-watch").start()
         try:
             yield
@@ -103,8 +102,19 @@ class FailureWatch:
             raise
         finally:
             self._stop.set()
-            if self._failed is None and self._folder is not None and not self._first_report():
-                shutil.rmtree(self._folder, ignore_errors=True)
+            if self._failed is None:
+                self.leave()
+
+    def leave(self) -> None:
+        """Leave no file of this rank behind."""
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            joined.leave()
+
+    def end(self, code: int) -> None:
+        """End this process at once."""
+        self.leave()
+        os._exit(code)
 
     def cleanup_done(self) -> None:
         """Note that callbacks and clean-up of this rank have come to their end."""
@@ -114,6 +124,8 @@ class FailureWatch:
     def report(self, error: BaseException) -> None:
         """Say that this rank failed: the first rank with its traceback, the others in one line."""
         self._failed = error
+        # Others read there who failed, until this process ends.
+        atexit.register(self.leave)
         if self._claim():
             text = "".join(traceback.format_exception(error))
             self._say(f"failed; the other ranks will be stopped.\n{text}")
@@ -145,28 +157,31 @@ class FailureWatch:
 
     def _claim(self) -> bool:
         """Become the first failed rank, or find that there is one; True without other ranks."""
-        if self._folder is None:
+        folder = self._folder
+        if folder is None:
             return True
-        self._folder.mkdir(exist_ok=True)
-        (self._folder / f"failed_{self.rank}").touch()
+        folder.mkdir(exist_ok=True)
+        (folder / f"failed_{self.rank}").touch()
         if not self._write_first(f"rank {self.rank}"):
             return False
         if self._notices is not None:
             elsewhere = self._notices.read([_FAILED])
             if elsewhere:
-                (self._folder / "first").write_text(elsewhere[_FAILED], encoding="utf-8")
-                (self._folder / "told").touch()
+                (folder / "first").write_text(elsewhere[_FAILED], encoding="utf-8")
+                (folder / "told").touch()
                 return False
             self._notices.post(_FAILED, f"rank {self.rank}")
         return True
 
     def _write_first(self, name: str) -> bool:
         """Name the rank that failed first for the ranks of this machine, unless that has been done."""
-        assert self._folder is not None, "the job has been joined"
+        folder = self._folder
         try:
-            with (self._folder / "first").open("x", encoding="utf-8") as file:
+            if folder is None:
+                return False
+            with (folder / "first").open("x", encoding="utf-8") as file:
                 file.write(name)
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError):
             return False
         return True
 
@@ -192,30 +207,29 @@ class FailureWatch:
             if error is not failed:
                 before(kind, error, trace)
             # Clean-up at exit may wait for ranks that are gone.
-            _daemon_timer(_GRACE_SECONDS, lambda: os._exit(1))
+            _daemon_timer(_GRACE_SECONDS, lambda: self.end(1))
 
         sys.excepthook = hook
 
     def _end_if_alone(self) -> None:
         """End this process if it waits in its clean-up for ranks that have not failed and will not come."""
         if self._folder is not None and len(list(self._folder.glob("failed_*"))) < self._num_local:
-            os._exit(1)
+            self.end(1)
 
     def _look(self, stop: threading.Event) -> None:
-        launcher = os.environ.get(LAUNCHER_PID)
-        launched = launcher is not None and launcher == str(os.getppid())
         asked = time.monotonic()
         while not stop.wait(_POLL_SECONDS):
-            if launched and str(os.getppid()) != launcher and not stop.wait(_CLEANUP_SECONDS):
-                self._say("stops because the process that launched it has ended.")
-                os._exit(1)
             if self._first_report() is not None and not stop.wait(_GRACE_SECONDS):
                 if self._first_name() != f"rank {self.rank}":
                     self._say(f"waits for other ranks and is stopped, because {self._first_name()} failed.")
-                os._exit(1)
+                self.end(1)
             if time.monotonic() - asked >= _POLL_NOTICES_SECONDS:
                 asked = time.monotonic()
                 self._look_elsewhere()
+
+    def _end_after_launcher(self) -> None:
+        self._say("stops because the process that launched it has ended.")
+        self.end(1)
 
     def _look_elsewhere(self) -> None:
         """Tell the ranks of this machine if one of another machine has failed."""
@@ -223,8 +237,9 @@ class FailureWatch:
         if self._notices is None or self.rank % self._num_local or self._first_report() is not None:
             return
         elsewhere = self._notices.read([_FAILED])
-        if elsewhere and self._write_first(elsewhere[_FAILED]) and self._folder is not None:
-            (self._folder / "told").touch()
+        folder = self._folder
+        if elsewhere and self._write_first(elsewhere[_FAILED]) and folder is not None:
+            (folder / "told").touch()
 
     def _say(self, text: str) -> None:
         # One write, so that the ranks' lines do not mix. If nobody reads them any more, this rank must still end.
@@ -238,14 +253,6 @@ def _daemon_timer(seconds: float, function: Callable[[], Any]) -> threading.Time
     timer.daemon = True
     timer.start()
     return timer
-
-
-def _remove_old(parent: Path, prefix: str) -> None:
-    """Remove what failed jobs have left: their last ranks could not know that nobody looks there any more."""
-    with suppress(OSError):
-        for folder in parent.glob(f"{prefix}*"):
-            if time.time() - folder.stat().st_mtime > _OLD_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill(position: Position) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from typing_extensions import override
 
-from lightning_megatron.strategy.failure import LAUNCHER_PID, FailureWatch
-from lightning_megatron.strategy.private import SubprocessScriptLauncher
+from lightning_megatron.strategy.children import Children
+from lightning_megatron.strategy.failure import FailureWatch
+from lightning_megatron.strategy.parent_watch import LAUNCHER, launcher_mark
+from lightning_megatron.strategy.private import SubprocessScriptLauncher, set_num_threads_if_needed
 
 
 class MegatronLauncher(SubprocessScriptLauncher):
@@ -36,6 +39,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._watch, self._check = watch, check
+        self._children: Children | None = None
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -49,12 +53,28 @@ class MegatronLauncher(SubprocessScriptLauncher):
             with self._watch().guard():
                 return function(*inner_args, **inner_kwargs)
 
-        return super().launch(guarded, *args, trainer=trainer, **kwargs)
+        # As Lightning's own, but for its watch over the launched processes, which ours replaces: that looks every five
+        # seconds, and not when this process is at its end.
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            self._call_children_scripts()
+            first = environment.node_rank() * self.num_processes + 1
+            self._children = Children(self.procs, first, lambda code: self._watch().end(code))
+            self._children.watch()
+        set_num_threads_if_needed(num_processes=self.num_processes)
+        return guarded(*args, **kwargs)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        if self._children is not None and signum == signal.SIGKILL:
+            self._children.forget()
+        super().kill(signum)
 
     @override
     def _call_children_scripts(self) -> None:
-        os.environ[LAUNCHER_PID] = str(os.getpid())
+        os.environ[LAUNCHER] = launcher_mark()
         try:
             super()._call_children_scripts()
         finally:
-            del os.environ[LAUNCHER_PID]
+            del os.environ[LAUNCHER]

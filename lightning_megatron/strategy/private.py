@@ -14,6 +14,7 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_group
 from lightning.fabric.utilities.seed import pl_worker_init_function as seed_worker
 from lightning.fabric.utilities.seed import reset_seed as reset_seed
@@ -50,6 +51,7 @@ __all__ = [
     "reduce_over_group",
     "reset_seed",
     "seed_worker",
+    "set_num_threads_if_needed",
     "utils_rank_zero_only",
 ]
 

@@ -1,14 +1,16 @@
-"""Fail on one rank, in a way given by name: `python -m tests.strategy.run_failure raise 3`."""
+"""Fail on one rank, in a way given by name: `python -m tests.strategy.run_failure raise 3`, or `... teardown 1`."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 import warnings
 from typing import Any
 
 import torch
 from lightning import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_megatron import MegatronStrategy
@@ -19,16 +21,23 @@ class FailingLM(TinyLM):
     """Go wrong at the third batch of one rank.
 
     Args:
-        kind: ``raise``, or ``hang``: the other ranks wait where no closed connection wakes them up.
+        kind: ``raise``; or ``hang``: the other ranks wait where no closed connection wakes them up; or the name of a
+            hook that raises.
         rank: The rank.
     """
 
     def __init__(self, kind: str, rank: int) -> None:
         super().__init__()
         self.kind, self.failing_rank = kind, rank
+        if hasattr(self, kind):
+            setattr(self, kind, self.fail)
+
+    def fail(self, *args: Any, **kwargs: Any) -> None:
+        if self.global_rank == self.failing_rank:
+            raise ArithmeticError("the third batch is bad")
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        if batch_idx == 2 and self.global_rank == self.failing_rank:
+        if batch_idx == 2 and self.kind in ("raise", "hang") and self.global_rank == self.failing_rank:
             raise ArithmeticError("the third batch is bad")
         if batch_idx == 2 and self.kind == "hang":
             # As a rank that waits in NCCL would: nothing wakes it up.
@@ -45,10 +54,10 @@ def main() -> None:
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     strategy = MegatronStrategy(pp=2, microbatch_size=2)
     # One rank that waits for ever shows as much as three.
-    devices = 2 if kind == "hang" else 4
-    trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, enable_checkpointing=False, **quiet
-    )
+    devices = 4 if kind == "raise" else 2
+    saver = [ModelCheckpoint(tempfile.mkdtemp(dir=sys.argv[3]))] if kind == "on_save_checkpoint" else []
+    quiet |= {"enable_checkpointing": bool(saver), "callbacks": saver}
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **quiet)
     trainer.fit(FailingLM(kind, rank), loader(32, 4))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,20 +14,27 @@ from pathlib import Path
 
 import pytest
 
+from lightning_megatron.strategy.children import Children
 from lightning_megatron.strategy.failure import FailureWatch
+from lightning_megatron.strategy.job_folder import JobFolder
+from lightning_megatron.strategy.parent_watch import LAUNCHER, launcher_is_gone, launcher_mark
 from tests.strategy.scripts import ROOT, run_script
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("raise", 3), ("hang", 1)])
-def test_a_failing_rank_ends_the_job_with_its_traceback_first(kind: str, rank: int) -> None:
+@pytest.mark.parametrize(("kind", "rank"), [("raise", 3), ("hang", 1), ("teardown", 1)])
+def test_a_failing_rank_ends_the_job_with_its_traceback_first(
+    kind: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     done = run_script("run_failure", kind, str(rank), timeout=120)
-    assert done.returncode != 0
+    assert done.returncode == 1
+    assert not list(tmp_path.glob("lightning_megatron*"))
     ours = done.stderr.index("ArithmeticError: the third batch is bad")
     assert f"[rank {rank}] failed; the other ranks will be stopped." in done.stderr[:ours]
     assert done.stderr.count("Traceback (most recent call last)") == 1
     others = [match.start() for match in re.finditer(r"\[rank \d\] (stops|waits)", done.stderr)]
-    # Ranks that hang may be stopped before they have said anything.
-    assert others or kind == "hang"
+    # Ranks that hang may be stopped before they have said anything, and nobody waits for the last hook of another.
+    assert others or kind != "raise"
     assert all(other > ours for other in others)
 
 
@@ -88,32 +96,106 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the list of processes from /proc")
-def test_launched_ranks_end_after_the_process_that_launched_them() -> None:
-    marker = f"marker-{os.getpid()}"
+@pytest.mark.parametrize("launcher", ["own", "torchrun"])
+def test_launched_ranks_end_after_the_process_that_launched_them(launcher: str, tmp_path: Path) -> None:
+    marker = f"marker-{launcher}-{os.getpid()}"
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
+    )
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.strategy.run_failure", "hang", "-1", marker],
+        [sys.executable, *torchrun, "-m", "tests.strategy.run_failure", "hang", "-1", marker],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE,
         text=True,
-    ) as launcher:
-        assert launcher.stderr is not None
-        while "waits forever" not in launcher.stderr.readline():
-            assert launcher.poll() is None
-        launcher.kill()
-    wait_until(lambda: not processes_with(marker), 60)
+    ) as process:
+        assert process.stderr is not None
+        for _ in range(2 if torchrun else 1):
+            while "waits forever" not in process.stderr.readline():
+                assert process.poll() is None
+        process.kill()
+        process.wait()
+        killed = time.monotonic()
+        wait_until(lambda: not processes_with(marker), 30)
+        # Less than a second on an idle machine.
+        assert time.monotonic() - killed < 5
+    assert not list(tmp_path.glob("lightning_megatron*"))
 
 
-def test_what_failed_jobs_left_is_removed_a_week_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def start(code: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-S", "-c", code])
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [(("", "import sys; sys.exit(3)"), 3), (("", "import os; os.kill(os.getpid(), 9)"), 137)]
+)
+def test_a_launched_process_that_fails_ends_its_launcher_with_its_code(
+    codes: tuple[str, ...], expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    children = Children([start(code) for code in codes], 1, ended.append)
+    children._wait()
+    assert ended == [expected]
+    assert ("[rank 2] was ended by SIGKILL" in capsys.readouterr().err) == (expected == 137)
+
+
+def test_processes_that_end_well_are_waited_for_and_change_nothing() -> None:
+    ended: list[int] = []
+    processes = [start("import time; time.sleep(0.2)")]
+    Children(processes, 1, ended.append)._wait()
+    assert processes[0].returncode == 0
+    assert not ended
+
+
+def test_processes_that_this_one_kills_are_no_failure() -> None:
+    ended: list[int] = []
+    processes = [start("import time; time.sleep(60)")]
+    children = Children(processes, 1, ended.append)
+    children.forget()
+    processes[0].kill()
+    processes[0].wait()
+    children._wait()
+    assert not ended
+
+
+def test_a_rank_knows_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getppid", lambda: 17)
+    assert launcher_is_gone({}) is None
+    assert launcher_is_gone({LAUNCHER: "12 345"})()  # type: ignore[misc]
+    assert not launcher_is_gone({LAUNCHER: launcher_mark()})()  # type: ignore[misc]
+    found = [launcher_is_gone(variables) for variables in ({LAUNCHER: "17 1"}, {"TORCHELASTIC_RUN_ID": "x"})]
+    assert [one() for one in found] == [False, False]  # type: ignore[misc]
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert [one() for one in found] == [True, True]  # type: ignore[misc]
+    assert launcher_is_gone({"TORCHELASTIC_RUN_ID": "x"}) is None
+
+
+def test_the_last_rank_to_leave_removes_the_folder_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ours = f"lightning_megatron_{os.getuid()}_"
-    for name, age in ((f"{ours}old", 8), (f"{ours}young", 6), ("lightning_megatron_another_users", 8), ("other", 8)):
+    first, second = JobFolder("job", 0), JobFolder("job", 1)
+    (first.path / "process_2").write_text(f"{os.getpid()} 1 {socket.gethostname()}")
+    first.leave()
+    assert second.path.exists()
+    second.leave()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_killed_jobs_left_is_removed_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ours, host = f"lightning_megatron_{os.getuid()}_", socket.gethostname()
+    places = {
+        f"{ours}old": (8 * 86400.0, "1 2 another"),
+        f"{ours}elsewhere": (6 * 86400.0, "1 2 another"),
+        f"{ours}dead": (90.0, f"{os.getpid()} 1 {host}"),
+        f"{ours}starting": (30.0, f"{os.getpid()} 1 {host}"),
+        f"{ours}alive": (90.0, f"{launcher_mark()} {host}"),
+        "lightning_megatron_another_users": (8 * 86400.0, ""),
+    }
+    for name, (age, process) in places.items():
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "first").touch()
-        os.utime(folder, (time.time() - age * 86400,) * 2)
-    watch = FailureWatch(0)
-    with watch.guard():
-        watch.join_job("now")
-        left = {folder.name for folder in tmp_path.iterdir()}
-    assert left == {f"{ours}young", f"{ours}now", "lightning_megatron_another_users", "other"}
+        (folder / "process_0").write_text(process)
+        os.utime(folder, (time.time() - age,) * 2)
+    JobFolder("now", 0)
+    left = {folder.name.removeprefix(ours) for folder in tmp_path.iterdir()}
+    assert left == {"elsewhere", "starting", "alive", "now", "lightning_megatron_another_users"}

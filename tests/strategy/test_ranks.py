@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from lightning import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.strategy.failure import LAUNCHER_PID
 from lightning_megatron.strategy.launcher import MegatronLauncher
+from lightning_megatron.strategy.parent_watch import LAUNCHER
 
 
 def strategy_of(devices: int, num_nodes: int = 1, **sizes: Any) -> MegatronStrategy:
@@ -66,7 +67,7 @@ def test_launched_processes_know_who_launched_them(monkeypatch: pytest.MonkeyPat
     assert isinstance(launcher, MegatronLauncher)
     launcher._call_children_scripts()
     assert [env["LOCAL_RANK"] for env in started] == ["1", "2"]
-    assert all(env[LAUNCHER_PID].isdigit() for env in started)
+    assert all(env[LAUNCHER].split()[0] == str(os.getpid()) for env in started)
 
 
 def test_data_ranks_do_not_depend_on_the_axes_that_share_data() -> None:

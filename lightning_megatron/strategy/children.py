@@ -1,0 +1,103 @@
+"""The processes that a launcher has started: their failures are its own."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from lightning_megatron.strategy.signals import EXIT_CODE
+
+_POLL_SECONDS = 0.25
+#: How long this process may go on after another one failed: enough to raise the same error (seconds).
+_GRACE_SECONDS = 5.0
+#: How long others may run after this process has come to its end, before they are killed (seconds).
+_PATIENCE_SECONDS = 300.0
+
+
+class Children:
+    """Watch over launched processes: one that fails ends this one, which does not end before they do.
+
+    Without that, a script would report success while a rank fails in what it does last, such as a hook of ``teardown``.
+
+    Args:
+        processes: The processes.
+        first_rank: Global rank of the first of them.
+        end: Ends this process with an exit code.
+    """
+
+    def __init__(self, processes: Sequence[subprocess.Popen], first_rank: int, end: Callable[[int], None]) -> None:
+        self._processes, self._first_rank, self._end = list(processes), first_rank, end
+        self._is_over = threading.Event()
+        self._said: set[int] = set()
+
+    def watch(self) -> None:
+        """Begin to watch, until this process ends."""
+        threading.Thread(target=self._look, daemon=True, name="children-watch").start()
+        # Runs before what modules have registered earlier, after all of the script.
+        atexit.register(self._wait)
+
+    def forget(self) -> None:
+        """Take their ends for no failure from now on: this process is about to kill them."""
+        self._is_over.set()
+
+    def failed(self) -> int | None:
+        """Return the exit code of the first process that failed, as a shell reports it; None if none did."""
+        codes = [process.poll() for process in self._processes]
+        return next((code if code > 0 else 128 - code for code in codes if code), None)
+
+    def _look(self) -> None:
+        while not self._is_over.wait(_POLL_SECONDS):
+            code = self.failed()
+            if code is not None:
+                self._say_killed()
+                if not self._is_over.wait(_grace(code)):
+                    self._finish(code)
+            elif all(process.poll() == 0 for process in self._processes):
+                return
+
+    def _wait(self) -> None:
+        """Wait for the processes at the end of this one, and take over the exit code of one that failed."""
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while any(process.poll() is None for process in self._processes):
+            code = self.failed()
+            if code is not None:
+                deadline = min(deadline, time.monotonic() + _grace(code))
+            if time.monotonic() > deadline:
+                self._finish(code or 1)
+            time.sleep(0.02)
+        code = self.failed()
+        if code is not None:
+            self._finish(code)
+
+    def _say_killed(self) -> None:
+        for number, process in enumerate(self._processes):
+            code = process.poll()
+            if code is not None and code < 0 and number not in self._said:
+                self._said.add(number)
+                name, rank = signal.Signals(-code).name, self._first_rank + number
+                sys.stderr.write(f"[rank {rank}] was ended by {name}; the other ranks will be stopped.\n")
+
+    def _finish(self, code: int) -> None:
+        """Kill the processes that still run, and end this one."""
+        self._say_killed()
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        logging.shutdown()
+        self._end(code)
+
+
+def _grace(code: int) -> float:
+    # Ranks that were told to end, and have saved, are no failure: they come to their ends one after the other.
+    return _PATIENCE_SECONDS if code == EXIT_CODE else _GRACE_SECONDS

@@ -1,0 +1,68 @@
+"""The folder that the ranks of a job on one machine share while it runs; the last of them to leave removes it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_megatron.strategy.positions import birth_of
+
+#: The folder of a job whose ranks cannot be seen from here is removed after this time; ranks write to theirs all the
+#: time (seconds).
+_OLD_SECONDS = 7 * 24 * 3600.0
+#: A folder is left alone for so long after its last change, in which its ranks may still be joining (seconds).
+_YOUNG_SECONDS = 60.0
+
+
+class JobFolder:
+    """Join the folder of a job, in the system's folder for temporary files.
+
+    Every rank leaves a file with its process in it. A rank that leaves removes that, and the folder if the processes of
+    all others are gone. Where no rank could, because all were killed, the next job on this machine does so.
+
+    Args:
+        job: A name that no other job has.
+        rank: Global rank of this process.
+    """
+
+    def __init__(self, job: str, rank: int) -> None:
+        prefix = f"lightning_megatron_{os.getuid()}_"
+        self.path = Path(tempfile.gettempdir()) / f"{prefix}{job}"
+        _remove_forgotten(self.path.parent, prefix)
+        self.path.mkdir(exist_ok=True)
+        self._own = self.path / f"process_{rank}"
+        self._own.write_text(f"{os.getpid()} {birth_of(os.getpid())} {socket.gethostname()}", encoding="utf-8")
+
+    def leave(self) -> None:
+        """Remove the trace of this rank, and the folder if no other rank is left."""
+        with suppress(OSError):
+            self._own.unlink(missing_ok=True)
+            if not any(_may_live(file) for file in self.path.glob("process_*")):
+                shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _may_live(file: Path) -> bool:
+    """Return whether the process that a file names may be alive; that of another machine may."""
+    try:
+        pid, birth, host = file.read_text(encoding="utf-8").split(" ", 2)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        # Another rank is writing it.
+        return True
+    return host != socket.gethostname() or not birth or birth_of(int(pid)) == birth
+
+
+def _remove_forgotten(parent: Path, prefix: str) -> None:
+    """Remove the folders of jobs whose ranks were all killed."""
+    with suppress(OSError):
+        for folder in parent.glob(f"{prefix}*"):
+            age, files = time.time() - folder.stat().st_mtime, list(folder.glob("process_*"))
+            is_dead = age > _YOUNG_SECONDS and files and not any(map(_may_live, files))
+            if is_dead or age > _OLD_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
