@@ -116,3 +116,30 @@ def test_the_command_line_says_what_is_wrong_and_exits_with_2(
     with pytest.raises(SystemExit, match="2"):
         command_line(["preprocess", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")])
     assert "in.jsonl:1 is not valid JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[" * 100_000, "in.jsonl:2 is not valid JSON: "),
+        ('{"text": "a", "n": ' + "9" * 5000 + "}", "in.jsonl:2 is not valid JSON: "),
+        ('{"text": "a", "text": "b"}', "in.jsonl:2 is not valid JSON: the key 'text' occurs twice"),
+        ('{"text": "a\\ud800b"}', "in.jsonl:2 is no text: character 2 is half of a surrogate pair"),
+    ],
+)
+def test_hostile_lines_are_named(tmp_path: Path, line: str, reason: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(f'{{"text": "first"}}\n{line}\n', encoding="utf-8")
+    with pytest.raises(CorruptDataError) as caught:
+        main(["--input", str(path), "--output", str(tmp_path / "out"), "--workers", "1", "--no-progress"])
+    assert reason in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_a_damaged_packed_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl.gz"
+    whole = gzip.compress(b"".join(b'{"text": "line %d"}\n' % n for n in range(500)))
+    for content in (whole[:-9], whole[: len(whole) // 2], whole[:40] + bytes(40) + whole[80:], b"no gzip", whole[:3]):
+        path.write_bytes(content)
+        with pytest.raises(CorruptDataError, match=r"in\.jsonl\.gz cannot be read to its end"):
+            main(["--input", str(path), "--output", str(tmp_path / "out"), "--workers", "1", "--no-progress"])

@@ -1,4 +1,4 @@
-"""Check corpora together: one tokenizer, and files as they were written."""
+"""Check corpora together (one tokenizer, files as they were written), and split them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 
 from lightning_megatron.data.checked_files import check_once
 from lightning_megatron.data.description import description_path
+from lightning_megatron.data.megatron_order import split_as_megatron
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.token_index import bin_path, idx_path
 from lightning_megatron.data.tokenizer import Tokenizer
-from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.data.windows import split_range
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 
 def check_one_tokenizer(corpora: Sequence[TokenFile], tokenizer: Tokenizer | None) -> None:
@@ -48,3 +50,35 @@ def check_corpus_once(corpus: TokenFile, memory: Path, in_charge: bool) -> None:
         return
     files = [path(corpus.prefix) for path in (bin_path, idx_path, description_path)]
     check_once(memory, files, corpus.check_checksums, in_charge)
+
+
+def split_corpus(corpus: TokenFile, weights: str, order: str) -> tuple[range, ...]:
+    """Return the documents of training, validation and test (in the order "megatron": the sequences).
+
+    Raises:
+        UnsupportedError: The weights have no meaning.
+    """
+    if order == "megatron":
+        return split_as_megatron(len(corpus), weights)
+    return (*split_range(len(corpus.document_starts) - 1, weights), range(0), range(0))
+
+
+def check_split(weights: str, order: str) -> None:
+    """Refuse weights of a split that have no meaning.
+
+    Raises:
+        UnsupportedError: There are more than three, or one is no decimal number, or all are zero.
+    """
+    if len(weights.split(",")) > 3:
+        raise UnsupportedError(f"split weights are those of train, val and test, three at most: {weights!r}.")
+    # bounds of no documents: what is wrong with the text shows in them, too
+    if order == "megatron":
+        split_as_megatron(0, weights)
+    else:
+        split_range(0, weights)
+
+
+def has_share(weights: str, part: int) -> bool:
+    """Return whether the weight of a part is more than zero."""
+    shares = [float(weight) for weight in weights.split(",")]
+    return part < len(shares) and shares[part] > 0

@@ -12,16 +12,20 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_megatron.data.corpora import check_corpus_once, check_one_tokenizer
+from lightning_megatron.data.corpora import (
+    check_corpus_once,
+    check_one_tokenizer,
+    check_split,
+    has_share,
+    split_corpus,
+)
 from lightning_megatron.data.description import CorpusDescription
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
-from lightning_megatron.data.megatron_order import split_as_megatron
-from lightning_megatron.data.sampler import TokenBatchSampler
+from lightning_megatron.data.sampler import TokenBatchSampler, check_position
 from lightning_megatron.data.samples import Order, SampleOptions, Samples, blend_samples
 from lightning_megatron.data.speeches import prepare_speeches
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from lightning_megatron.data.windows import split_range
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.settings import Count, Elements, Index, NotNegative, Range, settled_arguments
 
@@ -93,6 +97,8 @@ class TokenDataModule(LightningDataModule):
             raise UnsupportedError(f"corpus {corpus!r} brings its own parts: leave train, val, test and split out.")
         if split is not None and (val or test or train is None):
             raise UnsupportedError("split divides `train` into all parts: give train, and leave val and test out.")
+        if split is not None:
+            check_split(split, order)
         self.prefixes: dict[Part, list[str]] = {
             "train": _prefixes(given["train"]),
             "val": _prefixes(given["val"]),
@@ -198,7 +204,12 @@ class TokenDataModule(LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue training after the samples of `state_dict`; the batches may have had other sizes."""
+        """Continue training after the samples of `state_dict`; the batches may have had other sizes.
+
+        Raises:
+            CheckpointMismatchError: It is no state of this class.
+        """
+        check_position(state_dict)
         self._restored = dict(state_dict)
         if self._train_loader is not None and state_dict:
             # a strategy that restores late holds the loader already, but has not begun to iterate over it
@@ -267,6 +278,11 @@ class TokenDataModule(LightningDataModule):
 
     def _evaluation_loader(self, part: Part) -> TokenLoader | list:
         corpora = [(corpus, documents) for corpus, documents in self._corpora(part) if documents is None or documents]
+        if not corpora and self.split is not None and has_share(self.split, PARTS.index(part)):
+            raise UnsupportedError(
+                f"split {self.split!r} leaves no document of {', '.join(self.prefixes['train'])} for {part}: there are "
+                f"too few. Give {part} a larger weight, or a weight of 0."
+            )
         if not corpora:
             return []
         # one seed for all runs: under `limit_val_batches` they are compared on the same part of the text
@@ -276,6 +292,11 @@ class TokenDataModule(LightningDataModule):
         return self._loader(samples, sampler)
 
     def _loader(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
+        if self.mask_after_eod and self.eod is None:
+            raise UnsupportedError(
+                "mask_after_eod needs a token that ends documents: the tokenizer names none. Leave mask_after_eod out, "
+                "or use a tokenizer that has one."
+            )
         batches = WindowBatches(samples, self.eod if self.mask_after_eod else None)
         return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
 
@@ -311,11 +332,7 @@ class TokenDataModule(LightningDataModule):
         for prefix in self.prefixes["train"]:
             corpus = self._open(prefix)
             # all parts are cut by one rule, so that none reads what another has
-            if self.order == "megatron":
-                ranges = split_as_megatron(len(corpus), self.split)
-            else:
-                ranges = (*split_range(len(corpus.document_starts) - 1, self.split), range(0), range(0))
-            found.append((corpus, ranges[PARTS.index(part)]))
+            found.append((corpus, split_corpus(corpus, self.split, self.order)[PARTS.index(part)]))
         return found
 
     def _open(self, prefix: str) -> TokenFile:

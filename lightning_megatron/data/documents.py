@@ -7,10 +7,11 @@ import gzip
 import io
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
@@ -66,19 +67,25 @@ def read_chunks(path: Path, document: Literal["file", "line", "paragraph"], chun
         path: JSON lines by suffix, else plain text; `.gz` is unpacked.
         document: What one document of plain text is.
         chunk_bytes: Size at which a chunk is closed.
+
+    Raises:
+        CorruptDataError: The file cannot be opened, or is a damaged `.gz`.
     """
     kind: Kind = "json" if _plain_suffix(path) in JSON_SUFFIXES else document
     lines: list[int] = []
     documents: list[bytes] = []
     size = 0
-    with _open(path) as file:
-        for line, content in _split(file, kind):
-            lines.append(line)
-            documents.append(content)
-            size += len(content)
-            if size >= chunk_bytes:
-                yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
-                lines, documents, size = [], [], 0
+    try:
+        with _open(path) as file:
+            for line, content in _split(file, kind):
+                lines.append(line)
+                documents.append(content)
+                size += len(content)
+                if size >= chunk_bytes:
+                    yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
+                    lines, documents, size = [], [], 0
+    except (OSError, EOFError, zlib.error) as error:
+        raise CorruptDataError(f"{path} cannot be read to its end: {error}. Copy it again.") from error
     if documents:
         yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
 
@@ -103,15 +110,27 @@ def _parse(content: bytes, place: str, json_key: str | None) -> str:
     if json_key is None:
         return text
     try:
-        entry = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise CorruptDataError(
-            f"{place} is not valid JSON: {error.msg} at character {error.pos + 1}. Each line must be one JSON object."
-        ) from None
+        entry = json.loads(text, object_pairs_hook=lambda pairs: _object_of(pairs, json_key))
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+        raise CorruptDataError(f"{place} is not valid JSON: {reason}. Each line must be one JSON object.") from None
     if not isinstance(entry, dict) or not isinstance(entry.get(json_key), str):
         keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
         raise CorruptDataError(f"{place} has no text under the key {json_key!r}: {keys}. Name the key with --json-key.")
-    return entry[json_key]
+    found = entry[json_key]
+    try:
+        found.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise CorruptDataError(
+            f"{place} is no text: character {error.start + 1} is half of a surrogate pair. Repair the line."
+        ) from None
+    return found
+
+
+def _object_of(pairs: list[tuple[str, Any]], json_key: str) -> dict[str, Any]:
+    if sum(name == json_key for name, _ in pairs) > 1:
+        raise ValueError(f"the key {json_key!r} occurs twice in one object")
+    return dict(pairs)
 
 
 def _split(file: BinaryIO, kind: Kind) -> Iterator[tuple[int, bytes]]:

@@ -45,7 +45,7 @@ def split_as_megatron(count: int, weights: str) -> tuple[range, ...]:
         UnsupportedError: There are more than three weights, or one is no decimal number.
     """
     parts = [part.strip() for part in weights.split(",")]
-    if len(parts) > 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in parts):
+    if len(parts) > 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", part, re.ASCII) for part in parts):
         raise UnsupportedError(
             f"split weights in the order of Megatron must be one to three decimal numbers such as '980,15,5': "
             f"{weights!r}."

