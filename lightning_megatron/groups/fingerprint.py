@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -17,6 +18,8 @@ Fields = Mapping[str, str | int | float | None]
 
 #: How long rank 0, which may keep the store, waits until the others have read that the job cannot run.
 _READING = timedelta(seconds=30)
+#: How often a rank that waits looks whether the one it waits for has another layout (seconds).
+_LOOK = 1.0
 
 
 def check_same_everywhere(world: MeshAxis, fields: Fields) -> None:
@@ -50,7 +53,7 @@ def check_same_in_store(store: dist.Store, rank: int, ranks: Sequence[int], fiel
         patience: How long to wait for the others.
 
     Returns:
-        How many comparisons this rank has begun before in this store.
+        How many comparisons these ranks have begun before in this store.
 
     Raises:
         RankMismatchError: On every rank, naming the ranks, their hosts and the fields that differ from the majority; or
@@ -58,11 +61,15 @@ def check_same_in_store(store: dist.Store, rank: int, ranks: Sequence[int], fiel
 
     Communication: every rank with the first, through the store.
     """
-    own = dist.PrefixStore("lightning_megatron/same", store)
+    among = f"{ranks[0]} to {ranks[-1]}"
+    everything = dist.PrefixStore("lightning_megatron/same", store)
+    everything.set(f"open/{rank}", json.dumps([ranks[0], ranks[-1]]))
+    own = dist.PrefixStore(among, everything)
     number = own.add(f"begun/{rank}", 1)
     own.set(f"fields/{rank}/{number}", json.dumps([socket.gethostname(), dict(fields)]))
     if rank == ranks[0]:
-        found = [json.loads(_wait_for(own, f"fields/{other}/{number}", [other], patience)) for other in ranks]
+        waiting = _Waiting(everything, rank, ranks, patience)
+        found = [json.loads(waiting.read(own, f"fields/{other}/{number}", [other])) for other in ranks]
         hosts = [host for host, _ in found]
         one_host = len(set(hosts)) == 1
         names = [f"rank {r}" + ("" if one_host else f" on {host}") for r, host in zip(ranks, hosts, strict=True)]
@@ -71,23 +78,58 @@ def check_same_in_store(store: dist.Store, rank: int, ranks: Sequence[int], fiel
             own.set(f"result/{other}/{number}", complaint or "")
         if complaint is not None:
             _wait_for_readers(own, ranks, number)
-    result = _wait_for(own, f"result/{rank}/{number}", ranks, patience)
+    result = _Waiting(everything, rank, ranks, patience).read(own, f"result/{rank}/{number}", ranks[:1])
+    everything.set(f"open/{rank}", "[]")
     if result:
         own.set(f"read/{rank}/{number}", "")
         raise RankMismatchError(result)
     return number - 1
 
 
-def _wait_for(store: dist.Store, key: str, ranks: Sequence[int], patience: timedelta) -> str:
-    try:
-        store.wait([key], patience)
-    except dist.DistStoreError as error:
-        raise RankMismatchError(
-            f"all ranks must join the job: {_named(ranks)} did not come within {patience.total_seconds():g} s. They "
-            "have failed, were started with another layout, or other machines have not been started. Look for the "
-            "first failure, or give them more time with MegatronStrategy(timeout=...)."
-        ) from error
-    return store.get(key).decode()
+class _Waiting:
+    """Wait for other ranks, but not for those that wait for this one in vain.
+
+    Args:
+        store: Where every rank says which ranks it compares itself with at the moment.
+        rank: This rank.
+        ranks: The ranks that it compares itself with.
+        patience: How long to wait.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], patience: timedelta) -> None:
+        self._store, self._rank, self._ends = store, rank, [ranks[0], ranks[-1]]
+        self._patience = patience
+        self._deadline = time.monotonic() + patience.total_seconds()
+
+    def read(self, store: dist.Store, key: str, others: Sequence[int]) -> str:
+        """Return what one of ``others`` writes."""
+        while True:
+            left = self._deadline - time.monotonic()
+            try:
+                store.wait([key], timedelta(seconds=max(min(left, _LOOK), 0.001)))
+            except dist.DistStoreError as error:
+                for other in others:
+                    self._check_layout_of(other)
+                if left > 0:
+                    continue
+                raise RankMismatchError(
+                    f"all ranks must join the job: rank {others[0]} did not come within "
+                    f"{self._patience.total_seconds():g} s. It has failed, or another machine has not been started. "
+                    "Look for the first failure, or give the ranks more time with MegatronStrategy(timeout=...)."
+                ) from error
+            return store.get(key).decode()
+
+    def _check_layout_of(self, other: int) -> None:
+        """Raise if another rank waits for this one with other ends of the layout."""
+        if not self._store.check([f"open/{other}"]):
+            return
+        ends = json.loads(self._store.get(f"open/{other}"))
+        if ends and ends != self._ends and ends[0] <= self._rank <= ends[1]:
+            raise RankMismatchError(
+                f"all ranks of a layout must have the same layout: that of rank {self._rank} has ranks {self._ends[0]} "
+                f"to {self._ends[1]}, that of rank {other} ranks {ends[0]} to {ends[1]}. They would wait for each "
+                "other. Give both the same world_size and rank_offset."
+            )
 
 
 def _wait_for_readers(store: dist.Store, ranks: Sequence[int], number: int) -> None:
@@ -98,10 +140,6 @@ def _wait_for_readers(store: dist.Store, ranks: Sequence[int], number: int) -> N
     except dist.DistStoreError:
         # Who has not read by now has failed by itself.
         return
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"some of ranks {ranks[0]} to {ranks[-1]}"
 
 
 def _complaint(everyone: Sequence[Fields], ranks: Sequence[str]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.nccl_options import GROUP_NAMES, NcclOptions, read_nccl_options, torch_options
+from lightning_megatron.groups.part_of_world import groups_of_part
 from lightning_megatron.groups.products import release_workspace
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.sources import own_sources
@@ -51,9 +53,10 @@ class ParallelMesh:
 
     Axes of one rank have no process group and never communicate. ``data`` is dp x cp, the group over which dense
     gradients are averaged; ``model`` is tp x pp, the ranks that together hold one copy of the model; ``embedding``
-    joins the first and the last stage. The axes that end in ``_cpu`` are gloo twins for Python objects and CPU tensors;
-    ``experts_cpu`` joins the ranks that together hold all experts of a stage (etp x ep), ``checkpoint_cpu`` is one of
-    the world that a thread may use beside training, as nothing else does.
+    joins the first and the last stage. The axes that end in ``_cpu`` are gloo twins for Python objects and CPU
+    tensors, which :meth:`on_cpu` finds by name; ``experts_cpu`` joins the ranks that together hold all experts of a
+    stage (etp x ep), ``checkpoint_cpu`` is one of the world that a thread may use beside training, as nothing else
+    does.
     """
 
     layout: ParallelLayout
@@ -74,11 +77,18 @@ class ParallelMesh:
     ep: MeshAxis = MeshAxis("ep")
     edp: MeshAxis = MeshAxis("edp")
     world_cpu: MeshAxis = MeshAxis("world_cpu")
+    tp_cpu: MeshAxis = MeshAxis("tp_cpu")
+    cp_cpu: MeshAxis = MeshAxis("cp_cpu")
+    dp_cpu: MeshAxis = MeshAxis("dp_cpu")
+    pp_cpu: MeshAxis = MeshAxis("pp_cpu")
     data_cpu: MeshAxis = MeshAxis("data_cpu")
+    model_cpu: MeshAxis = MeshAxis("model_cpu")
+    embedding_cpu: MeshAxis = MeshAxis("embedding_cpu")
+    position_embedding_cpu: MeshAxis = MeshAxis("position_embedding_cpu")
+    etp_cpu: MeshAxis = MeshAxis("etp_cpu")
+    ep_cpu: MeshAxis = MeshAxis("ep_cpu")
     edp_cpu: MeshAxis = MeshAxis("edp_cpu")
     experts_cpu: MeshAxis = MeshAxis("experts_cpu")
-    model_cpu: MeshAxis = MeshAxis("model_cpu")
-    pp_cpu: MeshAxis = MeshAxis("pp_cpu")
     checkpoint_cpu: MeshAxis = MeshAxis("checkpoint_cpu")
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
     owned_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False, compare=False)
@@ -110,7 +120,9 @@ class ParallelMesh:
     ) -> ParallelMesh:
         """Build the groups of a layout; every rank of the job must call this with the same layout.
 
-        A process group that is already initialised is used and left alive by :meth:`destroy`.
+        A process group that is already initialised is used and left alive by :meth:`destroy`. It may have more ranks
+        than the layout, which then begins at its ``rank_offset``: the others need not call this, or have layouts of
+        their own.
 
         Args:
             layout: Sizes and order of the axes.
@@ -137,8 +149,9 @@ class ParallelMesh:
         builder = _Builder(layout, device, backend, timeout, options)
         owns_world = builder.join(rendezvous, timeout)
         # Ranks that want different groups would wait for each other in making them.
-        builder.compare(sequence_parallel)
-        axes = builder.axes()
+        number = builder.compare(sequence_parallel)
+        with groups_of_part(layout.rank_offset, number) if builder.is_part else nullcontext():
+            axes = builder.axes()
         axes["tp"] = replace(axes["tp"], pipelines_products=pipelines_products)
         where, experts = layout.coordinates(builder.rank), layout.expert_coordinates(builder.rank)
         random = RandomStreams(
@@ -159,6 +172,22 @@ class ParallelMesh:
     def copies(self, is_expert: bool) -> MeshAxis:
         """Return the axis of the ranks that hold the same part of a parameter: ``edp`` for experts, else ``data``."""
         return self.edp if is_expert else self.data
+
+    def on_cpu(self, name: str) -> MeshAxis:
+        """Return the gloo twin of an axis: the same ranks in a group for Python objects and CPU tensors.
+
+        Args:
+            name: Name of the axis, such as ``tp``.
+
+        Raises:
+            ParallelPlanError: For a name that is no axis with a group.
+        """
+        if name not in GROUP_NAMES:
+            raise ParallelPlanError(
+                f"a mesh must have the axis whose twin is asked for: {name!r} is none. Use {', '.join(GROUP_NAMES)}."
+            )
+        twin: MeshAxis = getattr(self, f"{name}_cpu")
+        return twin
 
     @property
     def whole_cpu(self) -> MeshAxis:
@@ -198,7 +227,7 @@ class _Builder:
         given = read_nccl_options(options)
         self.options = {name: {"high_priority": name in _HIGH_PRIORITY, **given.get(name, {})} for name in GROUP_NAMES}
         self.created: list[dist.ProcessGroup] = []
-        self.rank = layout.rank_offset
+        self.rank, self.is_part = layout.rank_offset, False
         self.journal = Journal()
         self._cache: dict[Any, MeshAxis] = {}
 
@@ -228,20 +257,32 @@ class _Builder:
 
     def _check_world(self) -> None:
         found, wanted = dist.get_world_size(), self.layout.world_size + self.layout.rank_offset
-        if found < wanted or (self.layout.rank_offset == 0 and found != wanted):
+        if found < wanted:
             raise ParallelPlanError(
                 f"the initialised process group has {found} ranks, the layout needs {wanted}. Groups are cut out of "
-                f"exactly the ranks of the job. Start {wanted} processes or change the layout."
+                f"the ranks of the job. Start {wanted} processes or change the layout."
             )
+        (ranks,), rank = self._all_ranks(), dist.get_rank()
+        if rank not in ranks:
+            raise ParallelPlanError(
+                f"a layout must have the rank that makes its groups: rank {rank} is none of {ranks[0]} to {ranks[-1]}. "
+                f"Give this rank a layout with its own rank_offset, or a larger one to all of the {found} ranks."
+            )
+        self.is_part = found != self.layout.world_size
 
-    def compare(self, sequence_parallel: bool) -> None:
-        """Compare the layout and the package over all ranks of the layout, which have no groups yet."""
+    def compare(self, sequence_parallel: bool) -> int:
+        """Compare the layout and the package over all ranks of the layout, which have no groups yet.
+
+        Returns:
+            How many comparisons this rank has begun before.
+        """
         (ranks,) = self._all_ranks()
         if len(ranks) > 1:
             fields = {**asdict(self.layout), "sequence_parallel": sequence_parallel, "options": repr(self.options)}
             fields["lightning-megatron sources"] = own_sources()
             patience = max(self.timeout or DEFAULT_TIMEOUTS["cpu"], DEFAULT_TIMEOUTS["cpu"])
-            check_same_in_store(default_store(), self.rank, ranks, fields, patience)
+            return check_same_in_store(default_store(), self.rank, ranks, fields, patience)
+        return 0
 
     def _all_ranks(self) -> list[list[int]]:
         return [[self.layout.rank_offset + i for i in range(self.layout.world_size)]]
@@ -259,7 +300,7 @@ class _Builder:
             **{name: layout.expert_groups(name) for name in ("etp", "ep", "edp")},
         }
         axes = {name: self._axis(name, groups, self.backend) for name, groups in lists.items()}
-        for name in ("world", "data", "edp", "model", "pp"):
+        for name in GROUP_NAMES:
             axes[f"{name}_cpu"] = self._axis(f"{name}_cpu", lists[name], "gloo")
         axes["experts_cpu"] = self._axis("experts_cpu", layout.expert_groups("etp-ep"), "gloo")
         axes["checkpoint_cpu"] = self._checkpoint_axis()

@@ -1,0 +1,118 @@
+"""NCCL communicators have the settings of their axis, and parts of a job have communicators of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_megatron import MegatronStrategy, ParallelPlanError
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.nccl_options import torch_options
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.world import run_world
+
+FILE = """
+tp: {min_ctas: 2, max_ctas: 6, cga_cluster_size: 2}
+mp: {max_ctas: 3, is_high_priority_stream: true}
+dp_cp: {max_ctas: 5}
+"""
+
+
+def _options_of(axis: MeshAxis) -> Any:
+    assert axis.group is not None
+    return axis.group._get_backend(torch.device("cuda")).options
+
+
+def _read_back(rank: int, size: int, path: str) -> None:
+    options = MegatronStrategy(nccl_options=path).options.nccl_options
+    device = torch.device("cuda", rank)
+    for layout, names in ((ParallelLayout(size, tp=2), ("tp", "model")), (ParallelLayout(size), ("data",))):
+        mesh = ParallelMesh.create(layout, device=device, options=options)
+        for name in names:
+            axis = getattr(mesh, name)
+            total = all_reduce_(torch.ones(1 << 20, device=device), axis)
+            assert total.min().item() == total.max().item() == size
+            found, given = _options_of(axis), (options or {})[name]
+            for setting, value in given.items():
+                place = found if setting == "high_priority" else found.config
+                assert getattr(place, {"high_priority": "is_high_priority_stream"}.get(setting, setting)) == value
+            assert all_gather_objects(rank, mesh.on_cpu(name)) == list(range(size))
+            assert dist.get_backend(mesh.on_cpu(name).group) == "gloo"
+        plain = _options_of(mesh.world)
+        assert plain.config.max_ctas != 6
+        assert not plain.is_high_priority_stream
+        mesh.destroy()
+
+
+@pytest.mark.gpu2
+def test_the_settings_of_a_file_are_read_back_from_the_communicator_of_each_axis(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    path = tmp_path / "nccl.yaml"
+    path.write_text(FILE)
+    run_world(_read_back, 2, str(path), backend="nccl")
+
+
+def _parts(rank: int, size: int) -> None:
+    device = torch.device("cuda", rank % 2)
+    first = rank < 2
+    for _ in range(2):
+        layout = ParallelLayout(2, tp=2) if first else ParallelLayout(2, rank_offset=2)
+        mesh = ParallelMesh.create(layout, device=device, backend="nccl")
+        axis = mesh.tp if first else mesh.dp
+        for _ in range(3):
+            total = all_reduce_(torch.full((1000,), rank + 1.0, device=device), axis)
+            assert total.tolist() == [3.0 if first else 7.0] * 1000
+        mesh.destroy()
+
+
+@pytest.mark.gpu2
+def test_layouts_of_two_parts_of_a_job_have_communicators_of_their_own() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    run_world(_parts, 4)
+
+
+def _split_parts(rank: int, size: int) -> None:
+    device = torch.device("cuda", rank)
+    if rank < 2:
+        mesh = ParallelMesh.create(ParallelLayout(2, tp=2), device=device)
+        assert all_reduce_(torch.ones(4, device=device), mesh.tp).tolist() == [2.0] * 4
+        mesh.destroy()
+    whole = ParallelMesh.create(ParallelLayout(size, tp=2), device=device)
+    assert all_reduce_(torch.ones(4, device=device), whole.world).tolist() == [float(size)] * 4
+    whole.destroy()
+
+
+@pytest.mark.gpu4
+def test_a_part_does_not_split_the_communicator_of_all_ranks() -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip(f"needs 4 GPUs, found {torch.cuda.device_count()}")
+    run_world(_split_parts, 4, backend="nccl")
+
+
+@pytest.mark.gpu
+def test_every_setting_that_is_listed_exists_or_is_refused_by_name() -> None:
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        pytest.skip("needs a torch with NCCL")
+    for setting, value in {
+        "blocking": 1,
+        "cga_cluster_size": 2,
+        "min_ctas": 1,
+        "max_ctas": 4,
+        "net_name": "Socket",
+    }.items():
+        assert getattr(torch_options({setting: value}).config, setting) == value
+    for setting in ("split_share", "traffic_class", "collnet_enable", "cta_policy", "shrink_share", "nvls_ctas"):
+        refusal = None
+        try:
+            assert getattr(torch_options({setting: 1}).config, setting) == 1
+        except ParallelPlanError as error:
+            refusal = str(error)
+        assert refusal is None or f"'{setting}' needs a newer one" in refusal
