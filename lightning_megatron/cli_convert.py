@@ -133,7 +133,7 @@ def compare(checkpoint: str, folder: str, name: str | None = None) -> float:
     parallelize(root, ParallelMesh.single())
     ours: Any = root["model"]
     full = dict(saved.merged_tensors())
-    for key, tensor in (*ours.body.named_parameters(), *ours.body.named_buffers()):
+    for key, tensor in (*ours.named_parameters(), *ours.named_buffers()):
         if key in full or isinstance(tensor, nn.Parameter):
             tensor[: full[key].shape[0]] = full[key]
     config = saved.family.config(saved.config)

@@ -23,9 +23,9 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.export import MAX_FILE_BYTES, export_adapter, export_folder
 from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.load import full_tensors
-from lightning_megatron.swap.low_rank import Adapter, merged
+from lightning_megatron.swap.low_rank import Adapter, is_factor, merged, plain_name
 from lightning_megatron.swap.mapping import TensorMap
-from lightning_megatron.swap.replaced import layers_name, replaced_models
+from lightning_megatron.swap.replaced import replaced_models
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
 
@@ -33,7 +33,8 @@ def describe_models(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return class, configuration and adapter of every Hugging Face model inside a module, by name."""
     found: dict[str, dict[str, Any]] = {}
     for name, part in replaced_models(module):
-        found[name] = {"architecture": part.family.architecture, "config": part.config.to_dict()}
+        config: Any = part.config
+        found[name] = {"architecture": part.family.architecture, "config": config.to_dict()}
         if part.adapter is not None:
             found[name]["adapter"] = asdict(part.adapter)
     return found
@@ -71,33 +72,35 @@ class SavedModel:
         """
         name, model = _chosen(load_metadata(path, weights_only=not unsafe).get(HUGGING_FACE) or {}, name, path)
         family, adapter = family_of(model["architecture"]), model.get("adapter")
-        layers = layers_name(family.config(model["config"]))
-        prefix = f"{MODEL}{name}.{layers}" if name else f"{MODEL}{layers}"
+        prefix = f"{MODEL}{name}." if name else MODEL
         return cls(path, prefix, family, model["config"], None if adapter is None else Adapter(**adapter))
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """Read the full tensors that belong to the adapter, by our names."""
-        return {} if self.adapter is None else dict(self._read(self.adapter.tensors(self._table)))
+        """Read the full tensors that belong to the adapter, by the names that they have in the model's tree."""
+        return {} if self.adapter is None else dict(self._read(self.adapter.tensors_at_home(self._table)))
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Read the full tensors of the model one by one, by our names, with the adapter's updates added."""
+        """Read the full tensors of the model one by one, by their names in its class, with the adapter merged."""
         if self.adapter is None:
             return self._read()
-        factors = dict(self._read({factor.target for factor in self.adapter.factors(self._table)}))
-        return merged(self._read(), factors, self.adapter.maps(self._table), self.adapter)
+        maps = self.adapter.maps_at_home(self._table)
+        factors = dict(self._read({factor.target for one in maps for factor in (one.a, one.b)}))
+        return merged(self._read(), factors, maps, self.adapter)
 
     @property
     def _table(self) -> tuple[TensorMap, ...]:
-        return self.family.tensors(self.family.config(self.config))
+        return self.family.at_home(self.family.config(self.config))
 
     def _read(self, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        stored, start = Stored.open(self.path), len(self.prefix)
-        names = [
-            entry
-            for entry in stored.tensors
-            if entry.startswith(self.prefix) and (only is None or entry[start:] in only)
-        ]
-        return ((entry[start:], full) for entry, full in read_one_by_one(stored, names))
+        stored = Stored.open(self.path)
+        name_of = {entry: self._name(entry) for entry in stored.tensors if entry.startswith(self.prefix)}
+        names = [entry for entry, name in name_of.items() if only is None or name in only]
+        return ((name_of[entry], full) for entry, full in read_one_by_one(stored, names))
+
+    def _name(self, entry: str) -> str:
+        """Return the name that a tensor has in the class, or a factor in the layers of peft."""
+        name = entry.removeprefix(self.prefix)
+        return name if is_factor(name) else plain_name(name)
 
 
 def export_model(
@@ -135,7 +138,7 @@ def export_model(
     if saved.adapter is not None and not merge:
         export_adapter(saved.adapter_tensors().items(), saved.family, saved.config, saved.adapter, out, dtype)
     else:
-        export_folder(saved.merged_tensors(), saved.family, saved.config, out, max_file_bytes, dtype)
+        export_folder(saved.merged_tensors(), saved.family, saved.config, out, max_file_bytes, dtype, at_home=True)
 
 
 def import_model(
@@ -163,8 +166,8 @@ def import_model(
     source = SafetensorsFolder(folder)
     family = family_of(_architecture(source))
     config = family.config(source.config)
-    prefix = f"{MODEL}{name}.{layers_name(config)}"
-    own = full_tensors(source, family, config, dtype or source.dtype)
+    prefix = f"{MODEL}{name}."
+    own = full_tensors(source, family, config, dtype or source.dtype, family.at_home(config))
     tensors = ((f"{prefix}{key}", full) for key, full in own)
     metadata = {
         "epoch": 0,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.layers.stacked_view import stacked_view
 
@@ -53,6 +54,11 @@ class GradientSlot:
         self._on_gradient, self._accepts, self._join = on_gradient, accepts, join
         self._row: SlotRow | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the sum."""
+        return self.gradient.dtype
+
     @torch.no_grad()
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of the parameter's shape, in any dtype."""
@@ -93,15 +99,10 @@ class GradientSlot:
         """
         if not self._accepts():
             return
-        factors = {"beta": 0 if self.is_empty else 1, "alpha": self.scale}
-        if self.gradient.dtype == torch.float32 and left.is_cuda and left.dtype in _HALF and right.dtype == left.dtype:
-            torch.addmm(self.gradient, left.t(), right, out_dtype=torch.float32, out=self.gradient, **factors)
-        elif self.gradient.dtype == left.dtype == right.dtype:
-            torch.addmm(self.gradient, left.t(), right, out=self.gradient, **factors)
+        if _add_product(self.gradient, left, right, is_empty=self.is_empty, scale=self.scale):
+            self._added()
         else:
             self.add(left.t() @ right)
-            return
-        self._added()
 
     @torch.no_grad()
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
@@ -142,9 +143,7 @@ class SlotRow:
         #: The sums as one tensor ``(E, *shape)``; None where they do not lie so, or are of different scales.
         self.sums = stacked_view([slot.gradient for slot in slots]) if is_one_scale else None
         self.is_contiguous = slots[0].gradient.is_contiguous()
-        joins = [slot._join for slot in slots]
-        join = joins[0] if joins.count(joins[0]) == len(joins) else None
-        self._owner = self._one_by_one() if join is None else join(slots)
+        self._owner = self.owner_of(slots)
         self._places: list[int] | None = None
         self._weights: Tensor | None = None
 
@@ -183,8 +182,13 @@ class SlotRow:
         self._owner.on_gradients()
         return True
 
-    def _one_by_one(self) -> Owner:
-        slots = self._slots
+    @staticmethod
+    def owner_of(slots: Sequence[GradientSlot]) -> Owner:
+        """Return what stands for all slots together before whoever sums their gradients."""
+        joins = [slot._join for slot in slots]
+        join = joins[0] if joins.count(joins[0]) == len(joins) else None
+        if join is not None:
+            return join(slots)
 
         def tell() -> None:
             for slot in slots:
@@ -193,8 +197,81 @@ class SlotRow:
         return Owner(lambda: all(slot._accepts() for slot in slots), tell)
 
 
-def slot_of(parameter: Tensor | None) -> GradientSlot | None:
-    """Return where a parameter's gradient is summed; None where autograd keeps it, and for one that is frozen."""
+class StackedSlot:
+    """Sum the gradient of a product's weight for several parameters, which are its rows.
+
+    Equal to giving the slot of each parameter its rows of every gradient. One matrix product adds to all of them where
+    their sums are neighbours in memory.
+
+    Args:
+        slots: The slots of the parameters, from the first row to the last.
+        rows: Rows of each parameter (elements).
+    """
+
+    def __init__(self, slots: Sequence[GradientSlot], rows: Sequence[int]) -> None:
+        self.slots = tuple(slots)
+        self._rows = list(rows)
+        self._owner = SlotRow.owner_of(slots)
+        self._whole = self._joined_sums()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of the sums."""
+        return self.slots[0].dtype
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient of the shape of all parameters, one below the other."""
+        for slot, part in zip(self.slots, gradient.split(self._rows), strict=True):
+            slot.add(part)
+
+    def add_product(self, left: Tensor, right: Tensor) -> None:
+        """Add ``left^T @ right``, as :meth:`GradientSlot.add_product` does.
+
+        Shapes: left ``(N, out)``; right ``(N, in)``.
+        """
+        first, states = self.slots[0], [slot.is_empty for slot in self.slots]
+        if self._whole is None or states.count(states[0]) != len(states) or not self._owner.accepts():
+            for slot, part in zip(self.slots, left.split(self._rows, dim=1), strict=True):
+                slot.add_product(part, right)
+            return
+        with torch.no_grad():
+            if not _add_product(self._whole, left, right, is_empty=states[0], scale=first.scale):
+                self.add(left.t() @ right)
+                return
+        for slot in self.slots:
+            slot.is_empty = False
+        self._owner.on_gradients()
+
+    def _joined_sums(self) -> Tensor | None:
+        """Return the sums as one tensor; None where they are not neighbours or differ in scale or type."""
+        first, end = self.slots[0], self.slots[0].gradient.data_ptr()
+        for slot in self.slots:
+            one = slot.gradient
+            if one.data_ptr() != end or slot.scale != first.scale or one.dtype != first.dtype:
+                return None
+            end += one.nbytes
+        shape = (sum(self._rows), *first.gradient.shape[1:])
+        return first.gradient.as_strided(shape, first.gradient.stride())
+
+
+def _add_product(sums: Tensor, left: Tensor, right: Tensor, *, is_empty: bool, scale: float) -> bool:
+    """Add ``left^T @ right`` by one matrix product, and return whether there is one for these types."""
+    factors = {"beta": 0 if is_empty else 1, "alpha": scale}
+    if sums.dtype == torch.float32 and left.is_cuda and left.dtype in _HALF and right.dtype == left.dtype:
+        torch.addmm(sums, left.t(), right, out_dtype=torch.float32, out=sums, **factors)
+    elif sums.dtype == left.dtype == right.dtype:
+        torch.addmm(sums, left.t(), right, out=sums, **factors)
+    else:
+        return False
+    return True
+
+
+def slot_of(parameter: Tensor | None) -> Any:
+    """Return where a parameter's gradient is summed; None where autograd keeps it, and for one that is frozen.
+
+    Returns:
+        A :class:`GradientSlot`, of several parameters in a row a :class:`StackedSlot`, or None.
+    """
     if parameter is None or not parameter.requires_grad:
         return None
     return getattr(parameter, _ATTRIBUTE, None)
@@ -205,7 +282,7 @@ def slots_of(parameters: Sequence[Tensor]) -> list[GradientSlot | None]:
     return [slot_of(one) for one in parameters]
 
 
-def set_slot(parameter: nn.Parameter, slot: GradientSlot | None) -> None:
+def set_slot(parameter: Tensor, slot: GradientSlot | StackedSlot | None) -> None:
     """Attach a slot to a parameter, or take it away."""
     if slot is not None:
         setattr(parameter, _ATTRIBUTE, slot)

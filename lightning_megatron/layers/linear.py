@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
+from lightning_megatron.layers.parameter_stack import ParameterStack, split_parameter
 from lightning_megatron.layers.regions import column_linear, row_linear
 from lightning_megatron.plan.shards import ShardRange, even_range, whole_range
 
@@ -62,8 +63,26 @@ class ColumnParallelLinear(nn.Module):
             (out_features, in_features), cut, initializer or Initializer.normal(), partial=partial
         )
         self.bias = sharded_parameter((out_features,), cut, ZEROS, partial=partial) if bias else None
+        #: Weights and biases of the layers that this one is made of, in place of its own; see `split`.
+        self.weights: ParameterStack | None = None
+        self.biases: ParameterStack | None = None
         #: What is added to this rank's outputs; see `layers.low_rank`.
         self.low_rank: nn.Module | None = None
+
+    def split(self, rows: Sequence[int]) -> None:
+        """Give each of the layers that this one joins a weight and a bias of its own, in the memory of the joint ones.
+
+        Equal to the layer before; :attr:`weights` and :attr:`biases` hold the parameters.
+
+        Args:
+            rows: Full outputs of each layer (elements).
+        """
+        weight, bias = self.weight, self.bias
+        self.weights = ParameterStack(split_parameter(weight, rows))
+        self.register_parameter("weight", None)
+        if bias is not None:
+            self.biases = ParameterStack(split_parameter(bias, rows))
+            self.register_parameter("bias", None)
 
     def forward(self, hidden: Tensor, add_bias: bool = True) -> Tensor:
         """Return this rank's outputs, or all of them with ``gather_output``.
@@ -72,14 +91,18 @@ class ColumnParallelLinear(nn.Module):
             hidden: The input.
             add_bias: False leaves the bias to the caller, who may add it in one pass with what comes next.
         """
-        output = column_linear(hidden, self.weight, self.bias if add_bias else None, self.mesh)
+        weight = self.weight if self.weights is None else self.weights()
+        bias = self.bias if self.biases is None or not add_bias else self.biases()
+        output = column_linear(hidden, weight, bias if add_bias else None, self.mesh)
         if self.low_rank is not None:
             output = self.low_rank(hidden, output)
         return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
 
     def extra_repr(self) -> str:
         """Show full and local sizes."""
-        return f"{self.in_features}, {self.out_features} ({self.weight.shape[0]} here), bias={self.bias is not None}"
+        own = self.weights.parts if self.weights is not None else (self.weight,)
+        has_bias = self.bias is not None or self.biases is not None
+        return f"{self.in_features}, {self.out_features} ({sum(map(len, own))} here), bias={has_bias}"
 
 
 class RowParallelLinear(nn.Module):

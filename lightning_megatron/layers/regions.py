@@ -194,6 +194,6 @@ def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
     if not ctx.needs_input_grad[2]:
         return None
     if ctx.bias_slot is not None:
-        ctx.bias_slot.add(_rows(grad).sum(0, dtype=ctx.bias_slot.gradient.dtype))
+        ctx.bias_slot.add(_rows(grad).sum(0, dtype=ctx.bias_slot.dtype))
         return None
     return _rows(grad).sum(0).to(ctx.bias_dtype)

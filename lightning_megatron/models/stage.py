@@ -45,6 +45,10 @@ class StageCursor:
     turn: int = 0
 
 
+def _nothing() -> None:
+    """Do nothing: parameters are whole."""
+
+
 class PipelinedModule(nn.Module):
     """Run as a whole, or one virtual stage at a time when a cursor is set.
 
@@ -60,6 +64,8 @@ class PipelinedModule(nn.Module):
         self.mesh = mesh
         self.num_chunks: int = mesh.layout.vpp
         self.cursor: StageCursor | None = None
+        #: Waits until all parameters are whole, where a training gathers them behind its steps.
+        self.wait_for_parameters: Callable[[], None] = _nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         """Return a copy whose parameters know how they are cut, too; torch copies their values alone."""
@@ -154,3 +160,46 @@ class PipelinedModule(nn.Module):
                 f"a model cut into {self.mesh.pp.size} pipeline stages cannot be called by itself, because this rank "
                 "holds one stage. Call it inside training_step, validation_step, test_step or predict_step."
             )
+
+
+#: Attribute of a module that computes with a pipelined module which is not among its children.
+_COMPUTED_BY = "computed_by"
+
+
+def pipelined_modules(root: nn.Module) -> Iterator[tuple[str, PipelinedModule]]:
+    """List the pipelined modules inside a module, with the name of each or of the module that computes with it.
+
+    A model that has taken over another's tree of modules and names keeps its own layers out of that tree.
+
+    Args:
+        root: Where to look.
+    """
+    for name, part in root.named_modules():
+        if isinstance(part, PipelinedModule):
+            yield name, part
+        elif (found := computed_by(part)) is not None:
+            yield name, found
+
+
+def named_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """List all modules inside a module, those of pipelined modules outside of its tree included, by name.
+
+    Args:
+        root: Where to look.
+    """
+    yield from root.named_modules()
+    for name, model in pipelined_modules(root):
+        if isinstance(root.get_submodule(name), PipelinedModule):
+            continue
+        yield from model.named_modules(prefix=name)
+
+
+def computed_by(module: nn.Module) -> PipelinedModule | None:
+    """Return the pipelined module that a module computes with and does not hold among its children, if any."""
+    found = vars(module).get(_COMPUTED_BY)
+    return found if isinstance(found, PipelinedModule) else None
+
+
+def set_computed_by(module: nn.Module, model: PipelinedModule) -> None:
+    """Say that a module computes with a pipelined module whose parameters it has under names of its own."""
+    vars(module)[_COMPUTED_BY] = model

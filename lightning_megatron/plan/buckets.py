@@ -29,12 +29,15 @@ class Piece:
         size: its extent (elements).
         group: a bucket holds pieces of one group only.
         alone: whether it has a bucket of its own (tied weights, whose gradients meet on another group first).
+        stack: what pieces share that one matrix product reads and that must be neighbours, so that no bucket ends
+            between them; None for a piece by itself.
     """
 
     name: str
     size: int
     group: int = 0
     alone: bool = False
+    stack: int | None = None
 
 
 @dataclass(frozen=True)
@@ -205,12 +208,12 @@ def plan_by_elements(
 
     filled = 0
     for piece in reversed(pieces):
-        if pending and (piece.alone or piece.group != pending[0].group):
+        is_inside_stack = bool(pending) and piece.stack is not None and piece.stack == pending[-1].stack
+        is_full = filled >= bucket_size and not is_inside_stack
+        if pending and (is_full or piece.alone or pending[-1].alone or piece.group != pending[0].group):
             close()
         filled = _align(filled, alignment) + piece.size if pending else piece.size
         pending.append(piece)
-        if piece.alone or filled >= bucket_size:
-            close()
     close()
     return BufferPlan(num_parts, tuple(buckets))
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.parameter_readers import backward_observer
@@ -57,7 +57,7 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
     """
     if mesh.pp.size == 1:
         return None
-    found = [(name, part) for name, part in module.named_modules() if isinstance(part, PipelinedModule)]
+    found = list(pipelined_modules(module))
     if len(found) != 1:
         names = ", ".join(name for name, _ in found) or "none"
         raise UnsupportedError(

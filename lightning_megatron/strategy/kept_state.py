@@ -18,6 +18,7 @@ from lightning_megatron.strategy.parameter_readers import first_overridden
 from lightning_megatron.strategy.parcel import pack, unpack
 from lightning_megatron.strategy.private import is_overridden
 from lightning_megatron.strategy.state_digest import ListDigest, digest, num_kept
+from lightning_megatron.swap.shells import Shell
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +184,9 @@ class KeptState:
     def _values(self) -> dict[_Place, Any]:
         values: dict[_Place, Any] = {}
         for name, part in self._module.named_modules():
-            if part is not self._module and (isinstance(part, PipelinedModule) or any(True for _ in part.parameters())):
+            if part is not self._module and (
+                isinstance(part, (PipelinedModule, Shell)) or any(True for _ in part.parameters())
+            ):
                 continue
             skipped = _MODULE_ATTRIBUTES if part is self._module else _PART_ATTRIBUTES
             values |= {(name, False, key): value for key, value in vars(part).items() if key not in skipped}

@@ -18,6 +18,7 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.layers.attention_core import choose_core
 from lightning_megatron.layers.kernel_choice import fused_kernels
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.plan.budget import (
     GIB,
     StageMemory,
@@ -160,7 +161,7 @@ def estimate_of(
     assert strategy._state is not None, "setup has run"
     layout, stage = strategy.layout, strategy.mesh.pp.rank
     training = training_shape(strategy, module, optimizers)
-    models = [part for part in module.modules() if isinstance(part, GPT)]
+    models = [part for _, part in pipelined_modules(module) if isinstance(part, GPT)]
     tokens = tokens_shape(batch)
     if len(models) == 1 and tokens is not None:
         model, (num_samples, seq_length) = models[0], tokens

@@ -10,6 +10,7 @@ from torchmetrics import Metric
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.models.stage import named_layers, pipelined_modules
 
 
 def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
@@ -18,7 +19,7 @@ def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
     Raises:
         UnsupportedError: If they were cut for another layout.
     """
-    for name, part in module.named_modules():
+    for name, part in named_layers(module):
         found = vars(part).get("mesh")
         if not isinstance(found, ParallelMesh) or found is mesh or found.layout.world_size == 1:
             # A model without a mesh of its own was built whole: swapping cuts it.
@@ -30,7 +31,8 @@ def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
                 f"this run has {mesh.layout}. Build a new module, and pass ckpt_path to continue with its weights."
             )
         same = found.sequence_parallel == mesh.sequence_parallel
-        part.mesh = mesh if same else replace(mesh, sequence_parallel=found.sequence_parallel)
+        own = mesh if same else replace(mesh, sequence_parallel=found.sequence_parallel)
+        setattr(part, "mesh", own)  # noqa: B010 - a module may have any attribute
 
 
 class MetricGroups:
@@ -72,7 +74,7 @@ def find_models(module: nn.Module, recompute: str | None) -> list[LayeredModule]
     Raises:
         UnsupportedError: If recomputation is asked for and there is nothing that knows it.
     """
-    models = [part for part in module.modules() if isinstance(part, LayeredModule)]
+    models = [model for _, model in pipelined_modules(module) if isinstance(model, LayeredModule)]
     if recompute not in (None, "none") and not models:
         raise UnsupportedError(
             f"recompute ({recompute!r}) needs a model of this package: {type(module).__name__} has none. Plain "

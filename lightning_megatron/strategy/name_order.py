@@ -53,7 +53,7 @@ def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> lis
             merged.append(head)
             continue
         rests = [[name.partition(".")[2] for name in names] for names in inner if names]
-        merged += [f"{head}.{rest}" for rest in merge_orders(rests, head == _DESCENDING)]
+        merged += [f"{head}.{rest}" for rest in merge_orders(rests, descends or head == _DESCENDING)]
     return merged
 
 

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.layers.parameter_stack import ParameterStack
+from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.strategy.gradient_check import check_finite
 from lightning_megatron.strategy.replica_check import ReplicaCheck
 from lightning_megatron.training.fused_update import FusedUpdate
@@ -53,8 +54,18 @@ class TrainingState:
         replica_check_interval: int = 0,
     ) -> None:
         self._module = module
-        self._models = {name: part for name, part in module.named_modules() if isinstance(part, PipelinedModule)}
-        self.main = MainParameters(dict(module.named_parameters()), mesh, division, self._chunk_of)
+        self._models = [model for _, model in pipelined_modules(module)]
+        self._chunks = {
+            id(parameter): model.chunk_of(name)
+            for model in self._models
+            for name, parameter in model.named_parameters()
+        }
+        parameters = dict(module.named_parameters())
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        stacks = [tuple(names[id(part)] for part in stack.parts) for stack in self._stacks()]
+        self.main = MainParameters(
+            parameters, mesh, division, lambda name: self._chunks.get(id(parameters[name])), stacks
+        )
         self._reducer = GradientReducer(self.main)
         self._checks_gradients = checks_gradients
         self._zero_grads: list[tuple[Optimizer, Any]] = []
@@ -100,8 +111,10 @@ class TrainingState:
 
     def overlap_gathers(self) -> None:
         """Let the layers of this package's models wait for their own parameters after a step."""
-        for model in self._models.values():
+        for model in self._models:
             self.main.gather.wait_before(model.units(), self.main.buffers)
+            # A plain function: a copy of the model keeps it as it is.
+            model.wait_for_parameters = lambda: self.main.wait()
 
     def lend_gradients(self) -> None:
         """Let the module's parameters show their gradients as ``parameter.grad`` from now on."""
@@ -253,9 +266,8 @@ class TrainingState:
 
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
-    def _chunk_of(self, name: str) -> int | None:
-        for prefix, model in self._models.items():
-            below = f"{prefix}." if prefix else ""
-            if name.startswith(below):
-                return model.chunk_of(name.removeprefix(below))
-        return None
+    def _stacks(self) -> Iterator[ParameterStack]:
+        for model in self._models:
+            for part in model.modules():
+                if isinstance(part, ParameterStack):
+                    yield part

@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Callable
+from math import prod
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.stage import computed_by
 from lightning_megatron.swap.families import Family
-from lightning_megatron.swap.low_rank import Adapter
+from lightning_megatron.swap.homes import home_table
+from lightning_megatron.swap.low_rank import Adapter, plain_name
+from lightning_megatron.swap.mapping import TensorMap
+from lightning_megatron.swap.save_pretrained import save_folder, unsupported_arguments
 
 #: What Hugging Face's models ignore as a label.
 IGNORED = -100
 
 
 class ReplacedModel(nn.Module):
-    """Stand behind Hugging Face's call of a model, with layers that are cut over ranks.
+    """Give a Hugging Face model its call, computed by layers that are cut over ranks.
 
-    Args:
-        config: Hugging Face's configuration, for whoever reads it.
-        family: How configuration and tensors of the two correspond.
+    It is mixed into the class of the model, which stays the object that it was, with its tree of modules and names.
     """
 
-    main_input_name = "input_ids"
-
-    def __init__(self, config: Any, family: Family) -> None:
-        super().__init__()
-        self.config, self.family = config, family
-        #: What peft had put into the model.
-        self.adapter: Adapter | None = None
+    #: How configuration and tensors of the two correspond, and what peft had put into the model.
+    family: Family
+    adapter: Adapter | None
 
     @property
     def body(self) -> GPT | Encoder:
-        """Return the layers."""
-        raise NotImplementedError
+        """Return the layers that compute, which are not in the tree of modules."""
+        found = computed_by(self)
+        assert isinstance(found, (GPT, Encoder)), "the layers are set when the model is replaced"
+        return found
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """Return the groups of this rank."""
+        return self.body.mesh
 
     @property
     def device(self) -> torch.device:
@@ -55,6 +65,93 @@ class ReplacedModel(nn.Module):
     def gradient_checkpointing_disable(self) -> None:
         """Keep the activations of blocks."""
         self.body.recompute = "none"
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Count the elements of the whole model's parameters, shared ones once (elements).
+
+        Args:
+            only_trainable: Count those that are trained alone; with one stage only.
+            exclude_embeddings: Leave out those of embeddings.
+
+        Raises:
+            UnsupportedError: If other stages hold parameters that may be frozen or not.
+        """
+        if only_trainable and self.mesh.pp.size > 1:
+            raise UnsupportedError(
+                f"num_parameters(only_trainable=True) needs one stage: pp is {self.mesh.pp.size}, and each stage knows "
+                "which of its own parameters are trained. Count before training in one process, or use pp=1."
+            )
+        table = {one.target: prod(one.shape) for one in home_table(self._table(), self.family.packed)}
+        left = set(table)
+        if exclude_embeddings:
+            left -= {f"{name}.weight" for name, part in self.named_modules() if isinstance(part, nn.Embedding)}
+        if only_trainable:
+            trained = {plain_name(name) for name, one in self.named_parameters() if one.requires_grad}
+            left &= {self.family.present_name(name) for name in trained}
+        return sum(table[name] for name in left)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], max_shard_size: int | str | None = None, **others: Any
+    ) -> None:
+        """Write the whole model as a folder that ``from_pretrained`` reads; all ranks call this together.
+
+        Equal to Hugging Face's method with the same weights. See :func:`save_folder`.
+
+        Args:
+            save_directory: The folder; it must not have weights yet.
+            max_shard_size: A file ends before the tensor that would exceed this (bytes, or text such as "5GB").
+            others: Must ask for nothing else.
+
+        Raises:
+            UnsupportedError: For other arguments, a model with an adapter, and a folder with weights.
+
+        Communication: that of :func:`save_folder`.
+        """
+        refused = list(unsupported_arguments(others))
+        if refused:
+            raise UnsupportedError(
+                f"save_pretrained of a model that is cut over ranks takes no {', '.join(refused)}. Rank 0 writes "
+                "safetensors files with what the other ranks send. Leave it out."
+            )
+        save_folder(self, save_directory, max_shard_size)
+
+    def _table(self) -> tuple[TensorMap, ...]:
+        return self.family.tensors(self.body.config)
+
+    # Hooks of the whole model run; those of its parts do not, and are refused.
+    register_forward_hook = nn.Module.register_forward_hook
+    register_forward_pre_hook = nn.Module.register_forward_pre_hook
+    register_full_backward_hook = nn.Module.register_full_backward_hook
+    register_full_backward_pre_hook = nn.Module.register_full_backward_pre_hook
+    compile = nn.Module.compile
+
+    def tie_weights(self, *_: Any, **__: Any) -> None:
+        """Do nothing: weights that the configuration ties are one parameter."""
+
+    def enable_input_require_grads(self) -> None:
+        """Do nothing: recomputed blocks need no gradients of their inputs."""
+
+    def disable_input_require_grads(self) -> None:
+        """Do nothing, as :meth:`enable_input_require_grads`."""
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def method(self: ReplacedModel, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{name} cannot change a model that is cut over ranks: {type(self).__name__} has been replaced. Each rank "
+            "holds a part of every weight. Do that in configure_model, before the strategy replaces the model."
+        )
+
+    method.__doc__ = f"Refuse {name}."
+    return method
+
+
+for _name in (
+    *("resize_token_embeddings", "set_input_embeddings", "set_output_embeddings", "init_weights", "post_init"),
+    *("add_adapter", "load_adapter", "set_adapter", "delete_adapter", "enable_adapters", "disable_adapters"),
+    *("set_attn_implementation", "dequantize", "push_to_hub", "resize_position_embeddings"),
+):
+    setattr(ReplacedModel, _name, _refusal(_name))
 
 
 def lengthened(ids: Tensor | None, extra: int, value: int, num_rows: int = 0) -> Tensor | None:

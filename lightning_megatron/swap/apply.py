@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -14,6 +14,7 @@ from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of, 
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.staged_blocks import StagedBlocks
+from lightning_megatron.swap.adapter import ReplacedModel
 from lightning_megatron.swap.agree import agree_on_values
 from lightning_megatron.swap.build import Site
 from lightning_megatron.swap.checks import check_nothing_is_lost
@@ -52,6 +53,7 @@ class _Swap:
     rule: BlockRule | None = None
     site: Site | None = None
     note: str = ""
+    finish: Callable[[], None] | None = None
 
 
 def parallelize(
@@ -147,7 +149,7 @@ def _built(
     ]
     tie(module, {key: home for swap in built for key, home in _homes(swap).items()}, models, stages)
     for swap in built:
-        check_nothing_is_lost(swap.place, swap.target)
+        check_nothing_is_lost(swap.place, swap.target, stays=swap.finish is not None)
     order = {place.name: number for number, place in enumerate(places)}
     return sorted(built, key=lambda swap: order[swap.place.name])
 
@@ -155,7 +157,7 @@ def _built(
 def _fits(kind: str, module: nn.Module) -> bool:
     if kind in ("replicate", "partial") or getattr(module, _SWAPPED_AS, None) == kind:
         return True
-    return rule_for(kind, module) is not None or (kind == "auto" and isinstance(module, (GPT, Encoder)))
+    return rule_for(kind, module) is not None or (kind == "auto" and isinstance(module, (GPT, Encoder, ReplacedModel)))
 
 
 def _check_root(module: nn.Module, mesh: ParallelMesh) -> None:
@@ -258,7 +260,7 @@ def _is_inside(place: Place, names: Sequence[str]) -> bool:
 
 def _known_model(place: Place, family: Family, mesh: ParallelMesh, shows_progress: bool) -> _Swap:
     model = swapped_model(place.name, place.module, family, mesh, shows_progress)
-    return _Swap(place, "model", model.module, note=model.note)
+    return _Swap(place, "model", model.layers, note=model.note, finish=model.finish)
 
 
 def _with_own_plans(
@@ -304,7 +306,8 @@ def _mark_partial(module: nn.Module, kinds: Mapping[str, str], mesh: ParallelMes
 def _record(swap: _Swap) -> SwapRecord:
     source, target = swap.place.module, swap.target
     full, local = _num_elements(source), _num_elements(target)
-    return SwapRecord(swap.place.name, swap.kind, type(source).__name__, type(target).__name__, full, local, swap.note)
+    ours = type(target).__bases__[0] if swap.finish is not None and isinstance(target, GPT) else type(target)
+    return SwapRecord(swap.place.name, swap.kind, type(source).__name__, ours.__name__, full, local, swap.note)
 
 
 def _num_elements(module: nn.Module) -> int:
@@ -313,9 +316,13 @@ def _num_elements(module: nn.Module) -> int:
 
 
 def _install(places: Sequence[Place], built: Sequence[_Swap]) -> None:
-    targets = {id(swap.place.module): swap.target for swap in built}
+    targets = {id(swap.place.module): swap.target for swap in built if swap.finish is None}
     cuts_sequence = any(swap.kind == "sequence" for swap in built)
     for swap in built:
+        if swap.finish is not None:
+            # The model stays the same object.
+            swap.finish()
+            continue
         setattr(swap.target, _SWAPPED_AS, swap.kind)
         if cuts_sequence and swap.kind not in (*_KNOW_PARTS, "model"):
             take_whole_inputs(swap.target)

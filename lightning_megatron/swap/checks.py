@@ -5,18 +5,20 @@ from __future__ import annotations
 from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.swap.plan import Place
 
 #: The name under which torch.compile holds the module that it wraps.
 _COMPILED = "_orig_mod"
 
 
-def check_nothing_is_lost(place: Place, target: nn.Module) -> None:
+def check_nothing_is_lost(place: Place, target: nn.Module, *, stays: bool = False) -> None:
     """Refuse to replace a module that has hooks, or was compiled.
 
     Args:
         place: The module that would go.
         target: What would take its place; modules that are in it stay.
+        stays: Whether the module stays the same object, and only its parts are computed by others.
 
     Raises:
         UnsupportedError: If a module that goes has hooks or was compiled, or a compiled one is around it.
@@ -32,7 +34,8 @@ def check_nothing_is_lost(place: Place, target: nn.Module) -> None:
         name = f"{place.name}.{path}".rstrip(".")
         hooks = (gone._forward_hooks, gone._forward_pre_hooks, gone._backward_hooks, gone._backward_pre_hooks)
         inside_encoder = isinstance(place.module, nn.TransformerEncoder) and gone is not place.module
-        if gone not in kept and not inside_encoder and any(hooks):
+        keeps_hooks = stays and gone is place.module
+        if gone not in kept and not inside_encoder and not keeps_hooks and any(hooks):
             raise UnsupportedError(
                 f"{name!r} has hooks, which a swap would lose, because another module takes its place. Register them "
                 f"after the strategy has set the module up, or give {place.name!r} the kind 'replicate'."
@@ -45,5 +48,5 @@ def check_nothing_is_lost(place: Place, target: nn.Module) -> None:
 
 
 def _remedy(target: nn.Module) -> str:
-    such_as = ", such as those of model.gpt.layers.values()" if hasattr(target, "gpt") else ""
+    such_as = ", such as the blocks of model.model.layers" if isinstance(target, PipelinedModule) else ""
     return f"Compile in on_fit_start: there the new modules are{such_as}."

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
 from lightning_megatron.swap.adapter import IGNORED, ReplacedModel, lengthened
-from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.outputs import EncoderOutput, MaskedLMOutput
 
 #: Arguments of Hugging Face's call that say how to compute and not what.
@@ -26,21 +24,17 @@ class HuggingFaceEncoder(ReplacedModel):
 
     Equal to the model that it replaces: outputs, loss and gradients. A masked language model without any label that
     counts has the loss 0, where Hugging Face's has none (NaN). Losses of half types are computed in float32.
-
-    Args:
-        encoder: The layers and the head.
-        config: Hugging Face's configuration, for whoever reads it.
-        family: How configuration and tensors of the two correspond.
     """
 
-    def __init__(self, encoder: Encoder, config: Any, family: Family) -> None:
-        super().__init__(config, family)
-        self.encoder = encoder
+    #: Hugging Face's configuration.
+    config: Any
 
     @property
-    @override
-    def body(self) -> Encoder:
-        return self.encoder
+    def layers(self) -> Encoder:
+        """Return the layers and the head that compute."""
+        found = self.body
+        assert isinstance(found, Encoder), "an encoder is replaced by an Encoder"
+        return found
 
     def forward(
         self,
@@ -71,7 +65,7 @@ class HuggingFaceEncoder(ReplacedModel):
             UnsupportedError: For what a swapped model cannot do.
             StageDone: On pipeline stages that do not compute the result.
         """
-        head = self.encoder.config.head
+        head = self.layers.config.head
         _refuse({**others, **({} if head in ("masked_lm", "classifier") else {"labels": labels})})
         rows = EncoderInput(input_ids, inputs_embeds, None, position_ids, token_type_ids)
         shape = rows.given.shape[:2]
@@ -82,7 +76,7 @@ class HuggingFaceEncoder(ReplacedModel):
             None if position_ids is None else position_ids.expand(shape),
             None if token_type_ids is None else token_type_ids.expand(shape),
         )
-        mesh = self.encoder.mesh
+        mesh = self.layers.mesh
         extra = -shape[1] % (mesh.tp.size if mesh.sequence_parallel else 1)
         targets = labels if head == "masked_lm" else None
         if extra:
@@ -90,7 +84,7 @@ class HuggingFaceEncoder(ReplacedModel):
                 self._padded(rows, extra),
                 None if targets is None else F.pad(targets, (0, extra), value=IGNORED),
             )
-        result = self.encoder(rows, targets, IGNORED)
+        result = self.layers(rows, targets, IGNORED)
         output = (
             self._masked(result, targets, shape[1]) if head == "masked_lm" else self._output(result, labels, shape[1])
         )
@@ -100,7 +94,7 @@ class HuggingFaceEncoder(ReplacedModel):
         """Add places that nobody sees."""
         given = rows.given
         valid = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device) if rows.valid is None else rows.valid
-        config, positions = self.encoder.config, rows.positions
+        config, positions = self.layers.config, rows.positions
         if positions is None and (config.positions == "row" or rows.tokens is None):
             first, length = config.first_position, given.shape[1]
             positions = torch.arange(first, first + length, device=given.device).expand(given.shape[:2])
@@ -117,7 +111,7 @@ class HuggingFaceEncoder(ReplacedModel):
         assert shard is not None, "a masked language model computes logits"
         if result.losses is not None and labels is not None:
             loss = result.losses.sum() / (labels != IGNORED).sum().clamp(min=1)
-        mesh, vocabulary = self.encoder.mesh, self.encoder.config.vocab_size
+        mesh, vocabulary = self.layers.mesh, self.layers.config.vocab_size
 
         def gather() -> Tensor:
             return gather_from_axis(shard[:length], mesh.tp, dim=-1)[..., :vocabulary].transpose(0, 1)
@@ -129,11 +123,11 @@ class HuggingFaceEncoder(ReplacedModel):
             loss = None if labels is None else self._class_loss(result.logits, labels)
             return EncoderOutput(loss=loss, logits=result.logits)
         assert result.hidden is not None, "an encoder without a head returns hidden states"
-        hidden = self.encoder.whole(result.hidden)[:, :length]
+        hidden = self.layers.whole(result.hidden)[:, :length]
         return EncoderOutput(last_hidden_state=hidden, pooler_output=result.pooled)
 
     def _class_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        problem, count = self.config.problem_type, self.encoder.config.num_labels
+        problem, count = self.config.problem_type, self.layers.config.num_labels
         if problem is None and count == 1:
             problem = "regression"
         elif problem is None:

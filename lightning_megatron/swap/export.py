@@ -16,7 +16,7 @@ from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.swap.families.expert_names import SETTINGS, is_of_training
 from lightning_megatron.swap.families.family import Family, ModelConfig
 from lightning_megatron.swap.low_rank import Adapter
-from lightning_megatron.swap.mapping import named
+from lightning_megatron.swap.mapping import TensorMap, named
 from lightning_megatron.swap.safetensors_folder import CONFIG, DTYPES, INDEX, LENGTH_BYTES, WEIGHTS
 
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
@@ -33,7 +33,10 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 def foreign_tensors(
-    full_tensors: Iterable[tuple[str, Tensor]], family: Family, config: ModelConfig
+    full_tensors: Iterable[tuple[str, Tensor]],
+    family: Family,
+    config: ModelConfig,
+    table: tuple[TensorMap, ...] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Turn full tensors of ours into those of a family, one after the other.
 
@@ -42,17 +45,19 @@ def foreign_tensors(
             among them, and what only a training needs.
         family: How the tensors are named and cut.
         config: Configuration of the model.
+        table: The names of the full tensors; None means those of a model of this package.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
     """
-    table = {tensor.target: tensor for tensor in family.tensors(config)}
-    left = dict(table)
+    known = {tensor.target: tensor for tensor in (family.tensors(config) if table is None else table)}
+    left = dict(known)
     for name, full in full_tensors:
-        if (name == "head.weight" and config.tie_embeddings) or is_of_training(name):
+        is_alias = (name == "head.weight" and config.tie_embeddings) or family.is_alias(name, config)
+        if is_alias or is_of_training(name):
             continue
         if name not in left:
-            problem = "given twice" if name in table else "unknown"
+            problem = "given twice" if name in known else "unknown"
             raise CheckpointMismatchError(
                 f"the tensors must be those of a {family.architecture} of this configuration: {name!r} is {problem}. "
                 "Each is written once. Give the parameters of the whole model."
@@ -66,7 +71,7 @@ def foreign_tensors(
         yield from tensor.split(full.detach()).items()
         # The next one may be gathered into this one's memory.
         del full
-    heads = {name for name, tensor in table.items() if all(family.is_head(source.name) for source in tensor.sources)}
+    heads = {name for name, tensor in known.items() if all(family.is_head(source.name) for source in tensor.sources)}
     if heads == left.keys():
         # The model was built without its head, and Hugging Face reads it so.
         return
@@ -84,6 +89,8 @@ def export_folder(
     folder: str | os.PathLike[str],
     max_file_bytes: int = MAX_FILE_BYTES,
     dtype: torch.dtype | None = None,
+    *,
+    at_home: bool = False,
 ) -> None:
     """Write configuration and weights such that ``from_pretrained`` gives the same tensors.
 
@@ -97,6 +104,7 @@ def export_folder(
         max_file_bytes: A file ends before the tensor that would exceed this (bytes).
         dtype: Of the floating-point weights, but of those that are always kept in one of their own; None keeps what is
             given.
+        at_home: Whether the names are those of a model that keeps the tree of its class.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
@@ -110,11 +118,11 @@ def export_folder(
             "be mixed. Give another folder, or remove them."
         )
     place.mkdir(parents=True, exist_ok=True)
-    table = family.tensors(config)
+    table = family.at_home(config) if at_home else family.tensors(config)
     shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
     kept = {source.name: tensor.dtype for tensor in table if tensor.dtype is not None for source in tensor.sources}
     writer = _Writer(place, max_file_bytes, shapes)
-    writer.write(foreign_tensors(full_tensors, family, config), dtype, kept)
+    writer.write(foreign_tensors(full_tensors, family, config, table), dtype, kept)
     found = writer.floating.most_common(1)
     written = _config(hf_config, family, found[0][0] if found else torch.float32)
     _write(place / CONFIG, (json.dumps(written, indent=2, sort_keys=True, default=_plain) + "\n").encode())
@@ -132,7 +140,7 @@ def export_adapter(
     """Write an adapter such that ``PeftModel.from_pretrained`` gives the same tensors.
 
     Args:
-        full_tensors: Names of ours and full values of all that is trained, in any order.
+        full_tensors: Names and full values of all that is trained, as a model that keeps its tree has them.
         family: How the tensors of the model are named and cut.
         hf_config: The configuration of the model.
         adapter: What peft knows of it.
@@ -142,7 +150,7 @@ def export_adapter(
     Raises:
         CheckpointMismatchError: If a tensor is missing or unknown.
     """
-    wanted, found = adapter.tensors(family.tensors(family.config(hf_config))), dict(full_tensors)
+    wanted, found = adapter.tensors_at_home(family.at_home(family.config(hf_config))), dict(full_tensors)
     if wanted.keys() != found.keys():
         raise CheckpointMismatchError(
             f"an adapter is written with all its tensors: {named(wanted.keys() ^ found.keys())} missing or unknown. "

@@ -2,87 +2,74 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.swap.language_model import HuggingFaceLM
 
 
-def generating(model: HuggingFaceLM, source: nn.Module) -> HuggingFaceLM:
-    """Return the same model with the methods of Hugging Face's GenerationMixin.
+class GeneratingLM(HuggingFaceLM):
+    """A causal language model with the methods of Hugging Face's GenerationMixin, which its class brings.
 
     ``generate`` takes what it takes there: searches, sampling, stopping rules. Nothing is cached, so that every token
     costs a pass over all before it. The tensor-parallel ranks and the stages of one copy must call it together, with
     the same prompts. Ranks of other data need not, but those that share experts (ep) must, with any prompts: each goes
     on until all have finished. With pp it is for hooks between steps, such as on_validation_epoch_end.
 
-    Args:
-        model: The layers behind Hugging Face's call.
-        source: The model that they replace, whose settings of generation are kept.
-
     Communication: that of one forward pass for each token; between ranks of other data that share experts, also an
         all-reduce on the CPU before it.
     """
-    mixin: Any = sys.modules["transformers"].GenerationMixin
 
-    class GeneratingLM(HuggingFaceLM, mixin):
-        """A causal language model that generates, too."""
+    _is_stateful = False
+    _is_generating = False
 
-        _is_stateful = False
-        _is_generating = False
+    def generate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Continue prompts; see transformers.GenerationMixin.generate.
 
-        def generate(self, *args: Any, **kwargs: Any) -> Tensor:
-            """Continue prompts; see transformers.GenerationMixin.generate.
+        Raises:
+            UnsupportedError: Inside a step, with pipeline stages.
+        """
+        if self.gpt.cursor is not None:
+            raise UnsupportedError(
+                f"generate cannot run inside a step with pp ({self.gpt.mesh.pp.size}) above 1, because its stages "
+                "are busy with other microbatches. Call it between steps, such as in on_validation_epoch_end, or "
+                "use pp 1."
+            )
+        kwargs |= {"use_cache": False}
+        if self.gpt.has_shared_experts:
+            # Ranks that have finished take part until all have.
+            kwargs["synced_gpus"] = True
+        self._is_generating = True
+        inherited: Any = super()
+        try:
+            found: Tensor = inherited.generate(*args, **kwargs)
+        finally:
+            self._is_generating = False
+        return found
 
-            Raises:
-                UnsupportedError: Inside a step, with pipeline stages.
-            """
-            if self.gpt.cursor is not None:
-                raise UnsupportedError(
-                    f"generate cannot run inside a step with pp ({self.gpt.mesh.pp.size}) above 1, because its stages "
-                    "are busy with other microbatches. Call it between steps, such as in on_validation_epoch_end, or "
-                    "use pp 1."
-                )
-            kwargs |= {"use_cache": False}
-            if self.gpt.has_shared_experts:
-                # Ranks that have finished take part until all have.
-                kwargs["synced_gpus"] = True
-            self._is_generating = True
-            try:
-                found: Tensor = super().generate(*args, **kwargs)
-            finally:
-                self._is_generating = False
-            return found
+    def _padding(self, num_sequences: int, length: int) -> tuple[int, int]:
+        rows, extra = super()._padding(num_sequences, length)
+        if not (self._is_generating and self.gpt.has_shared_experts):
+            return rows, extra
+        # Prompts may differ in number and length, and experts take equally many tokens from every rank.
+        largest = all_reduce_(torch.tensor([num_sequences, length + extra]), self.gpt.mesh.experts_cpu, "max")
+        return int(largest[0]) - num_sequences, int(largest[1]) - length
 
-        def _padding(self, num_sequences: int, length: int) -> tuple[int, int]:
-            rows, extra = super()._padding(num_sequences, length)
-            if not (self._is_generating and self.gpt.has_shared_experts):
-                return rows, extra
-            # Prompts may differ in number and length, and experts take equally many tokens from every rank.
-            largest = all_reduce_(torch.tensor([num_sequences, length + extra]), self.gpt.mesh.experts_cpu, "max")
-            return int(largest[0]) - num_sequences, int(largest[1]) - length
+    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
+        # Hugging Face's asks all processes there are.
+        unfinished = torch.tensor([int(not this_peer_finished)])
+        if synced_gpus:
+            all_reduce_(unfinished, self.gpt.mesh.experts_cpu, "max")
+        return bool(unfinished)
 
-        def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
-            # Hugging Face's asks all processes there are.
-            unfinished = torch.tensor([int(not this_peer_finished)])
-            if synced_gpus:
-                all_reduce_(unfinished, self.gpt.mesh.experts_cpu, "max")
-            return bool(unfinished)
+    def is_remote_code(self) -> bool:
+        """Return False: the model is of this package."""
+        return False
 
-        def is_remote_code(self) -> bool:
-            """Tell that the model is of this package."""
-            return False
-
-        def get_experts_implementation(self) -> dict[str, str]:
-            """Tell that no part of the model chooses how Hugging Face's experts are computed."""
-            return {}
-
-    result: Any = GeneratingLM(model.gpt, model.config, model.family)
-    result.generation_config = getattr(source, "generation_config", None)
-    found: HuggingFaceLM = result
-    return found
+    def get_experts_implementation(self) -> dict[str, str]:
+        """Return an empty mapping: no part of the model chooses how Hugging Face's experts are computed."""
+        return {}

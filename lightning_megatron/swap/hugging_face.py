@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder import Encoder
@@ -18,8 +17,8 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.adapter import ReplacedModel
 from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
 from lightning_megatron.swap.families import Family, find_family
-from lightning_megatron.swap.generation import generating
-from lightning_megatron.swap.language_model import HuggingFaceLM, LabelledGPT
+from lightning_megatron.swap.generation import GeneratingLM
+from lightning_megatron.swap.language_model import LabelledGPT
 from lightning_megatron.swap.load import check_tensors, load_from, reader_of
 from lightning_megatron.swap.low_rank import without_adapters
 from lightning_megatron.swap.mapping import named
@@ -27,6 +26,7 @@ from lightning_megatron.swap.own_plan import is_hugging_face
 from lightning_megatron.swap.peft_layers import adapter_of, add_adapter, remove_input_hooks
 from lightning_megatron.swap.pretrained import folder_of
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.tree import take_over
 from lightning_megatron.swap.whole_model import is_cut
 
 #: What the log says about a model whose weights every rank held.
@@ -51,21 +51,23 @@ def is_part(module: Any) -> bool:
 
 @dataclass(frozen=True)
 class SwappedModel:
-    """Hold a model that takes the place of a Hugging Face one.
+    """Hold the layers that are to compute a Hugging Face model.
 
     Args:
-        module: The model.
+        layers: The layers that compute, with their values.
+        finish: Lets the model become what it is to be, in place.
         note: What the log should say about it.
     """
 
-    module: nn.Module
+    layers: GPT | Encoder
+    finish: Callable[[], None]
     note: str = ""
 
 
 def swapped_model(
     name: str, source: Any, family: Family, mesh: ParallelMesh, shows_progress: bool = False
 ) -> SwappedModel:
-    """Return this rank's part of a Hugging Face model, behind its call.
+    """Build this rank's part of a Hugging Face model, and say how the model comes to compute with it.
 
     A model without values (on the meta device) gets those of its folder, or new ones that do not depend on the layout;
     so does a head that the folder lacks.
@@ -99,19 +101,12 @@ def swapped_model(
         else:
             missing = load_from(model, SafetensorsFolder(folder), family, torch.initial_seed(), shows_progress)
             note = f"{named(missing)} are not in {folder} and keep their first values." if missing else note
-    _freeze(name, model, source, family)
     if any(getattr(part, "gradient_checkpointing", False) for part in source.modules()):
         model.recompute = "full"
-    replaced: ReplacedModel
-    if isinstance(model, Encoder):
-        replaced = HuggingFaceEncoder(model, source.config, family)
-    else:
-        replaced = generating(HuggingFaceLM(model, source.config, family), source)
-    replaced.train(source.training)
     if adapter is not None:
         add_adapter(name, model, source, family, adapter)
-        replaced.adapter = adapter
-    return SwappedModel(replaced, note)
+    kind: type[ReplacedModel] = HuggingFaceEncoder if isinstance(model, Encoder) else GeneratingLM
+    return SwappedModel(model, lambda: take_over(name, source, model, family, adapter, kind), note)
 
 
 def _built(source: Any, family: Family, mesh: ParallelMesh) -> LabelledGPT | Encoder:
@@ -127,26 +122,3 @@ def _built(source: Any, family: Family, mesh: ParallelMesh) -> LabelledGPT | Enc
             return Encoder(config if has_head else replace(config, head="none"), mesh)
     finally:
         torch.set_default_dtype(before)
-
-
-def _freeze(name: str, model: GPT | Encoder, source: nn.Module, family: Family) -> None:
-    """Train what was trained."""
-    parameters = without_adapters(dict(source.named_parameters(remove_duplicate=False)))
-    places = reader_of(parameters, family).own
-    trained = {key: parameters[place.name].requires_grad for key, place in places.items()}
-    own: dict[str, list[nn.Parameter]] = {}
-    for key, parameter in model.named_parameters():
-        # The copy of a tied tensor is trained if the tensor is.
-        own.setdefault(shard_spec_of(parameter).tied_to or key, []).append(parameter)
-    for tensor in family.tensors(model.config):
-        if tensor.target in own:
-            kinds = {trained[one.name] for one in tensor.sources if one.name in trained}
-            if len(kinds) > 1:
-                raise UnsupportedError(
-                    f"parameters that become one must all be trained or all be frozen: "
-                    f"{', '.join(one.name for one in tensor.sources)} of {name!r} are not. They become "
-                    f"{tensor.target}. Freeze all of them or none."
-                )
-            is_trained = kinds.pop() if kinds else True
-            for parameter in own[tensor.target]:
-                parameter.requires_grad_(is_trained)

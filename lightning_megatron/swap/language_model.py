@@ -16,7 +16,6 @@ from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.relay import run_in_turn
 from lightning_megatron.swap.adapter import IGNORED, ReplacedModel, lengthened
-from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.outputs import CausalLMOutput
 
 #: Arguments of Hugging Face's call that say how to compute and not what; a swapped model chooses by itself.
@@ -38,21 +37,14 @@ class HuggingFaceLM(ReplacedModel):
 
     Equal to the model that it replaces: loss, logits and gradients. Labels are those of the tokens themselves and are
     shifted here. A step without any label that counts has the loss 0, where Hugging Face's has none (NaN).
-
-    Args:
-        gpt: The layers.
-        config: Hugging Face's configuration, for whoever reads it.
-        family: How configuration and tensors of the two correspond.
     """
 
-    def __init__(self, gpt: LabelledGPT, config: Any, family: Family) -> None:
-        super().__init__(config, family)
-        self.gpt = gpt
-
     @property
-    @override
-    def body(self) -> GPT:
-        return self.gpt
+    def gpt(self) -> LabelledGPT:
+        """Return the layers that compute."""
+        found = self.body
+        assert isinstance(found, LabelledGPT), "a language model is replaced by a GPT"
+        return found
 
     def forward(
         self,

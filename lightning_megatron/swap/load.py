@@ -75,7 +75,11 @@ def load_from(
 
 
 def full_tensors(
-    tensors: TensorReader | Mapping[str, Tensor], family: Family, config: Any, dtype: torch.dtype
+    tensors: TensorReader | Mapping[str, Tensor],
+    family: Family,
+    config: Any,
+    dtype: torch.dtype,
+    table: tuple[TensorMap, ...] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Make the full tensors of ours, by name, one after the other.
 
@@ -84,11 +88,13 @@ def full_tensors(
         family: How the tensors are named and cut.
         config: Configuration of the model.
         dtype: Of the result, but of tensors that are always kept in one of their own.
+        table: Which tensors are made; None means those of a model of this package.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, left over or of another shape.
     """
-    reader, table = reader_of(tensors, family), family.tensors(config)
+    reader = reader_of(tensors, family)
+    table = family.tensors(config) if table is None else table
     check_tensors(reader, table, family, config.tie_embeddings)
     for tensor in table:
         yield tensor.target, tensor.full(reader, tensor.dtype or dtype)

@@ -56,14 +56,30 @@ class Adapter:
         """
         return tuple(factor for one in self.maps(table) for factor in (one.a, one.b))
 
-    def tensors(self, table: Iterable[TensorMap]) -> dict[str, tuple[TensorMap, tuple[str, ...]]]:
-        """List all that is trained and belongs into its folder, and the names there, by our names.
+    def maps_at_home(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
+        """List where its factors are in a model that keeps its tree, in which they have the names that peft gives.
 
         Args:
-            table: Where the full tensors of the model come from.
+            table: Where the parameters of the model come from.
+        """
+        return tuple(
+            replace(
+                one,
+                a=replace(one.a, target=self.own_name(one.a.sources[0].name)),
+                b=replace(one.b, target=self.own_name(one.b.sources[0].name)),
+            )
+            for one in self.maps(table)
+        )
+
+    def tensors_at_home(self, table: Iterable[TensorMap]) -> dict[str, tuple[TensorMap, tuple[str, ...]]]:
+        """List all that is trained and belongs into its folder, and the names there, by the names in the tree.
+
+        Args:
+            table: Where the parameters of the model come from.
         """
         table = tuple(table)
-        found = {factor.target: (factor, tuple(factor.source_shapes)) for factor in self.factors(table)}
+        factors = (factor for one in self.maps_at_home(table) for factor in (one.a, one.b))
+        found = {factor.target: (factor, tuple(factor.source_shapes)) for factor in factors}
         for tensor in table:
             names = tuple(name for name in tensor.source_shapes if self.is_saved(name))
             if names:
@@ -77,7 +93,10 @@ class Adapter:
     def wrapped_name(self, name: str) -> str:
         """Return the name that a tensor of the model has inside the layers of peft."""
         module, _, kind = name.rpartition(".")
-        return f"{module}{_BASE}{kind}" if module in self.ranks else name
+        if module in self.ranks:
+            return f"{module}{_BASE}{kind}"
+        around = next((saved for saved in self.saved if name.startswith(f"{saved}.")), None)
+        return name if around is None else f"{around}.modules_to_save.{self.name}{name.removeprefix(around)}"
 
     def own_name(self, name: str) -> str:
         """Return the name that a factor has inside the layers of peft, by its name in a folder."""
@@ -158,7 +177,7 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
 def full_factors(
     tensors: Mapping[str, Tensor], adapter: Adapter | None, table: Iterable[TensorMap]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Make the full factors of ours, by name, of those among the tensors of a model that peft has wrapped.
+    """Make the full factors of a model that keeps its tree of those among the tensors of one that peft has wrapped.
 
     Args:
         tensors: Its state dict.
@@ -168,7 +187,8 @@ def full_factors(
     Raises:
         CheckpointMismatchError: If the factors are not those of the adapter.
     """
-    factors = () if adapter is None else adapter.factors(table)
+    maps = () if adapter is None else adapter.maps_at_home(table)
+    factors = tuple(factor for one in maps for factor in (one.a, one.b))
     shapes = (
         {} if adapter is None else {adapter.own_name(n): s for one in factors for n, s in one.source_shapes.items()}
     )
@@ -212,6 +232,11 @@ def merged(
                 sums[one.rows.start : one.rows.stop] += adapter.scales[one.module] * product
             full = sums.to(full.dtype)
         yield name, full
+
+
+def is_factor(name: str) -> bool:
+    """Return whether a tensor of a model that peft has wrapped is a factor of an update."""
+    return _ADDED.search(name) is not None
 
 
 def plain_name(name: str) -> str:

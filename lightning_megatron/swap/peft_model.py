@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.low_rank import LowRankUpdates
+from lightning_megatron.models.stage import named_layers
 from lightning_megatron.swap.adapter import ReplacedModel
 from lightning_megatron.swap.peft_layers import is_of_peft
 
@@ -56,7 +57,7 @@ def _disabled(wrapper: nn.Module) -> Iterator[None]:
             f"an adapter with modules_to_save cannot be switched off: {', '.join(saved)}. What they were before is not "
             "kept. Leave modules_to_save out."
         )
-    updates = [part for part in wrapper.modules() if isinstance(part, LowRankUpdates)]
+    updates = [part for _, part in named_layers(wrapper) if isinstance(part, LowRankUpdates)]
     before = [part.is_enabled for part in updates]
     for part in updates:
         part.is_enabled = False

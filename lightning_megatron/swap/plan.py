@@ -33,7 +33,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.plan.legal_values import one_of
 
 #: What a plan can say about a block, and for which blocks it is meant.
@@ -88,7 +88,8 @@ def _places(parent: nn.Module, prefix: str, closed_by: str | None) -> Iterator[P
     for key, child in _children(parent):
         name = f"{prefix}{key}"
         yield Place(name, parent, key, child, closed_by)
-        inner = name if closed_by is None and isinstance(child, _CLOSED) else closed_by
+        is_closed = isinstance(child, _CLOSED) or computed_by(child) is not None
+        inner = name if closed_by is None and is_closed else closed_by
         yield from _places(child, f"{name}.", inner)
 
 

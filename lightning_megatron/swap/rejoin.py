@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.stage import named_layers
 
 _ATTRIBUTE = "mesh"
 
@@ -20,7 +21,7 @@ def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:
     Raises:
         UnsupportedError: If a block was cut for another layout.
     """
-    cut_before = [(name, module) for name, module in root.named_modules() if _was_cut(module, mesh)]
+    cut_before = [(name, module) for name, module in named_layers(root) if _was_cut(module, mesh)]
     for name, module in cut_before:
         old = _mesh_of(module)
         if (old.layout, old.rank) != (mesh.layout, mesh.rank):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,6 +63,8 @@ class MainParameters:
         mesh: The groups of this rank.
         division: Types and parts.
         chunk_of: Returns the chunk of this stage that holds a parameter; None for one outside of the pipelined model.
+        stacks: Names of parameters that one product reads, from its first row to its last; they are laid out as
+            neighbours where they are trained alike.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class MainParameters:
         mesh: ParallelMesh,
         division: Division | None = None,
         chunk_of: Callable[[str], int | None] = lambda name: 0,
+        stacks: Iterable[tuple[str, ...]] = (),
     ) -> None:
         self.mesh, self.division = mesh, division or Division()
         self.buffers: list[FlatBuffer] = []
@@ -81,6 +84,7 @@ class MainParameters:
         #: Tied parameters whose bucket holds nothing else, so that it is cut alike on both stages.
         self.ties_alone: set[str] = set()
         self._chunk_of = chunk_of
+        self._stack_of = {name: (number, stack) for number, stack in enumerate(stacks) for name in stack}
         self._parameters: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for name, parameter in named_parameters.items():
@@ -333,14 +337,27 @@ class MainParameters:
                 self._parameters[name].numel(),
                 LATE if name in late else self._group_of(name),
                 name in self.ties_alone,
+                self._stack_of[name][0] if name in self._stack_of else None,
             )
-            for name in names
+            for name in self._with_neighbours(names)
         ]
         pieces.sort(key=lambda piece: piece.group)
         num_parts = 1 if unit == "model" else num_copies
         if unit == "parameters":
             return plan_by_parameters(pieces, num_parts)
         return plan_by_elements(pieces, num_parts, self.division.bucket_size)
+
+    def _with_neighbours(self, names: Sequence[str]) -> list[str]:
+        """Order names such that those of a stack are neighbours.
+
+        Buffers are laid out from the last name to the first, so a stack comes with its last row first.
+        """
+        ordered: dict[str, None] = {}
+        present = set(names)
+        for name in names:
+            _, stack = self._stack_of.get(name, (0, (name,)))
+            ordered |= dict.fromkeys(one for one in reversed(stack) if one in present)
+        return list(ordered)
 
     def _group_of(self, name: str) -> int:
         """Return the group of buckets that a parameter belongs to: those whose gradients are complete together."""

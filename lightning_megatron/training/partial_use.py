@@ -11,7 +11,7 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.collectives import Border
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.models.staged_blocks import StagedBlocks
 
 #: Gradients as this rank has them: complete, this rank's part of a sum or of the features, wrong because a part is
@@ -35,7 +35,7 @@ class PartialUse:
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh, whole: Collection[str]) -> None:
         self._mesh, self._whole = mesh, frozenset(whole)
-        models = [one for one in module.modules() if isinstance(one, PipelinedModule)]
+        models = [one for _, one in pipelined_modules(module)]
         own = {id(p) for one in models if not isinstance(one, StagedBlocks) for p in one.parameters()}
         # Only such a module can hold what the walk is for.
         self._names: Mapping[int, str] = (

@@ -106,7 +106,7 @@ def compare(case: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
 
     def gradients(theirs: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
         wanted = expected_gradients(model, {name: one.double().cpu() for name, one in theirs.items()})
-        found = full_gradients(model.gpt, mesh)
+        found = full_gradients(model, mesh)
         assert found.keys() == wanted.keys(), f"{case}: {sorted(found.keys() ^ wanted.keys())}"
         # Biases of keys change no softmax: their gradients are rounding alone.
         large = [name for name, one in found.items() if one.double().norm().cpu() + wanted[name].norm() > 1e-4]

@@ -15,6 +15,8 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.adapter import ReplacedModel
+from lightning_megatron.swap.families import Family
+from lightning_megatron.swap.hugging_face import swapped_model
 from lightning_megatron.swap.load import reader_of
 from tests.oracles import assert_equal
 
@@ -37,6 +39,19 @@ def part_on_meta(config: Any, mesh: ParallelMesh) -> GPT:
         return GPT(config, mesh)
 
 
+def replaced(source: Any, family: Family, mesh: ParallelMesh) -> Any:
+    """Return the same model, computed by this rank's part of the layers that replace its own."""
+    swapped_model("model", source, family, mesh).finish()
+    assert isinstance(source, ReplacedModel)
+    return source
+
+
+def name_of_values(name: str, parameter: Tensor) -> str:
+    """Return the name of the parameter that another one is a copy of, in a model that the root calls ``model``."""
+    tied_to = shard_spec_of(parameter).tied_to
+    return name if tied_to is None else tied_to.removeprefix("model.")
+
+
 def full_tensors(model: GPT) -> dict[str, Tensor]:
     """Return the full tensors of a model that is in one process."""
     found = {}
@@ -48,8 +63,8 @@ def full_tensors(model: GPT) -> dict[str, Tensor]:
 
 
 def expected_gradients(model: ReplacedModel, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of our full tensors, made of those of theirs by the family's table."""
-    reader, table = reader_of(gradients, model.family), model.family.tensors(model.body.config)
+    """Return the full gradients of a replaced model's parameters, made of those of theirs by the family's table."""
+    reader, table = reader_of(gradients, model.family), model.family.at_home(model.body.config)
     return {tensor.target: tensor.full(reader, torch.float64) for tensor in table}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,10 @@ from tests.world import run_world
 pytest.importorskip("transformers")
 
 
+def blocks_of(model: Any) -> Any:
+    return model.gpt_neox.layers if hasattr(model, "gpt_neox") else model.model.layers
+
+
 def compare(case: str, mesh: ParallelMesh, kinds: int = 2, num_layers: int = 2) -> None:
     if case in expert_models.CASES:
         twins = [expert_models.exact_twin_of(case, num_hidden_layers=num_layers) for _ in range(2)]
@@ -27,7 +33,7 @@ def compare(case: str, mesh: ParallelMesh, kinds: int = 2, num_layers: int = 2) 
     for root in roots:
         parallelize(root, mesh)
     torch.compiler.reset()
-    for block in roots[1]["model"].gpt.layers.values():
+    for block in blocks_of(roots[1]["model"]):
         block.compile(backend="aot_eager")
     tokens = torch.randint(roots[0]["model"].config.vocab_size, (2, 8), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning_megatron.swap.load import load_from
 from lightning_megatron.swap.pretrained import building_on_meta
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 from tests.swap.encoders import CASES, V, encoder_of, transformers
-from tests.swap.parts import mesh_of
+from tests.swap.parts import mesh_of, replaced
 
 TOKENS = torch.arange(16).view(2, 8)
 
@@ -105,10 +106,9 @@ def test_every_class_is_built_from_every_file(kind: str, saved: str, built: str,
     model = opened(architecture, tmp_path)
     assert all(parameter.is_meta for parameter in model.parameters())
     torch.manual_seed(3)
-    swap = swapped_model("model", model, family_of(architecture), ParallelMesh.single())
-    ours = dict(
-        foreign_tensors(full_tensors(swap.module.encoder).items(), swap.module.family, swap.module.encoder.config)
-    )
+    family = family_of(architecture)
+    swap = swapped_model("model", model, family, ParallelMesh.single())
+    ours = dict(foreign_tensors(full_tensors(swap.layers).items(), family, swap.layers.config))
     theirs = getattr(transformers, architecture).from_pretrained(tmp_path).state_dict()
     prefix = f"{kind}."
     in_file = {name.removeprefix(prefix): tensor for name, tensor in twin.state_dict().items()}
@@ -179,12 +179,12 @@ def test_files_of_earlier_releases_are_read() -> None:
 def test_a_model_without_pooler_stays_without(tmp_path: Path) -> None:
     settings = {**CASES["bert"][1]}
     twin = transformers.BertModel(transformers.BertConfig(**settings), add_pooling_layer=False).eval()
-    swap = swapped_model("model", twin, family_of("BertModel"), ParallelMesh.single())
-    output = swap.module(TOKENS, return_dict=False)
+    family = family_of("BertModel")
+    ours = replaced(deepcopy(twin), family, ParallelMesh.single())
+    output = ours(TOKENS, return_dict=False)
     assert len(output) == 1
     assert torch.allclose(output[0], twin(TOKENS)[0], atol=1e-5)
-    tensors = full_tensors(swap.module.encoder).items()
-    export_folder(tensors, swap.module.family, twin.config.to_dict(), tmp_path)
+    export_folder(full_tensors(ours).items(), family, twin.config.to_dict(), tmp_path, at_home=True)
     again = transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in twin.state_dict().items())
 
@@ -232,7 +232,7 @@ def test_what_we_lack_is_refused_by_name(case: str, change: dict[str, Any], mess
     ],
 )
 def test_calls_that_ask_for_more_are_refused_by_name(case: str, call: dict[str, Any], message: str) -> None:
-    model = swapped_model("model", encoder_of(case), family_of_case(case), ParallelMesh.single()).module
+    model = replaced(encoder_of(case), family_of_case(case), ParallelMesh.single())
     with pytest.raises(UnsupportedError, match=message):
         model(TOKENS, **call)
 
@@ -240,7 +240,7 @@ def test_calls_that_ask_for_more_are_refused_by_name(case: str, call: dict[str, 
 def test_outputs_have_the_names_and_places_of_hugging_face() -> None:
     for case in CASES:
         twin = encoder_of(case).eval()
-        model = swapped_model("model", encoder_of(case).eval(), family_of_case(case), ParallelMesh.single()).module
+        model = replaced(encoder_of(case).eval(), family_of_case(case), ParallelMesh.single())
         call = {"labels": TOKENS} if "masked" in case else {"labels": torch.tensor([1, 0])} if "classes" in case else {}
         theirs, ours = twin(TOKENS, **call), model(TOKENS, **call)
         assert tuple(theirs.keys()) == ours.keys(), case
@@ -248,7 +248,7 @@ def test_outputs_have_the_names_and_places_of_hugging_face() -> None:
             assert torch.allclose(one, other, atol=1e-4), case
         assert torch.equal(ours[0], ours[ours.keys()[0]])
         assert model.config is not None
-        assert model.encoder.config.vocab_size == V
+        assert model.body.config.vocab_size == V
 
 
 @pytest.mark.parametrize("pp_rank", [0, 1])
@@ -256,12 +256,12 @@ def test_outputs_have_the_names_and_places_of_hugging_face() -> None:
 def test_what_was_frozen_stays_frozen(case: str, pp_rank: int) -> None:
     twin = encoder_of(case)
     twin.base_model.requires_grad_(False)
-    model = swapped_model("model", twin, family_of_case(case), mesh_of(2, 2, 0, pp_rank)).module.encoder
+    model = replaced(twin, family_of_case(case), mesh_of(2, 2, 0, pp_rank))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    heads = {name for name, _ in model.named_parameters() if name.startswith("head.")}
+    base = f"{twin.base_model_prefix}."
+    heads = {name for name, _ in model.named_parameters() if not name.startswith(base)}
     # A tied weight is the embedding's, and BERT's pooler belongs to the encoder.
-    frozen = {"head.weight"} if "masked" in case else {"head.dense.weight", "head.dense.bias"}
-    assert trained == heads - (frozen if case != "roberta classes" else set())
+    assert trained == heads - {"cls.predictions.decoder.weight", "lm_head.decoder.weight"}
     assert bool(heads) == bool(pp_rank)
 
 
@@ -269,10 +269,10 @@ def test_arguments_that_are_fields_of_the_configuration_change_it(tmp_path: Path
     encoder_of("roberta").save_pretrained(tmp_path)
     model = opened("RobertaForSequenceClassification", tmp_path, num_labels=7, hidden_dropout_prob=0.3)
     assert all(parameter.is_meta for parameter in model.parameters())
-    swap = swapped_model("model", model, family_of("RobertaForSequenceClassification"), ParallelMesh.single())
-    config = swap.module.encoder.config
+    replaced(model, family_of("RobertaForSequenceClassification"), ParallelMesh.single())
+    config = model.body.config
     assert (config.num_labels, config.hidden_dropout, config.head_dropout) == (7, 0.3, 0.3)
-    assert swap.module(TOKENS).logits.shape == (2, 7)
+    assert model(TOKENS).logits.shape == (2, 7)
     other = opened("RobertaModel", tmp_path, add_pooling_layer=False)
     assert other.pooler is None
     assert not any(parameter.is_meta for parameter in other.parameters()), "other arguments are Hugging Face's"

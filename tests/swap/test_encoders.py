@@ -105,7 +105,7 @@ def compare(case: str, *meshes: ParallelMesh) -> None:
 
 def compare_call(model: HuggingFaceEncoder, truth: Truth, what: str, mesh: ParallelMesh) -> None:
     for recompute in ("none", "selective", "full") if truth.kind == "padded left" else ("none",):
-        model.encoder.recompute = recompute
+        model.body.recompute = recompute
         model.zero_grad()
         output = model(**truth.call)
         for name in ("logits", "last_hidden_state", "pooler_output"):
@@ -116,7 +116,7 @@ def compare_call(model: HuggingFaceEncoder, truth: Truth, what: str, mesh: Paral
         loss.backward()
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        assert_same_gradients(model.encoder, mesh, expected_gradients(model, truth.gradients), what)
+        assert_same_gradients(model, mesh, expected_gradients(model, truth.gradients), what)
 
 
 def check_problems(mesh: ParallelMesh) -> None:
@@ -144,7 +144,7 @@ def check_dropout(mesh: ParallelMesh) -> None:
         call = labelled(case, inputs(exact(case))["padded right"])
         found = []
         for recompute in ("none", "full"):
-            model.encoder.recompute = recompute
+            model.body.recompute = recompute
             model.zero_grad()
             mesh.random.begin_microbatch(7, 0)
             loss = loss_of(model(**call))

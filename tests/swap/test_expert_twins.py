@@ -28,7 +28,7 @@ from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 from tests.oracles import assert_equal, float32_as_float64
 from tests.swap.expert_models import CASES, WHOLE, config_of, exact_twin_of
 from tests.swap.families import V
-from tests.swap.parts import check_call, expected_gradients, expert_mesh_of
+from tests.swap.parts import check_call, expected_gradients, expert_mesh_of, name_of_values
 from tests.swap.test_language_models import Truth, expected_of, inputs
 from tests.world import run_world
 
@@ -71,15 +71,15 @@ def replaced(case: str, mesh: ParallelMesh, transport: Any = "auto", **changes: 
     return model
 
 
-def assert_same_parts(gpt: GPT, mesh: ParallelMesh, expected: dict[str, Tensor], what: str) -> None:
+def assert_same_parts(model: HuggingFaceLM, mesh: ParallelMesh, expected: dict[str, Tensor], what: str) -> None:
     """Compare the gradients of what is here, averaged over the data ranks as the training does."""
-    for name, parameter in gpt.named_parameters():
+    for name, parameter in model.named_parameters():
         spec, gradient = shard_spec_of(parameter), parameter.grad
         assert gradient is not None, f"{what}: {name} has no gradient"
         all_reduce_(gradient, mesh.copies(spec.is_expert)).div_(mesh.data.size)
         if spec.partial:
             all_reduce_(gradient, mesh.tp)
-        part = spec.shard(expected[spec.tied_to or name], gradient.shape[spec.dim])
+        part = spec.shard(expected[name_of_values(name, parameter)], gradient.shape[spec.dim])
         assert_equal(gradient, part, f"{what}: gradient of {name}", 1e-9)
 
 
@@ -92,7 +92,7 @@ def compare(case: str, mesh: ParallelMesh, expected: dict[str, Truth], transport
         logits, loss, gradients = expected[kind]
         logits = logits.roll(mesh.dp.rank, 0)
         check_call(model, call, logits, loss, what)
-        assert_same_parts(model.gpt, mesh, expected_gradients(model, gradients), what)
+        assert_same_parts(model, mesh, expected_gradients(model, gradients), what)
 
 
 def compare_stages(case: str, mesh: ParallelMesh, expected: dict[str, Truth]) -> None:
@@ -105,7 +105,7 @@ def compare_stages(case: str, mesh: ParallelMesh, expected: dict[str, Truth]) ->
     assert len(results) == (1 if mesh.pp.is_last else 0)
     for result in results:
         assert_equal(result.detach(), loss, f"{case}: loss", 1e-9)
-    assert_same_parts(model.gpt, mesh, expected_gradients(model, gradients), f"{case}, {mesh.layout}")
+    assert_same_parts(model, mesh, expected_gradients(model, gradients), f"{case}, {mesh.layout}")
 
 
 def check_generation(mesh: ParallelMesh) -> None:
@@ -166,7 +166,7 @@ def test_the_balancing_loss_of_one_layer_has_the_gradients_of_hugging_face() -> 
     assert_equal(found, output.loss - coefficient * output.aux_loss, "main loss", 1e-9)
     found.backward()
     gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
-    assert_same_parts(model.gpt, model.gpt.mesh, expected_gradients(model, gradients), "with a balancing loss")
+    assert_same_parts(model, model.gpt.mesh, expected_gradients(model, gradients), "with a balancing loss")
 
 
 def test_the_balancing_loss_of_all_layers_is_refused_with_what_to_set_instead() -> None:

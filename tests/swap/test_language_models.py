@@ -115,7 +115,7 @@ def compare_with(truths: Mapping[str, Truth], case: str, model: HuggingFaceLM, m
         what = f"{case}, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
         logits, loss, gradients = truths[kind]
         check_call(model, call, logits, loss, what)
-        assert_same_gradients(model.gpt, mesh, expected_gradients(model, gradients), what)
+        assert_same_gradients(model, mesh, expected_gradients(model, gradients), what)
 
 
 def check_generation(mesh: ParallelMesh) -> None:

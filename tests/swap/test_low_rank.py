@@ -63,11 +63,15 @@ def gradients_of_factors(wrapped: Any, twin: Any, mesh: ParallelMesh) -> dict[st
     theirs = {name.removeprefix("base_model.model."): one.grad for name, one in twin.named_parameters()}
     theirs = {name: one.double().cpu() for name, one in theirs.items() if one is not None}
     theirs = {name.replace(".default.", ".").replace(".modules_to_save.", "."): one for name, one in theirs.items()}
-    wanted = model.adapter.tensors(model.family.tensors(model.body.config)) if model.adapter else {}
+    wanted = model.adapter.tensors_at_home(model.family.at_home(model.body.config)) if model.adapter else {}
     reader = TensorsInMemory(theirs)
-    expected = {tensor.target: tensor.full(reader, torch.float64) for tensor, _ in wanted.values()}
+    name_of = model.adapter.wrapped_name if model.adapter else str
+    expected = {
+        name if ".lora_" in name else name_of(name): tensor.full(reader, torch.float64)
+        for name, (tensor, _) in wanted.items()
+    }
     assert len(expected) == sum(parameter.requires_grad for parameter in twin.parameters())
-    trained = {name: one for name, one in model.body.named_parameters() if one.requires_grad}
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     assert trained.keys() == expected.keys()
     found = {}
     for name, parameter in trained.items():

@@ -73,7 +73,7 @@ class ExpertNames:
 
 def is_of_training(name: str) -> bool:
     """Tell whether a tensor of ours is no weight: how a router spread the tokens of the last step."""
-    return name.endswith(".mlp.router.step_shares")
+    return name.endswith(".step_shares")
 
 
 def _mlp(target: str, up: tuple[str, ...], down: str, config: GPTConfig, inner: int) -> list[TensorMap]:

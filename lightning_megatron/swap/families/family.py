@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.swap.families.expert_names import ExpertNames
+from lightning_megatron.swap.homes import home_table
 from lightning_megatron.swap.mapping import Source, TensorMap
 from lightning_megatron.swap.packed import Packed
 
@@ -59,6 +60,18 @@ class Family:
     def is_head(self, name: str) -> bool:
         """Tell whether a tensor of this name belongs to a head."""
         return any(re.fullmatch(pattern, name) for pattern in self.heads)
+
+    def at_home(self, config: ModelConfig) -> tuple[TensorMap, ...]:
+        """List where the parameters of a model that keeps the tree of its class come from.
+
+        Equal to :attr:`tensors`, with the names of the class as targets; layers that join others are several.
+        """
+        return home_table(self.tensors(config), self.packed)
+
+    def is_alias(self, name: str, config: ModelConfig) -> bool:
+        """Return whether a name of the class is a further one of a parameter: of a copy, or of a tied head."""
+        is_copy = any(name == copy for copy, _ in self.copies)
+        return is_copy or (name == self.head and bool(config.tie_embeddings))
 
     def present_name(self, name: str) -> str:
         """Return the name that a tensor of a file has in the class."""

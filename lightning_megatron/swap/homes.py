@@ -1,0 +1,69 @@
+"""Where the tensors of a table are in the tree of modules of the class that the table describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from lightning_megatron.swap.mapping import Source, TensorMap
+from lightning_megatron.swap.packed import Packed
+
+
+@dataclass(frozen=True)
+class Home:
+    """Name the parameter of a foreign class that holds rows of a full tensor of ours.
+
+    Args:
+        name: Name of the parameter; of one tensor of a stack, that of the stack and the index of the tensor.
+        sources: Where the rows are in the files.
+    """
+
+    name: str
+    sources: tuple[Source, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Count the rows (elements)."""
+        return sum(source.num_rows for source in self.sources)
+
+
+def homes_of(tensor: TensorMap, packed: Iterable[Packed] = ()) -> tuple[Home, ...]:
+    """List the parameters of the foreign class that a full tensor of ours is made of, from its first row to its last.
+
+    A layer that joins others has one for each of them. A tensor that the class has packed, or has in another order, is
+    in one.
+
+    Args:
+        tensor: The tensor.
+        packed: Which tensors of the class are packed.
+    """
+    rules = tuple(packed)
+    named = [(_class_name(source.name, rules), source) for source in tensor.sources]
+    return tuple(
+        Home(name, tuple(source for _, source in group)) for name, group in groupby(named, key=lambda one: one[0])
+    )
+
+
+def home_table(table: Iterable[TensorMap], packed: Iterable[Packed] = ()) -> tuple[TensorMap, ...]:
+    """Return a table with the same sources whose targets are parameters of the foreign class.
+
+    Args:
+        table: Where the full tensors of ours come from.
+        packed: Which tensors of the class are packed.
+    """
+    rules = tuple(packed)
+    return tuple(
+        replace(tensor, target=home.name, shape=(home.num_rows, *tensor.shape[1:]), sources=home.sources)
+        for tensor in table
+        for home in homes_of(tensor, rules)
+    )
+
+
+def _class_name(source: str, rules: tuple[Packed, ...]) -> str:
+    for rule in rules:
+        place = rule.place(source)
+        if place is not None:
+            whole, index, _ = place
+            return f"{whole}.{index}" if rule.is_stack else whole
+    return source

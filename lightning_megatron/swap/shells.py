@@ -1,0 +1,155 @@
+"""Modules that keep the names, the settings and the parameters of a model which other layers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+
+#: Attributes of a shell that are no modules of its tree.
+_COUNTERPARTS, _BUFFER_OWNERS, _PATH = "counterparts", "buffer_owners", "path_in_model"
+
+
+class Shell(nn.Module):
+    """Hold parameters of a model under the names of its class, where other layers compute with them.
+
+    A shell is an instance of the class that it was before, with its attributes, children and parameters, which are this
+    rank's parts. What would have no effect raises: its call, hooks, other parameters or children in the place of
+    those that it has.
+    """
+
+    @override
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Refuse to compute.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        self._refuse("cannot be called by itself", "Call the whole model")
+
+    @override
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the layer that computes this part.
+
+        Raises:
+            UnsupportedError: If no single layer computes it.
+        """
+        parts = vars(self).get(_COUNTERPARTS, ())
+        if not parts:
+            self._refuse("cannot be compiled by itself", "Compile blocks, or the whole model")
+        parts[0].compile(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training":
+            # Set by train and eval, and by whoever restores modes one by one.
+            for part in vars(self).get(_COUNTERPARTS, ()):
+                part.training = value
+        for kind in ("_parameters", "_modules", "_buffers"):
+            held = self.__dict__.get(kind, {})
+            if name in held and held[name] is not value:
+                self._refuse(f"cannot be given another {name!r}", "Do that in configure_model")
+        super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse a parameter in the place of another one.
+
+        Raises:
+            UnsupportedError: If there is one of this name.
+        """
+        if name in self._parameters and self._parameters[name] is not param:
+            self._refuse(f"cannot be given another {name!r}", "Do that in configure_model")
+        super().register_parameter(name, param)
+
+    def register_forward_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a hook, which would never run."""
+        self._refuse_hook()
+
+    def register_forward_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a hook, which would never run."""
+        self._refuse_hook()
+
+    def register_full_backward_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a hook, which would never run."""
+        self._refuse_hook()
+
+    def register_full_backward_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse a hook, which would never run."""
+        self._refuse_hook()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        # A buffer is replaced by its converted copy, where a parameter keeps its identity.
+        for key, owner in vars(self).get(_BUFFER_OWNERS, {}).items():
+            owner._buffers[key[1]] = self._buffers[key[0]]
+        return result
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers", False):
+            self._refuse("cannot be given other tensors by load_state_dict", "Leave assign=True out")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def _refuse_hook(self) -> NoReturn:
+        self._refuse("cannot have hooks", "Register them at the whole model, or at the LightningModule")
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        path = vars(self).get(_PATH) or "the model"
+        raise UnsupportedError(
+            f"a part of a model that is cut over ranks {what}: {path!r} ({type(self).__name__}) keeps names and "
+            f"parameters, and layers of this package compute with them. It would have no effect. {remedy}."
+        )
+
+
+def become_shell(module: nn.Module, path: str) -> None:
+    """Make a module a shell, in place: it stays the same object, and an instance of its class.
+
+    Its parameters and buffers are dropped; hooks must have been refused before.
+
+    Args:
+        module: The module.
+        path: Its name in the model, for errors.
+    """
+    module._parameters.clear()
+    module._buffers.clear()
+    module._non_persistent_buffers_set.clear()
+    vars(module)[_PATH] = path
+    module.__class__ = shell_class(type(module))
+
+
+def shell_class(kind: type[nn.Module], *before: type[nn.Module]) -> type[nn.Module]:
+    """Return a class whose instances are shells of a class, with the same name.
+
+    Args:
+        kind: The class.
+        before: Classes whose methods come before those of a shell.
+    """
+    return _class_of((*before, Shell, kind))
+
+
+@cache
+def _class_of(bases: tuple[type[Any], ...]) -> type[nn.Module]:
+    kind = bases[-1]
+    # Not a class of the foreign package by its module, so that nothing takes it for one that computes.
+    return type(kind.__name__, bases, {"__module__": __name__, "__doc__": kind.__doc__})
+
+
+def new_container() -> Shell:
+    """Return a shell that only holds parameters, for names that are no module of the class."""
+    return Shell()
+
+
+def set_counterparts(shell: nn.Module, parts: tuple[nn.Module, ...]) -> None:
+    """Say which layers compute what a shell stands for, the outermost first; their mode follows the shell's."""
+    vars(shell)[_COUNTERPARTS] = parts
+    for part in parts:
+        part.training = shell.training
+
+
+def share_buffer(shell: nn.Module, key: str, owner: nn.Module, own_key: str) -> None:
+    """Give a shell a buffer of a layer, under a name of its own."""
+    shell.register_buffer(key, owner._buffers[own_key])
+    vars(shell).setdefault(_BUFFER_OWNERS, {})[key, own_key] = owner

@@ -1,0 +1,214 @@
+"""A replaced Hugging Face model is the object that it was: its tree, its names, its parameters one by one."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.parameter_stack import ParameterStack
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap import parallelize
+from tests.oracles import assert_equal
+from tests.swap.encoders import CASES as ENCODERS
+from tests.swap.encoders import encoder_of
+from tests.swap.families import CASES, V, twin_of
+from tests.swap.test_language_models import exact_twin
+from tests.world import run_world
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.randint(0, V, (2, 8), generator=torch.Generator().manual_seed(0))
+#: Classes that pack rows of several projections into one tensor, or store it transposed.
+PACKED = ("c_attn", "c_proj", "c_fc", "query_key_value", "qkv_proj", "gate_up_proj")
+
+
+def swapped(model: Any, mesh: ParallelMesh | None = None) -> Any:
+    root = nn.ModuleDict({"model": model})
+    parallelize(root, mesh or ParallelMesh.single())
+    assert root["model"] is model
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_decoder_keeps_its_tree_and_the_names_and_order_of_its_parameters(case: str) -> None:
+    twin = twin_of(case)
+    model = swapped(deepcopy(twin))
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in twin.named_parameters()]
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in twin.named_modules()]
+    assert set(model.state_dict()) == set(twin.state_dict())
+    assert isinstance(model, type(twin))
+    assert all(isinstance(ours, type(theirs)) for ours, theirs in zip(model.modules(), twin.modules(), strict=True))
+    assert model.num_parameters() == twin.num_parameters()
+    assert model.num_parameters(exclude_embeddings=True) == twin.num_parameters(exclude_embeddings=True)
+
+
+@pytest.mark.parametrize("case", ENCODERS)
+def test_an_encoder_keeps_the_names_and_order_of_its_parameters(case: str) -> None:
+    twin = encoder_of(case)
+    model = swapped(deepcopy(twin))
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in twin.named_parameters()]
+    assert set(model.state_dict()) == set(dict(twin.named_parameters(remove_duplicate=False)))
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    """Return groups as scripts for Hugging Face models make them: by parts of names."""
+    no_decay = ("bias", "layernorm.weight", "ln_", "norm.weight")
+    decayed, others, embedding = [], [], []
+    for name, parameter in model.named_parameters():
+        if "embed_tokens" in name or "wte" in name:
+            embedding.append(parameter)
+        elif any(part in name for part in no_decay):
+            others.append(parameter)
+        elif parameter.requires_grad:
+            decayed.append(parameter)
+    return [
+        {"params": decayed, "weight_decay": 0.3},
+        {"params": others, "weight_decay": 0.0},
+        {"params": embedding, "weight_decay": 0.0, "lr": 1e-4},
+    ]
+
+
+def train(model: Any, freeze: str, num_steps: int = 3) -> list[Tensor]:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(freeze not in name)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    assert all(group["params"] for group in optimizer.param_groups)
+    losses = []
+    for _ in range(num_steps):
+        logits = model(input_ids=TOKENS).logits
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("case", "freeze"), [("llama", "layers.1"), ("llama", "k_proj"), ("gpt2", "h.0."), ("qwen2", "q_proj.weight")]
+)
+def test_groups_and_freezing_by_names_train_the_same(case: str, freeze: str) -> None:
+    expected = train(exact_twin(case), freeze)
+    found = train(swapped(exact_twin(case)), freeze)
+    assert expected[0] != expected[-1]
+    for step, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert_equal(one, other, f"{case} without {freeze}, step {step}", 1e-9)
+
+
+def test_parts_of_a_joint_layer_have_gradients_of_their_own() -> None:
+    twin, model = exact_twin("llama"), swapped(exact_twin("llama"))
+    for each in (twin, model):
+        each.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
+        each(input_ids=TOKENS).logits.square().mean().backward()
+    for name, parameter in twin.named_parameters():
+        found = model.get_parameter(name).grad
+        if parameter.grad is None:
+            assert found is None, name
+        else:
+            assert_equal(found[: len(parameter)], parameter.grad, name, 1e-9)
+
+
+def test_parts_of_a_joint_layer_lie_side_by_side() -> None:
+    model = swapped(twin_of("llama"))
+    attention = model.model.layers[1].self_attn
+    stacks = [part for part in model.body.modules() if isinstance(part, ParameterStack)]
+    stack = next(one for one in stacks if one.parts[0] is attention.q_proj.weight)
+    assert [id(part) for part in stack.parts] == [
+        id(layer.weight) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
+    ]
+    assert stack().data_ptr() == attention.q_proj.weight.data_ptr()
+    with torch.no_grad():
+        attention.k_proj.weight.fill_(7.0)
+    start, stop = len(attention.q_proj.weight), len(attention.q_proj.weight) + len(attention.k_proj.weight)
+    assert (stack()[start:stop] == 7).all()
+    model.half()
+    assert_equal(stack().float(), torch.cat([part.float() for part in stack.parts]), "apart in memory")
+
+
+REFUSED = {
+    "call": lambda model: model.model(TOKENS),
+    "call of a block": lambda model: model.model.layers[0](torch.ones(1, 1, 48)),
+    "hook": lambda model: model.model.layers[0].register_forward_hook(print),
+    "backward hook": lambda model: model.lm_head.register_full_backward_hook(print),
+    "other head": lambda model: setattr(model, "lm_head", nn.Linear(48, V)),
+    "other weight": lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(V, 48))),
+    "assignment of a state": lambda model: model.load_state_dict(model.state_dict(), assign=True),
+    "resize_token_embeddings": lambda model: model.resize_token_embeddings(V + 8),
+    "set_input_embeddings": lambda model: model.set_input_embeddings(nn.Embedding(V, 48)),
+    "push_to_hub": lambda model: model.push_to_hub("somewhere"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_have_no_effect_is_refused(what: str) -> None:
+    model = swapped(twin_of("llama"))
+    with pytest.raises(UnsupportedError, match=r"cut over ranks"):
+        REFUSED[what](model)
+
+
+def test_hooks_of_the_whole_model_run() -> None:
+    model, calls = twin_of("llama"), []
+    model.register_forward_hook(lambda *_: calls.append("before"))
+    swapped(model)
+    model.register_forward_hook(lambda *_: calls.append("after"))
+    model(input_ids=TOKENS)
+    assert calls == ["before", "after"]
+
+
+def test_modes_follow_those_of_the_tree() -> None:
+    model = twin_of("llama", attention_dropout=0.5).train()
+    model.model.layers[0].eval()
+    swapped(model)
+    blocks = model.body.layers
+    assert not blocks["0"].attention.training
+    assert blocks["1"].attention.training
+    model.eval()
+    assert not any(part.training for part in model.body.modules())
+    model.model.layers[1].self_attn.training = True
+    assert blocks["1"].attention.training
+    assert not blocks["1"].mlp.training
+
+
+def test_a_copy_computes_with_its_own_parameters() -> None:
+    model = swapped(twin_of("llama").eval())
+    twin = deepcopy(model)
+    expected = model(input_ids=TOKENS).logits
+    with torch.no_grad():
+        twin.model.layers[0].self_attn.q_proj.weight.mul_(3)
+    assert_equal(model(input_ids=TOKENS).logits, expected, "the model stays")
+    assert not torch.equal(twin(input_ids=TOKENS).logits, expected)
+    shared = {id(parameter) for parameter in twin.parameters()}
+    assert shared.isdisjoint(map(id, model.parameters()))
+
+
+def save(rank: int, size: int, folder: str) -> None:
+    for number, (case, sizes) in enumerate(
+        [("llama", {"tp": 2}), ("gpt_neox", {"tp": 2}), ("gpt2", {"pp": 2}), ("phi3", {})]
+    ):
+        mesh = ParallelMesh.create(ParallelLayout(size, **sizes), sequence_parallel=False)
+        swapped(twin_of(case), mesh).save_pretrained(Path(folder) / str(number), max_shard_size="20KB")
+        mesh.destroy()
+
+
+def test_save_pretrained_writes_the_whole_model_from_all_ranks(tmp_path: Path) -> None:
+    run_world(save, 2, str(tmp_path))
+    for number, case in enumerate(("llama", "gpt_neox", "gpt2", "phi3")):
+        again, report = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / str(number), output_loading_info=True
+        )
+        assert not any(report.values()), report
+        for name, tensor in twin_of(case).state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor), f"{case}: {name}"
+    with pytest.raises(UnsupportedError, match=r"folder without weights"):
+        swapped(twin_of("llama")).save_pretrained(tmp_path / "0")
+    with pytest.raises(UnsupportedError, match=r"takes no variant"):
+        swapped(twin_of("llama")).save_pretrained(tmp_path / "new", variant="fp16")
+    with pytest.raises(UnsupportedError, match=r"max_shard_size must be"):
+        swapped(twin_of("llama")).save_pretrained(tmp_path / "new", max_shard_size="much")
