@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,13 @@ _HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
 }
 #: Where a value is: name of the module that holds it, whether as a buffer, name of the attribute.
 _Place = tuple[str, bool, str]
+
+
+#: What pickling raises for objects that cannot be sent, such as locks, generators and handles of files.
+_NOT_SENDABLE = (
+    *(pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, RecursionError),
+    *(OSError, KeyError),
+)
 
 
 @dataclass(frozen=True)
@@ -151,7 +159,7 @@ class KeptState:
             return None
         try:
             return pack(_Changes(changed, removed), self._module)
-        except Exception:  # noqa: BLE001
+        except _NOT_SENDABLE:
             # Whatever the reason, it is found for each value by itself.
             sendable = {place: change for place, change in changed.items() if self._is_sendable(place, change)}
             return pack(_Changes(sendable, removed), self._module)
@@ -159,7 +167,7 @@ class KeptState:
     def _is_sendable(self, place: _Place, change: _Change) -> bool:
         try:
             pack(change, self._module)
-        except Exception as error:  # noqa: BLE001
+        except _NOT_SENDABLE as error:
             if place not in self._warned:
                 self._warned.add(place)
                 log.warning(
