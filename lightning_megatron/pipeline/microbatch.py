@@ -78,6 +78,24 @@ def cut_batch(batch: Any, num_samples: int, microbatch_size: int) -> list[Microb
     ]
 
 
+def neighbours_of(batch: Any, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    """Cut each microbatch but the last one together with the one after it.
+
+    Args:
+        batch: The batch that was cut; nothing comes of a list of :class:`Microbatch`, whose parts cannot be joined.
+        microbatches: Its first microbatches.
+    """
+    if is_cut(batch):
+        return []
+    total, start, joined = _agreed_size(batch), 0, []
+    for first, second in zip(microbatches, microbatches[1:], strict=False):
+        num_samples = first.num_samples + second.num_samples
+        data = batch if num_samples == total else _cut(batch, start, start + num_samples, total)
+        joined.append(Microbatch(data, num_samples))
+        start += first.num_samples
+    return joined
+
+
 def samples_in(batch: Any) -> int:
     """Return the first dimension of a batch's first tensor; 1 for a scalar, and where there is none."""
     first = next((tensor for _, tensor in _tensors(batch, "")), None)

@@ -69,9 +69,9 @@ class LogReplay:
         self._paths: dict[int, str] = {}
 
     @contextmanager
-    def record(self, module: LightningModule) -> Iterator[Recorder]:
-        """Let ``module.log`` write into a recorder inside the block."""
-        recorder = Recorder()
+    def record(self, module: LightningModule, recorder: Recorder | None = None) -> Iterator[Recorder]:
+        """Let ``module.log`` write into a recorder, a new one if none is given, inside the block."""
+        recorder = Recorder() if recorder is None else recorder
         module.log = recorder.log  # type: ignore[method-assign]
         try:
             yield recorder

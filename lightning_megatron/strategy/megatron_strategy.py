@@ -68,6 +68,9 @@ class MegatronStrategy(ModelStrategy):
             at most a fifth of a step, as the log says: at least 4 * (pp - 1) / vpp, or one for each sample.
         microbatch_group_size: Microbatches that run through one chunk before the next chunk has its turn (interleaved
             only). None means one for each stage.
+        check_microbatches: Whether the first batch that is cut is tried before it trains, without gradients: loss and
+            logs of microbatches must be those of the samples together, and batch norms, steps that count their calls
+            and the like are refused. False says that what microbatches compute is meant.
         order: Axes from the fastest to the slowest: neighbours on the first axis are neighbouring ranks.
         recompute: Which activations are computed again in the backward pass instead of kept: none, selective (the
             attention core), experts (what experts make of their rows) or full (whole blocks). None leaves the models'
@@ -131,6 +134,7 @@ class MegatronStrategy(ModelStrategy):
         schedule: Literal["1f1b", "interleaved", "gpipe"] | None = None,
         microbatch_size: int | Literal["batch"] | None = None,
         microbatch_group_size: int | None = None,
+        check_microbatches: bool = True,
         order: str = "tp-cp-ep-dp-pp",
         recompute: Literal["none", "selective", "experts", "full"] | None = None,
         expert_transport: Literal["auto", "all_gather", "all_to_all", "one_sided"] = "auto",
@@ -163,6 +167,7 @@ class MegatronStrategy(ModelStrategy):
             schedule=schedule,
             microbatch_size=microbatch_size,
             microbatch_group_size=microbatch_group_size,
+            check_microbatches=check_microbatches,
             order=order,
             recompute=recompute,
             expert_transport=expert_transport,
@@ -358,7 +363,7 @@ class MegatronStrategy(ModelStrategy):
             self._metrics.restore()
         if self._state is not None:
             self._state.release()
-        self._steps = None
+        self._steps, self._buffers = None, None
         if self._prepared is not None:
             foresee_no_saves(self._prepared)
             inject_samplers_as_before(self._prepared)

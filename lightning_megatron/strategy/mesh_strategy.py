@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
@@ -34,7 +33,7 @@ from lightning_megatron.groups.nccl_options import NcclOptions
 from lightning_megatron.groups.notices import Notices
 from lightning_megatron.groups.sources import own_sources
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.strategy.buffers import SharedBuffers
+from lightning_megatron.strategy.buffers import BufferStrategy
 from lightning_megatron.strategy.dataloaders import seed_dataloader
 from lightning_megatron.strategy.failure import FailureWatch
 from lightning_megatron.strategy.hang_watch import HangWatch
@@ -54,7 +53,7 @@ log = logging.getLogger(__name__)
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(BufferStrategy):
     """Place one process on each device, join them in a mesh and answer Lightning's questions about ranks.
 
     Args:
@@ -84,7 +83,6 @@ class MeshStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._layout: ParallelLayout | None = None
         self._mesh: ParallelMesh | None = None
-        self._buffers: SharedBuffers | None = None
         self._watch = FailureWatch(0)
         self._hang_watch: HangWatch | None = None
         super().__init__()
@@ -391,29 +389,6 @@ class MeshStrategy(ParallelStrategy):
             return super().all_gather(tensor, group, sync_grads)
         with torch.set_grad_enabled(torch.is_grad_enabled() and sync_grads):
             return all_gather_sequence(tensor.unsqueeze(0), axis)
-
-    # ---- buffers
-
-    def settle_buffers(self) -> None:
-        """Take the buffers of the first data rank; a collective over the data axis."""
-        if self._buffers is not None and self._mesh is not None:
-            self._buffers.share(look=True)
-
-    @override
-    def on_validation_start(self) -> None:
-        self.settle_buffers()
-
-    @override
-    def on_test_start(self) -> None:
-        self.settle_buffers()
-
-    @override
-    def on_predict_start(self) -> None:
-        self.settle_buffers()
-
-    @override
-    def on_train_end(self) -> None:
-        self.settle_buffers()
 
     # ---- data
 

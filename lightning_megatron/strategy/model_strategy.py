@@ -31,6 +31,7 @@ from lightning_megatron.strategy.checks import (
 from lightning_megatron.strategy.experts import ExpertsOfRun, check_experts
 from lightning_megatron.strategy.kept_state import KeptState
 from lightning_megatron.strategy.mesh_strategy import MeshStrategy
+from lightning_megatron.strategy.microbatch_check import MicrobatchTrials
 from lightning_megatron.strategy.modules import MetricGroups, find_models, rebind_mesh
 from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.parameter_readers import gradient_reader, parameter_reader
@@ -170,7 +171,9 @@ class ModelStrategy(MeshStrategy):
         self._executor.loss_weight = self._experts.loss_weight
         kept = KeptState(module, self.mesh)
         call_before_epoch_ends(trainer, kept.share)
-        self._steps = StepRunner(self.mesh, self._executor, self.options.microbatches(self.layout), kept)
+        rule = self.options.microbatches(self.layout)
+        trial = MicrobatchTrials(module, self.mesh) if self.options.check_microbatches else None
+        self._steps = StepRunner(self.mesh, self._executor, rule, kept, trial)
         self._setup_training(trainer, fitting)
 
     def _setup_training(self, trainer: Trainer, fitting: bool) -> None:

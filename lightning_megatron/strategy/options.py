@@ -39,6 +39,7 @@ class StrategyOptions:
     schedule: ScheduleName | None
     microbatch_size: Count | Literal["batch"] | None
     microbatch_group_size: Count | None
+    check_microbatches: bool
     order: str
     recompute: str | None
     expert_transport: Transport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.strategy.kept_state import KeptState
 from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.log_replay import LogReplay
+from lightning_megatron.strategy.microbatch_check import MicrobatchTrials
 from lightning_megatron.strategy.microbatch_losses import MicrobatchLosses, unit_of
 from lightning_megatron.strategy.outputs import Weight, merge_outputs, token_counts_in, total_weight
 
@@ -53,11 +54,19 @@ class StepRunner:
         executor: Runs the schedule.
         rule: Says how a batch is cut.
         kept: Follows what steps keep in the module.
+        trials: Tries steps on their first batch; None takes what microbatches give.
     """
 
-    def __init__(self, mesh: ParallelMesh, executor: PipelineExecutor, rule: MicrobatchRule, kept: KeptState) -> None:
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        executor: PipelineExecutor,
+        rule: MicrobatchRule,
+        kept: KeptState,
+        trials: MicrobatchTrials | None = None,
+    ) -> None:
         self._mesh, self._executor, self._rule = mesh, executor, rule
-        self._kept = kept
+        self._kept, self._trials = kept, trials
         self._has_said_size = False
         self._replay = LogReplay(mesh)
         self._unit: int | None = None
@@ -99,9 +108,10 @@ class StepRunner:
         Communication: that of the schedule and of :meth:`LogReplay.replay`; at the first batch one all-reduce over the
         data axis and one gather over all ranks, on the CPU.
         """
-        self._kept.begin()
         microbatches = self._cut(batch)
         self._say_size(batch, microbatches)
+        self._try(module, ("training_step",), batch, microbatches, args, step)
+        self._kept.begin()
         losses = MicrobatchLosses(microbatches, factor, divisor, self._unit_of_tokens(microbatches))
         with self._replay.record(module) as recorder:
             for name, value in values_to_log.items():
@@ -147,8 +157,10 @@ class StepRunner:
             What the step returned for the batch, on the last stage; on every stage where a hook takes it, and
             predictions.
         """
-        self._kept.begin()
         microbatches = self._cut(batch)
+        if name != "predict_step":
+            self._try(module, key, batch, microbatches, args, step)
+        self._kept.begin()
         with self._replay.record(module) as recorder:
             outputs = self._run(getattr(module, name), microbatches, args, recorder, step)
         counts = None if name == "predict_step" else token_counts_in(outputs)
@@ -167,6 +179,29 @@ class StepRunner:
 
     def _cut(self, batch: Any) -> list[Microbatch]:
         return split_batch(batch, None if self._rule.is_whole else self._rule.size_for)
+
+    def _try(
+        self,
+        module: LightningModule,
+        key: tuple[Any, ...],
+        batch: Any,
+        microbatches: list[Microbatch],
+        args: tuple[Any, ...],
+        step: int,
+    ) -> None:
+        """Compare a step on microbatches with itself on their samples together, at its first batch."""
+        if self._trials is None or self._rule.is_whole:
+            return
+
+        def run(parts: Sequence[Microbatch], recorder: Recorder, begin: Callable[[], None]) -> list[Any]:
+            def step_fn(*arguments: Any) -> Any:
+                begin()
+                return getattr(module, key[0])(*arguments)
+
+            with self._replay.record(module, recorder):
+                return self._run(step_fn, list(parts), args, recorder, step)
+
+        self._trials.check(key, batch, microbatches, run)
 
     def _say_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
         """Log once how batches are cut, where the user left it open."""

@@ -1,0 +1,334 @@
+"""A trial of a step on parts of its first batch: microbatches must give the loss and the logs of the whole batch."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.microbatch import Microbatch, neighbours_of
+from lightning_megatron.strategy.buffers import BatchStatistics
+from lightning_megatron.strategy.log_record import Recorder
+from lightning_megatron.strategy.module_state import ModuleState
+from lightning_megatron.strategy.modules import find_models
+from lightning_megatron.strategy.outputs import Weight, loss_in, token_counts_in
+from lightning_megatron.strategy.random_states import random_states, restore_random_states
+from lightning_megatron.strategy.steady_draws import SteadyDraws
+
+log = logging.getLogger(__name__)
+
+#: Runs the step on some parts of a batch, each after a call of the last argument, and returns what it returned for
+#: each, on the last stage.
+Run = Callable[[Sequence[Microbatch], Recorder, Callable[[], None]], list[Any]]
+
+#: More microbatches of the first batch are not tried.
+_MOST = 16
+#: Relative difference that rounding may make, by the spacing of the coarsest type that is computed in.
+_TOLERANCES = ((1e-15, 1e-9), (1e-6, 1e-5), (2e-3, 5e-3), (math.inf, 2e-2))
+_WAYS_OUT = (
+    "Return num_tokens beside the loss if it is a mean over tokens, leave the batch whole by microbatch_size='batch', "
+    "cut it yourself by a collate function that returns a list of Microbatch, or say by check_microbatches=False that "
+    "microbatches are meant."
+)
+
+
+@dataclass
+class _Reading:
+    """Hold what a step gave for some samples.
+
+    Args:
+        values: By name, each with what it weighs; what is added up has no weight.
+    """
+
+    values: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+
+
+class MicrobatchTrials:
+    """Compare a step on neighbouring microbatches with the same step on their samples together, once for each step.
+
+    No gradients are made; random states, buffers and attributes of the module are put back. Draws of torch are replaced
+    by constants, and dropout is off, so that what couples samples by a random number alone is not seen. What the step
+    does outside the module, such as printing, it does again.
+
+    Args:
+        module: The user's module.
+        mesh: The groups of this rank.
+    """
+
+    def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:
+        self._module, self._mesh = module, mesh
+        self._statistics = BatchStatistics(module)
+        self._tried: set[tuple[Any, ...]] = set()
+        layers = [part for model in find_models(module, None) for part in model.modules()]
+        # What a full expert drops depends on the microbatch, as the configuration of the model says.
+        self._drops = any(getattr(getattr(layer, "config", None), "capacity_factor", None) for layer in layers)
+
+    def check(self, key: tuple[Any, ...], batch: Any, microbatches: Sequence[Microbatch], run: Run) -> None:
+        """Refuse batch norms at every batch that is cut, and try a step at its first one.
+
+        Args:
+            key: Name of the step, then of its dataloader.
+            batch: The batch.
+            microbatches: What it was cut into.
+            run: Runs the step.
+
+        Raises:
+            UnsupportedError: On all ranks, if the loss or a logged mean or sum differs on one of them, or a training
+                step leaves in the module what depends on the number of its calls.
+
+        Communication: at the first batch that of some forward passes, and gathers of objects over all ranks, on the
+        CPU.
+        """
+        self._statistics.check(len(microbatches))
+        if key in self._tried or len(microbatches) < 2 or self._drops:
+            return
+        parts = list(microbatches[:_MOST])
+        pairs = neighbours_of(batch, parts)
+        if not pairs:
+            return
+        self._tried.add(key)
+        state, random_before = ModuleState(self._module), random_states(self._mesh.device)
+        position = self._mesh.random.position
+        whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
+        trial = _Trial(self._mesh, self._module, key[0], run, state, whole)
+        try:
+            trial.compare(pairs, parts)
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            if trial.runs_whole():
+                raise UnsupportedError(
+                    f"{key[0]} must run on microbatches, because its batch is cut into {len(microbatches)}: it runs on "
+                    f"{whole.num_samples} samples, and not on {parts[0].num_samples} "
+                    f"({type(error).__name__}: {error}). "
+                    f"A tensor of the batch may count something else than its samples. {_WAYS_OUT}"
+                ) from error
+            raise
+        finally:
+            state.restore()
+            restore_random_states(random_before, self._mesh.device)
+            self._mesh.random.seek(position.layer, position)
+
+
+class _Trial:
+    """Run a step on parts of a batch, and compare."""
+
+    def __init__(
+        self, mesh: ParallelMesh, module: LightningModule, step: str, run: Run, state: ModuleState, whole: Microbatch
+    ) -> None:
+        self._mesh, self._module, self._step = mesh, module, step
+        self._run_step, self._state, self._whole = run, state, whole
+        self._spacing = 0.0
+
+    def compare(self, pairs: Sequence[Microbatch], parts: Sequence[Microbatch]) -> None:
+        together = self._run(pairs, seed=0)
+        self._state.restore()
+        alone = self._run(parts, seed=0)
+        changed = self._left_behind(parts[0])
+        self._state.restore()
+        tolerance = next(size for spacing, size in _TOLERANCES if self._worst_spacing() <= spacing)
+        found = _differences(together, alone, tolerance)
+        if self._gathered(bool(found)):
+            # What Python and NumPy draw cannot be made the same for one sample and for two.
+            again = self._run(pairs, seed=1)
+            unsteady = {
+                name
+                for before, after in zip(together, again, strict=True)
+                for name in before.values
+                if name in after.values and not _is_close(before.values[name][0], after.values[name][0], tolerance)
+            }
+            self._warn_of_unsteady(sorted(unsteady & found.keys()))
+            found = {name: numbers for name, numbers in found.items() if name not in unsteady}
+        self._judge(found, changed, parts[0].num_samples)
+
+    def runs_whole(self) -> bool:
+        """Return whether the step runs on the whole batch, where it can be tried on one rank without the others."""
+        if self._mesh.data.size > 1 or self._mesh.pp.size > 1:
+            return False
+        self._state.restore()
+        try:
+            self._run([self._whole], seed=0)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError):
+            return False
+        return True
+
+    def _run(self, parts: Sequence[Microbatch], seed: int) -> list[_Reading]:
+        """Return what the step gives for every part, on the last stage."""
+        recorder = Recorder()
+        try:
+            outputs = self._outputs(parts, recorder, seed, torch.no_grad() if self._is_training else nullcontext())
+        except RuntimeError as error:
+            if self._mesh.pp.size > 1 or not self._is_training or isinstance(error, torch.OutOfMemoryError):
+                raise
+            # The step may take derivatives of its own.
+            self._state.restore()
+            recorder = Recorder()
+            outputs = self._outputs(parts, recorder, seed, torch.enable_grad())
+        return _readings(outputs, parts, recorder)
+
+    def _outputs(self, parts: Sequence[Microbatch], recorder: Recorder, seed: int, gradients: Any) -> list[Any]:
+        steady = SteadyDraws()
+
+        def begin() -> None:
+            random.seed(seed)
+            np.random.seed(seed)
+
+        try:
+            with gradients, steady:
+                return self._run_step(parts, recorder, begin)
+        except Exception as error:
+            raise self._noted(error, parts)  # noqa: B904
+        finally:
+            self._spacing = max(self._spacing, steady.spacing)
+
+    def _noted(self, error: Exception, parts: Sequence[Microbatch]) -> Exception:
+        note = (
+            f"{self._step} was tried on parts of its first batch: on {parts[0].num_samples} of "
+            f"{self._whole.num_samples} samples. If it needs the whole batch: {_WAYS_OUT}"
+        )
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        return error
+
+    @property
+    def _is_training(self) -> bool:
+        return self._step == "training_step"
+
+    def _left_behind(self, part: Microbatch) -> dict[str, str]:
+        """Return what the module holds of the calls of a step: what grows or counts, and what is the last call's."""
+        before = ModuleState(self._module)
+        self._run([part], seed=0)
+        last = before.changes()
+        before = ModuleState(self._module)
+        self._run([part], seed=0)
+        counted = before.changes()
+        return dict.fromkeys(last, "last") | counted
+
+    def _worst_spacing(self) -> float:
+        return max(all_gather_objects(self._spacing, self._mesh.world_cpu))
+
+    def _gathered(self, is_different: bool) -> bool:
+        return any(all_gather_objects(is_different, self._mesh.world_cpu))
+
+    def _judge(self, found: Mapping[str, tuple[float, float]], changed: Mapping[str, str], size: int) -> None:
+        texts = [_text_of_values(self._step, found, size)] if found else []
+        counted = sorted(name for name, kind in changed.items() if kind in ("number", "tensor"))
+        if counted and self._is_training:
+            texts.append(_text_of_state(self._step, counted))
+        ranks = all_gather_objects(" ".join(texts), self._mesh.world_cpu)
+        first = next((text for text in ranks if text), None)
+        if first is not None:
+            raise UnsupportedError(f"{first} {_WAYS_OUT}")
+        kept = sorted(changed)
+        if kept and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0 and self._mesh.pp.is_last:
+            log.warning(
+                "%s keeps something in the module at every call, and is called once for each microbatch: %s will hold "
+                "an entry for each, or what the last one left.",
+                self._step,
+                ", ".join(kept[:5]),
+            )
+
+    def _warn_of_unsteady(self, names: Sequence[str]) -> None:
+        if names:
+            log.warning(
+                "check_microbatches cannot compare %s of %s: the same samples give another value when Python and "
+                "NumPy draw other numbers, or at another time.",
+                ", ".join(names),
+                self._step,
+            )
+
+
+def _readings(outputs: Sequence[Any], parts: Sequence[Microbatch], recorder: Recorder) -> list[_Reading]:
+    if not outputs:
+        return []
+    counts = token_counts_in(outputs)
+    readings = [_Reading() for _ in outputs]
+    for number, (output, part) in enumerate(zip(outputs, parts, strict=True)):
+        loss = _scalar_loss(output)
+        weight: Weight = part.num_samples if counts is None else counts[number]
+        if loss is not None:
+            readings[number].values["the loss"] = loss.item(), float(weight)
+        if counts is not None:
+            readings[number].values["num_tokens"] = float(counts[number]), None
+    for name, call in recorder.calls.items():
+        if call.reduction not in ("mean", "sum"):
+            continue
+        for entry in recorder.values[name]:
+            is_mean = call.reduction == "mean"
+            weight = entry.weight if counts is None else counts[entry.run]
+            reading = readings[entry.run].values
+            before = reading.get(f"log {name!r}")
+            value = float(entry.value), float(weight) if is_mean else None
+            reading[f"log {name!r}"] = value if before is None else _joined([before, value])
+    return readings
+
+
+def _scalar_loss(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output if output.numel() == 1 else None
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor) and output["loss"].numel() == 1:
+        return loss_in(output)
+    return None
+
+
+def _joined(values: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:
+    """Return a mean by weight, or a sum of what has none."""
+    weights = [weight for _, weight in values if weight is not None]
+    if not weights:
+        return sum(value for value, _ in values), None
+    total = sum(weights)
+    summed = sum(value * weight for value, weight in values if weight is not None and weight)
+    return summed / total if total else 0.0, total
+
+
+def _differences(
+    together: Sequence[_Reading], alone: Sequence[_Reading], tolerance: float
+) -> dict[str, tuple[float, float]]:
+    """Return the largest difference of each name: its number for two microbatches at once, and one after the other."""
+    found: dict[str, tuple[float, float]] = {}
+    for number, pair in enumerate(together):
+        for name, (value, weight) in pair.values.items():
+            halves = [one.values[name] for one in alone[number : number + 2] if name in one.values]
+            if len(halves) < 2 or weight == 0.0:
+                continue
+            expected, joined = value, _joined(halves)[0]
+            worst = found.get(name, (0.0, 0.0))
+            if not _is_close(expected, joined, tolerance) and not abs(worst[0] - worst[1]) >= abs(expected - joined):
+                found[name] = expected, joined
+    return found
+
+
+def _is_close(first: float, second: float, tolerance: float) -> bool:
+    if math.isnan(first) or math.isnan(second):
+        return math.isnan(first) == math.isnan(second)
+    return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance / 10)
+
+
+def _text_of_values(step: str, found: Mapping[str, tuple[float, float]], size: int) -> str:
+    listed = "; ".join(
+        f"{name} of two microbatches is {whole:.7g} at once and {parts:.7g} one after the other"
+        for name, (whole, parts) in found.items()
+    )
+    return (
+        f"{step} must give the same for microbatches and for their batch, because it is called on {size} samples at a "
+        f"time and the results are averaged: {listed}. The step couples its samples, or is not their mean."
+    )
+
+
+def _text_of_state(step: str, names: Sequence[str]) -> str:
+    return (
+        f"{step} must not depend on the number of its calls, because it is called once for each microbatch: "
+        f"{', '.join(names[:5])} changes at every call. Use self.global_step, or a hook such as on_train_batch_end."
+    )

@@ -1,0 +1,229 @@
+"""What a module holds beside its parameters, noted before a trial of a step and put back after it."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+#: Packages whose objects steps only read, beside their modules.
+_READ_ONLY = frozenset({"builtins", "torch", "lightning", "lightning_fabric", "transformers", "tokenizers", "logging"})
+_PACKAGE = __name__.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """Hold one value as it was.
+
+    Args:
+        name: Where it is, as in ``self.calls``.
+        kind: What it is: number, tensor, container or object.
+        value: The object itself.
+        copy: What it held: a copy of a tensor, the items of a container, the state of a generator.
+    """
+
+    name: str
+    kind: str
+    value: Any
+    copy: Any
+
+
+class ModuleState:
+    """Note the buffers of a module and its attributes, with what they hold, to find and to undo changes.
+
+    Numbers, tensors, containers of them, generators and plain objects of the user's classes are noted; parameters,
+    modules and objects of known libraries are not.
+
+    Args:
+        module: The module, with all modules in it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held = list(_dictionaries(module))
+        self._noted: dict[int, _Noted] = {}
+        with torch.no_grad():
+            for one in self._held:
+                for key, value in one.kept.items():
+                    self._note(f"{one.prefix}.{key}" if one.is_watched else "", value)
+
+    def changes(self) -> dict[str, str]:
+        """Return what has changed since, by name: ``number``, ``tensor``, ``container`` or ``object``.
+
+        Metrics, which add up what they see, and modules of this package are left out.
+        """
+        found = {}
+        for one in self._held:
+            now = one.now() if one.is_watched else one.kept
+            for key in now.keys() | one.kept.keys():
+                if key not in one.kept or key not in now or not self._same(one.kept[key], now[key]):
+                    found[f"{one.prefix}.{key}"] = _kind(now.get(key))
+        for noted in self._noted.values():
+            if noted.name and noted.name not in found and not _holds(noted):
+                found[noted.name] = noted.kind
+        return found
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back every value that was noted."""
+        for one in self._held:
+            for key in one.now().keys() - one.kept.keys():
+                del one.held[key]
+            one.held.update(one.kept)
+        for noted in self._noted.values():
+            if not _holds(noted):
+                _put_back(noted)
+
+    def _same(self, before: Any, now: Any) -> bool:
+        if before is now:
+            return True
+        if isinstance(before, Tensor) and isinstance(now, Tensor) and id(before) in self._noted:
+            return _equal(self._noted[id(before)].copy, now)
+        return type(before) is type(now) and _kind(now) == "number" and (before == now or before != before)
+
+    def _note(self, name: str, value: Any) -> None:
+        if id(value) in self._noted:
+            return
+        copy = _copy(value)
+        if copy is None:
+            return
+        self._noted[id(value)] = _Noted(name, _kind(value), value, copy)
+        for child in _children(value):
+            self._note(name, child)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Hold one dictionary of a module, and what was in it.
+
+    Args:
+        prefix: Name of the module, as in ``self.net``.
+        held: The dictionary itself.
+        skipped: Keys that somebody else looks after.
+        is_watched: Whether changes count: not in metrics and in modules of this package.
+        kept: What it held.
+    """
+
+    prefix: str
+    held: dict[str, Any]
+    skipped: frozenset[str]
+    is_watched: bool
+    kept: dict[str, Any]
+
+    def now(self) -> dict[str, Any]:
+        """Return what the dictionary holds now."""
+        return {key: value for key, value in self.held.items() if key not in self.skipped}
+
+
+def _dictionaries(module: nn.Module) -> Iterator[_Held]:
+    """List the dictionaries of a module, and of those in it, that hold attributes and buffers."""
+    for name, part in module.named_modules():
+        prefix = f"self.{name}" if name else "self"
+        is_watched = not isinstance(part, Metric) and not type(part).__module__.startswith(_PACKAGE)
+        skipped = _OF_LIGHTNING if isinstance(part, LightningModule) else _OF_MODULES
+        for held, left_out in ((vars(part), skipped), (part._buffers, frozenset[str]())):
+            kept = {key: value for key, value in held.items() if key not in left_out}
+            yield _Held(prefix, held, left_out, is_watched, kept)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (int, float, complex, np.number)):
+        return "number"
+    if isinstance(value, (Tensor, np.ndarray)):
+        return "tensor"
+    return "container" if isinstance(value, (list, dict, set, deque)) else "object"
+
+
+def _copy(value: Any) -> Any:
+    """Return what brings a value back that is changed in place; None if nothing can change it, or it is not noted."""
+    if isinstance(value, Tensor):
+        is_plain = not isinstance(value, nn.Parameter) and value.layout == torch.strided and value.device.type != "meta"
+        return value.detach().clone() if is_plain else None
+    if isinstance(value, (list, dict, set, deque)):
+        return type(value)(value) if type(value) in (list, dict, set, deque) else value.copy()
+    reader = next((read for kind, (read, _) in _GENERATORS.items() if isinstance(value, kind)), None)
+    if reader is not None:
+        return reader(value)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return dict(vars(value)) if _is_users(value) else None
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, deque)):
+        return list(value)
+    return list(vars(value).values()) if _is_users(value) else []
+
+
+def _is_users(value: Any) -> bool:
+    kind = type(value)
+    if isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
+        return False
+    package = kind.__module__.partition(".")[0]
+    # The sums of routers are the only ones of this package that a forward pass adds to.
+    return package not in _READ_ONLY and (package != _PACKAGE or kind.__name__ == "RouterStatistics")
+
+
+def _holds(noted: _Noted) -> bool:
+    """Return whether a value still holds what it held."""
+    value, copy = noted.value, noted.copy
+    if isinstance(value, (Tensor, np.ndarray)):
+        return _equal(torch.as_tensor(copy), torch.as_tensor(value))
+    if isinstance(value, (list, deque)):
+        return len(value) == len(copy) and all(a is b for a, b in zip(value, copy, strict=True))
+    if isinstance(value, set):
+        return bool(value == copy)
+    held = value if isinstance(value, dict) else vars(value) if _is_users(value) else None
+    if held is None:
+        read = next(read for kind, (read, _) in _GENERATORS.items() if isinstance(value, kind))
+        return str(read(value)) == str(copy) if not isinstance(copy, Tensor) else torch.equal(read(value), copy)
+    return held.keys() == copy.keys() and all(held[key] is copy[key] for key in copy)
+
+
+def _put_back(noted: _Noted) -> None:
+    value, copy = noted.value, noted.copy
+    writer = next((write for kind, (_, write) in _GENERATORS.items() if isinstance(value, kind)), None)
+    if isinstance(value, Tensor):
+        value.copy_(copy)
+    elif isinstance(value, np.ndarray):
+        value[...] = copy
+    elif writer is not None:
+        writer(value, copy)
+    elif isinstance(value, (list, deque)):
+        value.clear()
+        value.extend(copy)
+    else:
+        held = value if isinstance(value, (dict, set)) else vars(value)
+        held.clear()
+        held.update(copy)
+
+
+def _equal(before: Tensor, now: Tensor) -> bool:
+    if before.shape != now.shape or before.dtype != now.dtype:
+        return False
+    if before.is_floating_point() or before.is_complex():
+        return bool(((before == now) | (before.isnan() & now.isnan())).all())
+    return torch.equal(before, now)
+
+
+_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (
+        lambda one: one.bit_generator.state,
+        lambda one, state: setattr(one.bit_generator, "state", state),
+    ),
+    np.random.RandomState: (lambda one: one.get_state(), lambda one, state: one.set_state(state)),
+}
+#: What every module has, and torch, the Trainer and the strategy look after.
+_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_LIGHTNING = frozenset({*vars(LightningModule()), "_device_mesh", "log"})

@@ -1,0 +1,108 @@
+"""Random operators that give one value everywhere, to compare a step on a batch with the step on its parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: What is drawn from the uniform distribution: small enough for masks of few tokens, large enough to keep most layers.
+_DRAW = 0.125
+#: Arguments that switch dropout off, in operators that have it.
+_OFF: Mapping[str, Any] = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
+
+
+class SteadyDraws(TorchDispatchMode):
+    """Replace what torch draws inside the block by values that do not depend on a tensor's shape; dropout is off.
+
+    Two forward passes over the same samples, together or one after the other, then see the same numbers. Draws of
+    kernels that torch does not know, and of Python and NumPy, are left as they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Spacing of the coarsest type that was computed in; 0 before anything was.
+        self.spacing = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        result = _drawn(func, args, given) if is_drawn else func(*args, **given)
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self.spacing = max(self.spacing, torch.finfo(value.dtype).eps)
+        return result
+
+
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    names = [argument.name for argument in func._schema.arguments]
+    # What equals a default is not passed on.
+    defaults = {one.name: one.default_value for one in func._schema.arguments if one.has_default_value()}
+    bound = defaults | dict(zip(names, args, strict=False)) | kwargs
+    off = {name: value for name, value in _OFF.items() if name in names}
+    if off:
+        positional = [off.get(name, value) for name, value in zip(names, args, strict=False)]
+        return func(*positional, **kwargs, **{name: off[name] for name in off if name not in names[: len(args)]})
+    steady = _STEADY.get(func._schema.name.removeprefix("aten::").rstrip("_"))
+    value = None if steady is None else steady(bound)
+    result = func(*args, **kwargs)
+    if isinstance(value, Tensor):
+        result.copy_(value.to(result.dtype))
+    elif value is not None:
+        result.fill_(value)
+    return result
+
+
+def _uniform(bound: Mapping[str, Any]) -> float:
+    low, high = bound.get("from", 0.0), bound.get("to", 1.0)
+    return low + _DRAW * (high - low)
+
+
+def _integer(bound: Mapping[str, Any]) -> int:
+    low, high = bound.get("low") or bound.get("from") or 0, bound.get("high", bound.get("to"))
+    return 1 if high is None else low + int(_DRAW * (high - low))
+
+
+def _bernoulli(bound: Mapping[str, Any]) -> Any:
+    chance = bound.get("p", bound["self"])
+    return chance > _DRAW
+
+
+def _permutation(bound: Mapping[str, Any]) -> Tensor:
+    # Every sample is mixed with its neighbour, as a random order would mix it with another one.
+    return torch.arange(bound["n"]).roll(1)
+
+
+def _choices(bound: Mapping[str, Any]) -> Tensor:
+    chances, count = bound["self"], bound["num_samples"]
+    if bound.get("replacement", False):
+        return chances.argmax(-1, keepdim=True).expand(*chances.shape[:-1], count)
+    return chances.topk(count).indices
+
+
+_STEADY: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "rand": lambda bound: _DRAW,
+    "rand_like": lambda bound: _DRAW,
+    "randn": lambda bound: _DRAW,
+    "randn_like": lambda bound: _DRAW,
+    "uniform": _uniform,
+    "normal": lambda bound: bound.get("mean", 0.0) + _DRAW * bound.get("std", 1.0),
+    "bernoulli": _bernoulli,
+    "exponential": lambda bound: -math.log1p(-_DRAW) / bound.get("lambd", 1.0),
+    "geometric": lambda bound: 1,
+    "cauchy": lambda bound: bound.get("median", 0.0),
+    "log_normal": lambda bound: math.exp(bound.get("mean", 1.0)),
+    "random": _integer,
+    "randint": _integer,
+    "randint_like": _integer,
+    "randperm": _permutation,
+    "multinomial": _choices,
+    "poisson": lambda bound: bound["self"].round(),
+    "binomial": lambda bound: (bound["count"] * bound["prob"]).round(),
+    "_standard_gamma": lambda bound: bound["self"],
+    "_sample_dirichlet": lambda bound: bound["self"] / bound["self"].sum(-1, keepdim=True),
+}

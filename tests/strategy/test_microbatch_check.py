@@ -1,0 +1,297 @@
+"""What couples the samples of a batch is refused when the batch is cut, and trains as without the strategy when not."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_megatron import MegatronStrategy, UnsupportedError
+
+SIZE, FEATURES, CLASSES = 4, 6, 4
+
+
+class Samples(Dataset):
+    """Features, labels, ragged token labels and a paired view."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(FEATURES, generator=generator, dtype=torch.float64)
+        tokens = torch.randint(CLASSES, (5,), generator=generator)
+        tokens[1 + index % 4 :] = -100
+        return {"x": x, "view": x + 0.1, "y": torch.tensor(index % CLASSES), "tokens": tokens}
+
+
+class Step(LightningModule):
+    """Run a function as the training step."""
+
+    def __init__(self, step: Callable[..., Any], net: nn.Module | None = None, **attributes: Any) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh()) if net is None else net
+        self.head = nn.Linear(16, CLASSES)
+        self.step, self.losses = step, []
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(self, batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def logits(module: Step, batch: Any) -> Tensor:
+    return module.head(module.net(batch["x"]))
+
+
+def mean(module: Step, batch: Any) -> Tensor:
+    return F.cross_entropy(logits(module, batch), batch["y"])
+
+
+def contrast(module: Step, batch: Any) -> Tensor:
+    similarity = module.net(batch["x"]) @ module.net(batch["view"]).T
+    return F.cross_entropy(similarity, torch.arange(len(similarity)))
+
+
+def ragged(module: Step, batch: Any) -> Tensor:
+    each = logits(module, batch)[:, :, None].expand(-1, -1, 5)
+    return F.cross_entropy(each + torch.arange(5) * each.sin(), batch["tokens"])
+
+
+def counted(module: Step, batch: Any) -> dict[str, Tensor]:
+    return {"loss": ragged(module, batch), "num_tokens": (batch["tokens"] != -100).sum()}
+
+
+def miscounted(module: Step, batch: Any) -> dict[str, Any]:
+    return {"loss": ragged(module, batch), "num_tokens": 7}
+
+
+def halves(module: Step, batch: Any) -> Tensor:
+    chosen, rejected = logits(module, batch)[:, 0].chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def mixed(module: Step, batch: Any) -> Tensor:
+    order = torch.randperm(len(batch["x"]))
+    return mean(module, {**batch, "x": 0.6 * batch["x"] + 0.4 * batch["x"][order]})
+
+
+def perplexity(module: Step, batch: Any) -> Tensor:
+    loss = mean(module, batch)
+    module.log("ppl", loss.exp())
+    return loss
+
+
+def counts_calls(module: Step, batch: Any) -> Tensor:
+    module.calls += 1
+    return mean(module, batch)
+
+
+def averages(module: Step, batch: Any) -> Tensor:
+    module.level.mul_(0.9).add_(batch["x"].mean())
+    return mean(module, batch)
+
+
+def normalised(module: Step, batch: Any) -> Tensor:
+    x = batch["x"]
+    return mean(module, {**batch, "x": (x - x.mean(0)) / (x.std(0, correction=0) + 1)})
+
+
+COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
+    "negatives in the batch": (contrast, "the loss of two microbatches is"),
+    "a sum": (lambda module, batch: mean(module, batch) * len(batch["x"]), "the loss of two microbatches"),
+    "a ragged mean": (ragged, "Return num_tokens beside the loss"),
+    "wrong token counts": (miscounted, "num_tokens of two microbatches is 7 at once and 14 one after the other"),
+    "a median": (lambda module, batch: logits(module, batch).norm(dim=1).median(), "the loss"),
+    "a quantile": (lambda module, batch: logits(module, batch).norm(dim=1).quantile(0.8), "the loss"),
+    "halves of a batch": (halves, "training_step must run on microbatches|the loss"),
+    "mixed samples": (mixed, "the loss"),
+    "statistics by hand": (normalised, "the loss"),
+    "a logged value": (perplexity, "log 'ppl' of two microbatches"),
+    "counted calls": (counts_calls, "training_step must not depend on the number of its calls.*self.calls changes"),
+    "an average in a buffer": (averages, "self.level changes at every call"),
+}
+
+
+def derivative(module: Step, batch: Any) -> Tensor:
+    x = batch["x"].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(module.head(module.net(x)).sum(), x, create_graph=True)
+    return mean(module, batch) + slope.pow(2).sum(1).mean()
+
+
+def noisy(module: Step, batch: Any) -> Tensor:
+    x = batch["x"] + torch.randn_like(batch["x"]) + torch.randint(3, (len(batch["x"]), 1))
+    hidden = F.dropout(module.net(F.dropout(x, 0.3)), 0.5, training=True)
+    keep = 0.8 + torch.rand(len(x), 1)
+    module.log("noise", hidden.std() * 0 + float(np.random.rand()))
+    return F.cross_entropy(module.head(hidden * keep.floor() / 0.8), batch["y"])
+
+
+def python_draws(module: Step, batch: Any) -> Tensor:
+    x = torch.stack([row * random.random() for row in batch["x"]])
+    return mean(module, {**batch, "x": x})
+
+
+def keeps(module: Step, batch: Any) -> Tensor:
+    loss = mean(module, batch)
+    module.accuracy(logits(module, batch), batch["y"])
+    module.log("accuracy", module.accuracy)
+    module.outputs.append(loss.detach())
+    module.last = loss.item()
+    return loss
+
+
+SOUND: dict[str, Callable[..., Any]] = {
+    "a mean": mean,
+    "a mean over counted tokens": counted,
+    "derivatives in the step": derivative,
+    "noise and dropout": noisy,
+    "draws of Python for each sample": python_draws,
+    "metrics and lists": keeps,
+}
+
+
+def fit(step: Any, strategy: Any, net: nn.Module | None = None, collate: Any = None, **attributes: Any) -> Step:
+    module = Step(step, net, **attributes)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, precision="64-true", logger=False,
+        use_distributed_sampler=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    trainer.fit(module, DataLoader(Samples(), batch_size=SIZE, collate_fn=collate))
+    return module
+
+
+def attributes_of(step: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"calls": 0} if step is counts_calls else {}
+    if step is averages:
+        found["level"] = nn.Buffer(torch.zeros(1, dtype=torch.float64))
+    if step is keeps:
+        found |= {"accuracy": MulticlassAccuracy(CLASSES), "outputs": [], "last": 0.0}
+    return found
+
+
+def weighted(module: Step, batch: Any) -> Tensor:
+    return F.cross_entropy(logits(module, batch), batch["y"], weight=batch["weights"])
+
+
+def with_weights(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Add one weight for each class, of which there are as many as samples."""
+    return {**torch.utils.data.default_collate(samples), "weights": torch.arange(1.0, 5.0, dtype=torch.float64)}
+
+
+def time_major(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Put three time steps first."""
+    x = torch.stack([sample["x"] for sample in samples])
+    return {"x": torch.stack([x, x.sin(), x.cos(), -x]), "y": torch.stack([sample["y"] for sample in samples])}
+
+
+def recurrent(module: Step, batch: Any) -> Tensor:
+    hidden, _ = module.net(batch["x"])
+    return F.cross_entropy(module.head(hidden).flatten(0, 1), batch["y"].repeat(len(batch["x"])))
+
+
+SHAPED: dict[str, tuple[Callable[..., Any], Any, Any, str]] = {
+    "weights of as many classes": (
+        weighted, None, with_weights, "runs on 4 samples, and not on .*A tensor of the batch may count something else",
+    ),
+    "time first": (
+        recurrent, lambda: nn.LSTM(FEATURES, 16), time_major, "training_step must run on microbatches|the loss of two"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", SHAPED)
+def test_first_dimensions_that_do_not_count_samples_are_refused_or_kept_whole(name: str, size: int) -> None:
+    step, net, collate, words = SHAPED[name]
+
+    def run(strategy: Any) -> Step:
+        return fit(step, strategy, net() if net else None, collate)
+
+    torch.manual_seed(1)
+    plain = run("auto")
+    torch.manual_seed(1)
+    assert run(MegatronStrategy()).losses == pytest.approx(plain.losses, rel=1e-12)
+    with pytest.raises(UnsupportedError, match=f"(?s){words}.*microbatch_size='batch'"):
+        run(MegatronStrategy(microbatch_size=size))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_norms_with_statistics_of_the_batch_are_refused_by_name_unless_frozen(size: int) -> None:
+    def net(is_frozen: bool) -> nn.Module:
+        norm = nn.BatchNorm1d(16)
+        if is_frozen:
+            norm.eval().train = lambda mode=True: norm
+        return nn.Sequential(nn.Linear(FEATURES, 16), norm)
+
+    with pytest.raises(UnsupportedError, match=r"batch statistics are those of a whole batch, .* net\.1 would norm"):
+        fit(mean, MegatronStrategy(microbatch_size=size), net(False))
+    fit(mean, MegatronStrategy(microbatch_size=size), net(True))
+    assert fit(mean, MegatronStrategy(), net(False)).losses == fit(mean, "auto", net(False)).losses
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_couples_samples_is_refused_where_the_batch_is_cut(name: str, size: int) -> None:
+    step, words = COUPLED[name]
+    with pytest.raises(UnsupportedError, match=f"(?s){words}.*microbatch_size='batch'.*check_microbatches=False"):
+        fit(step, MegatronStrategy(microbatch_size=size), **attributes_of(step))
+
+
+@pytest.mark.parametrize("name", [name for name in COUPLED if name != "wrong token counts"])
+def test_what_couples_samples_trains_as_without_the_strategy_by_default(name: str) -> None:
+    step = COUPLED[name][0]
+    if step is mixed:
+        pytest.skip("its draws are those of one process only with one seed")
+    plain, ours = fit(step, "auto", **attributes_of(step)), fit(step, MegatronStrategy(), **attributes_of(step))
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-12)
+    if step is counts_calls:
+        assert (ours.calls, plain.calls) == (2, 2)
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_the_user_may_mean_microbatches(name: str) -> None:
+    step = COUPLED[name][0]
+    fit(step, MegatronStrategy(microbatch_size=2, check_microbatches=False), **attributes_of(step))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", SOUND)
+def test_what_treats_samples_alike_is_taken_and_nothing_of_the_trial_stays(
+    name: str, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = SOUND[name]
+    if size == 3:
+        size = 4
+    with caplog.at_level(logging.WARNING):
+        tried = fit(step, MegatronStrategy(microbatch_size=size), **attributes_of(step))
+        untried = fit(step, MegatronStrategy(microbatch_size=size, check_microbatches=False), **attributes_of(step))
+    assert tried.losses == untried.losses
+    for found, expected in zip(tried.parameters(), untried.parameters(), strict=True):
+        assert torch.equal(found, expected)
+    if step is keeps:
+        assert len(tried.outputs) == len(untried.outputs) == 8 // size
+        assert size == SIZE or "training_step keeps something in the module at every call" in caplog.text
+    if step is python_draws and size < SIZE:
+        assert "cannot compare the loss of training_step" in caplog.text
