@@ -92,13 +92,14 @@ class MicrobatchTrials:
         CPU.
         """
         self._statistics.check(len(microbatches))
-        if key in self._tried or len(microbatches) < 2 or self._drops:
-            return
-        parts = list(microbatches[:_MOST])
-        pairs = neighbours_of(batch, parts)
-        if not pairs:
+        if key in self._tried:
             return
         self._tried.add(key)
+        parts = list(microbatches[:_MOST])
+        pairs = neighbours_of(batch, parts) if len(parts) > 1 else []
+        # Stages hold other layers, and data ranks other batches: all try, or none.
+        if not all(all_gather_objects(bool(pairs) and not self._drops, self._mesh.world_cpu)):
+            return
         state, random_before = ModuleState(self._module), random_states(self._mesh.device)
         position = self._mesh.random.position
         whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
@@ -136,9 +137,9 @@ class _Trial:
         together = self._run(pairs, seed=0)
         self._state.restore()
         alone = self._run(parts, seed=0)
-        changed = self._left_behind(parts[0])
-        self._state.restore()
         tolerance = next(size for spacing, size in _TOLERANCES if self._worst_spacing() <= spacing)
+        changed = self._left_behind(pairs[0], parts, tolerance)
+        self._state.restore()
         found = _differences(together, alone, tolerance)
         if self._gathered(bool(found)):
             # What Python and NumPy draw cannot be made the same for one sample and for two.
@@ -206,15 +207,23 @@ class _Trial:
     def _is_training(self) -> bool:
         return self._step == "training_step"
 
-    def _left_behind(self, part: Microbatch) -> dict[str, str]:
-        """Return what the module holds of the calls of a step: what grows or counts, and what is the last call's."""
-        before = ModuleState(self._module)
-        self._run([part], seed=0)
-        last = before.changes()
-        before = ModuleState(self._module)
-        self._run([part], seed=0)
-        counted = before.changes()
-        return dict.fromkeys(last, "last") | counted
+    def _left_behind(self, pair: Microbatch, parts: Sequence[Microbatch], tolerance: float) -> dict[str, str]:
+        """Return what the module holds after two microbatches and does not after their samples at once, and its kind.
+
+        What counts the calls is told from what the last call leaves: only the former changes if one is repeated.
+        """
+        self._state.restore()
+        self._run([pair], seed=0)
+        at_once = ModuleState(self._module)
+        self._state.restore()
+        self._run(parts[:2], seed=0)
+        different = at_once.changes(tolerance)
+        self._state.restore()
+        self._run(parts[:1], seed=0)
+        once = ModuleState(self._module)
+        self._run(parts[:1], seed=0)
+        repeated = once.changes(tolerance)
+        return {name: kind if name in repeated else "left by the last call" for name, kind in different.items()}
 
     def _worst_spacing(self) -> float:
         return max(all_gather_objects(self._spacing, self._mesh.world_cpu))
@@ -234,8 +243,8 @@ class _Trial:
         kept = sorted(changed)
         if kept and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0 and self._mesh.pp.is_last:
             log.warning(
-                "%s keeps something in the module at every call, and is called once for each microbatch: %s will hold "
-                "an entry for each, or what the last one left.",
+                "%s keeps something in the module, and is called once for each microbatch: %s will hold an entry for "
+                "each, or what the last one left.",
                 self._step,
                 ", ".join(kept[:5]),
             )

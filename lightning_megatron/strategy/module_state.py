@@ -54,19 +54,22 @@ class ModuleState:
                 for key, value in one.kept.items():
                     self._note(f"{one.prefix}.{key}" if one.is_watched else "", value)
 
-    def changes(self) -> dict[str, str]:
+    def changes(self, tolerance: float = 0.0) -> dict[str, str]:
         """Return what has changed since, by name: ``number``, ``tensor``, ``container`` or ``object``.
 
         Metrics, which add up what they see, and modules of this package are left out.
+
+        Args:
+            tolerance: Relative difference of numbers that counts as none.
         """
         found = {}
         for one in self._held:
             now = one.now() if one.is_watched else one.kept
             for key in now.keys() | one.kept.keys():
-                if key not in one.kept or key not in now or not self._same(one.kept[key], now[key]):
+                if key not in one.kept or key not in now or not self._is_as_noted(one.kept[key], now[key], tolerance):
                     found[f"{one.prefix}.{key}"] = _kind(now.get(key))
         for noted in self._noted.values():
-            if noted.name and noted.name not in found and not _holds(noted):
+            if noted.name and noted.name not in found and not _holds(noted, tolerance):
                 found[noted.name] = noted.kind
         return found
 
@@ -81,12 +84,11 @@ class ModuleState:
             if not _holds(noted):
                 _put_back(noted)
 
-    def _same(self, before: Any, now: Any) -> bool:
+    def _is_as_noted(self, before: Any, now: Any, tolerance: float) -> bool:
         if before is now:
             return True
-        if isinstance(before, Tensor) and isinstance(now, Tensor) and id(before) in self._noted:
-            return _equal(self._noted[id(before)].copy, now)
-        return type(before) is type(now) and _kind(now) == "number" and (before == now or before != before)
+        noted = self._noted.get(id(before))
+        return _alike(before if noted is None or noted.kind == "object" else noted.copy, now, tolerance)
 
     def _note(self, name: str, value: Any) -> None:
         if id(value) in self._noted:
@@ -173,20 +175,30 @@ def _is_users(value: Any) -> bool:
     return package not in _READ_ONLY and (package != _PACKAGE or kind.__name__ == "RouterStatistics")
 
 
-def _holds(noted: _Noted) -> bool:
+def _holds(noted: _Noted, tolerance: float = 0.0) -> bool:
     """Return whether a value still holds what it held."""
-    value, copy = noted.value, noted.copy
-    if isinstance(value, (Tensor, np.ndarray)):
-        return _equal(torch.as_tensor(copy), torch.as_tensor(value))
-    if isinstance(value, (list, deque)):
-        return len(value) == len(copy) and all(a is b for a, b in zip(value, copy, strict=True))
-    if isinstance(value, set):
-        return bool(value == copy)
-    held = value if isinstance(value, dict) else vars(value) if _is_users(value) else None
-    if held is None:
-        read = next(read for kind, (read, _) in _GENERATORS.items() if isinstance(value, kind))
-        return str(read(value)) == str(copy) if not isinstance(copy, Tensor) else torch.equal(read(value), copy)
-    return held.keys() == copy.keys() and all(held[key] is copy[key] for key in copy)
+    reader = next((read for kind, (read, _) in _GENERATORS.items() if isinstance(noted.value, kind)), None)
+    if reader is not None:
+        return _alike(noted.copy, reader(noted.value), tolerance)
+    return _alike(noted.copy, vars(noted.value) if noted.kind == "object" else noted.value, tolerance)
+
+
+def _alike(before: Any, now: Any, tolerance: float) -> bool:
+    """Return whether two values hold the same, numbers up to a relative difference."""
+    if before is now:
+        return True
+    if isinstance(before, (Tensor, np.ndarray)) and isinstance(now, (Tensor, np.ndarray)):
+        return _equal(torch.as_tensor(before), torch.as_tensor(now), tolerance)
+    if type(before) is not type(now):
+        return False
+    if _kind(now) == "number":
+        return bool(before == now or abs(before - now) <= tolerance * abs(before) or before != before)
+    if isinstance(now, (list, tuple, deque)):
+        pairs = zip(before, now, strict=False)
+        return len(before) == len(now) and all(_alike(one, other, tolerance) for one, other in pairs)
+    if isinstance(now, dict):
+        return before.keys() == now.keys() and all(_alike(before[key], now[key], tolerance) for key in before)
+    return bool(before == now) if isinstance(now, (set, str, bytes)) else False
 
 
 def _put_back(noted: _Noted) -> None:
@@ -207,11 +219,11 @@ def _put_back(noted: _Noted) -> None:
         held.update(copy)
 
 
-def _equal(before: Tensor, now: Tensor) -> bool:
-    if before.shape != now.shape or before.dtype != now.dtype:
+def _equal(before: Tensor, now: Tensor, tolerance: float) -> bool:
+    if before.shape != now.shape or before.dtype != now.dtype or before.device != now.device:
         return False
     if before.is_floating_point() or before.is_complex():
-        return bool(((before == now) | (before.isnan() & now.isnan())).all())
+        return torch.allclose(before, now, rtol=tolerance, atol=tolerance / 10, equal_nan=True)
     return torch.equal(before, now)
 
 

@@ -226,7 +226,12 @@ def test_hooks_log_monitor_and_see_what_steps_have_kept(
     one, ranks = found
     for rank, everything in enumerate(ranks):
         result = everything[layout]
-        assert result["fitted"] == pytest.approx(one["fitted"], rel=1e-9), rank
+        expected = dict(one["fitted"])
+        if "dp2" in layout:
+            # Before every batch a buffer is the first data rank's, as under ddp.
+            expected.pop("train_histogram")
+            result["fitted"].pop("train_histogram")
+        assert result["fitted"] == pytest.approx(expected, rel=1e-9), rank
         assert result["tested"][0] == pytest.approx(one["tested"][0], rel=1e-9), rank
         assert result["stopped"] == one["stopped"]
         assert result["best"] == pytest.approx(one["best"])
