@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_megatron.errors import ParallelPlanError
@@ -94,6 +95,12 @@ def neighbours_of(batch: Any, microbatches: Sequence[Microbatch]) -> list[Microb
         joined.append(Microbatch(data, num_samples))
         start += first.num_samples
     return joined
+
+
+def ignored_in(batch: Any) -> int:
+    """Return how many integers of a batch are -100, which losses of torch ignore as labels."""
+    tensors = [tensor for _, tensor in _tensors(batch, "") if tensor.dtype in (torch.int32, torch.int64)]
+    return sum(int((tensor == -100).sum()) for tensor in tensors)
 
 
 def samples_in(batch: Any) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline.microbatch import Microbatch, neighbours_of
+from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, neighbours_of
 from lightning_megatron.strategy.buffers import BatchStatistics
 from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.module_state import ModuleState
@@ -37,6 +37,8 @@ Run = Callable[[Sequence[Microbatch], Recorder, Callable[[], None]], list[Any]]
 _MOST = 16
 #: Relative difference that rounding may make, by the spacing of the coarsest type that is computed in.
 _TOLERANCES = ((1e-15, 1e-9), (1e-6, 1e-5), (2e-3, 5e-3), (math.inf, 2e-2))
+#: Above it a mean of unequally many tokens may pass for one of samples.
+_COARSE = 1e-4
 _WAYS_OUT = (
     "Return num_tokens beside the loss if it is a mean over tokens, leave the batch whole by microbatch_size='batch', "
     "cut it yourself by a collate function that returns a list of Microbatch, or say by check_microbatches=False that "
@@ -153,6 +155,9 @@ class _Trial:
             self._warn_of_unsteady(sorted(unsteady & found.keys()))
             found = {name: numbers for name, numbers in found.items() if name not in unsteady}
         self._judge(found, changed, parts[0].num_samples)
+        is_counted = any("num_tokens" in reading.values for reading in alone)
+        if alone and not is_counted and tolerance > _COARSE and self._mesh.data.rank == 0:
+            self._warn_of_ignored_labels(parts)
 
     def runs_whole(self) -> bool:
         """Return whether the step runs on the whole batch, where it can be tried on one rank without the others."""
@@ -247,6 +252,17 @@ class _Trial:
                 "each, or what the last one left.",
                 self._step,
                 ", ".join(kept[:5]),
+            )
+
+    def _warn_of_ignored_labels(self, parts: Sequence[Microbatch]) -> None:
+        """Say what rounding hides in half precision: a mean over tokens, of which microbatches have unequally many."""
+        counts = [ignored_in(part.data) / part.num_samples for part in parts]
+        if len(set(counts)) > 1:
+            log.warning(
+                "Labels of -100 are unequally many in the microbatches of the first batch. In half precision a mean "
+                "over the others cannot be told from rounding: if the loss of %s is one, return num_tokens beside it, "
+                "or microbatches of few labels will weigh too much.",
+                self._step,
             )
 
     def _warn_of_unsteady(self, names: Sequence[str]) -> None:

@@ -169,10 +169,13 @@ SOUND: dict[str, Callable[..., Any]] = {
 }
 
 
-def fit(step: Any, strategy: Any, net: nn.Module | None = None, collate: Any = None, **attributes: Any) -> Step:
+def fit(
+    step: Any, strategy: Any, net: nn.Module | None = None, collate: Any = None, precision: Any = "64-true",
+    **attributes: Any,
+) -> Step:  # fmt: skip
     module = Step(step, net, **attributes)
     trainer = Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, precision="64-true", logger=False,
+        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, precision=precision, logger=False,
         use_distributed_sampler=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
@@ -269,6 +272,18 @@ def test_what_couples_samples_trains_as_without_the_strategy_by_default(name: st
     assert ours.losses == pytest.approx(plain.losses, rel=1e-12)
     if step is counts_calls:
         assert (ours.calls, plain.calls) == (2, 2)
+
+
+@pytest.mark.parametrize(("step", "warns"), [(ragged, True), (counted, False)])
+def test_half_precision_warns_of_labels_that_rounding_could_hide(
+    step: Any, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def small(module: Step, batch: Any) -> Any:
+        return step(module, {**batch, "x": 0.01 * batch["x"]})
+
+    with caplog.at_level(logging.WARNING):
+        fit(small, MegatronStrategy(microbatch_size=1), precision="bf16-mixed")
+    assert ("Labels of -100 are unequally many" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("name", COUPLED)
