@@ -27,6 +27,11 @@ _OPAQUE = (
 )
 #: Packages of large objects that steps only read.
 _SLOW = ("tokenizers", "sentencepiece")
+#: What properties and ``__reduce_ex__`` of objects raise that cannot be described.
+_UNREADABLE = (
+    *(pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, LookupError, ArithmeticError, OSError),
+    AssertionError,
+)
 _ATOMS = frozenset({int, float, str, bool, bytes, type(None), Tensor})
 #: Tensors on the CPU up to this size are compared by their values: writing through ``.data`` leaves no other trace
 #: (elements).
@@ -59,8 +64,8 @@ def digest(value: Any) -> bytes | ListDigest | None:
     sink = _Sink()
     try:
         _Digester(sink, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    except Exception:  # noqa: BLE001
-        # Properties of the user's objects run here, and may raise anything.
+    except _UNREADABLE:
+        # Properties of the user's objects run here, and may raise.
         return None
     return sink.hash.digest()
 
@@ -121,7 +126,7 @@ def _parts_of(obj: Any) -> tuple[Any, ...]:
         return ()
     try:
         return tuple(obj.__reduce_ex__(2)[1:3])
-    except Exception:  # noqa: BLE001
+    except _UNREADABLE:
         # A lock, a file, a generator: the same as long as it is the same object.
         return ()
 
