@@ -69,9 +69,11 @@ def read_index(path: Path) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray
     try:
         header = read_start(path, HEADER.size)
         found = path.stat().st_size
-    except (CorruptDataError, OSError) as error:
+    except (ValueError, OSError) as error:
+        # a path with a zero byte is a ValueError of Python's
+        reason = error if isinstance(error, CorruptDataError) else f"{str(path)!r} cannot be read: {error}"
         raise CorruptDataError(
-            f"{str(error).rstrip('.')}. A corpus is named by its path without .bin and .idx, and an interrupted "
+            f"{str(reason).rstrip('.')}. A corpus is named by its path without .bin and .idx, and an interrupted "
             f"`lightning-megatron preprocess` leaves no .idx: run it again."
         ) from error
     if len(header) < HEADER.size:

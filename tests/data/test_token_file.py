@@ -141,6 +141,8 @@ def test_tokens_of_another_size_than_the_index_says_are_refused(tmp_path: Path, 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CorruptDataError, match=r"nothing\.idx cannot be read"):
         TokenFile(tmp_path / "nothing")
+    with pytest.raises(CorruptDataError, match="embedded null byte. A corpus is named by its path"):
+        TokenFile("a\0b")
     prefix = write_golden(tmp_path)
     bin_path(prefix).unlink()
     with pytest.raises(CorruptDataError, match=r"golden\.bin is missing"):
