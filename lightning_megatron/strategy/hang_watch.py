@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from lightning.pytorch import LightningModule
+
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.notices import Notices
 from lightning_megatron.strategy.positions import Position, hang_report, is_ahead, missing_ranks
@@ -164,3 +166,12 @@ def _device_waits(positions: Mapping[int, Position]) -> dict[int, Position]:
         rank: replace(position, waits=position.waits or is_ahead(position, positions))
         for rank, position in positions.items()
     }
+
+
+def place_of(module: LightningModule | None) -> str:
+    """Return what the Trainer of a module does, for another thread than the one that does it."""
+    trainer = None if module is None else module._trainer
+    if trainer is None:
+        return "no run"
+    stage = trainer.state.stage or trainer.state.fn
+    return f"{stage.value if stage else 'setup'}, global_step {trainer.global_step}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.agent_store import open_store
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import (
     all_gather_sequence,
@@ -27,7 +25,6 @@ from lightning_megatron.groups.collectives import (
     broadcast_object,
     is_world,
 )
-from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.mesh import DEFAULT_TIMEOUTS, ParallelMesh
 from lightning_megatron.groups.nccl_options import NcclOptions
 from lightning_megatron.groups.notices import Notices
@@ -36,11 +33,10 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.buffers import BufferStrategy
 from lightning_megatron.strategy.dataloaders import seed_dataloader
 from lightning_megatron.strategy.failure import FailureWatch
-from lightning_megatron.strategy.hang_watch import HangWatch
+from lightning_megatron.strategy.hang_watch import HangWatch, place_of
+from lightning_megatron.strategy.joining import check_backend, join_processes
 from lightning_megatron.strategy.launcher import MegatronLauncher
 from lightning_megatron.strategy.private import (
-    default_backend,
-    init_process_group,
     publish_device_mesh,
     reduce_over_group,
     reset_seed,
@@ -48,9 +44,6 @@ from lightning_megatron.strategy.private import (
 )
 
 log = logging.getLogger(__name__)
-
-#: Set by torchrun for ranks that are to meet in its own store.
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class MeshStrategy(BufferStrategy):
@@ -179,6 +172,7 @@ class MeshStrategy(BufferStrategy):
                 "and stages "
                 "would differ from those of the batch. Use norms without batch statistics."
             )
+        check_backend(self._backend, self.root_device)
         assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
         log.debug("layout: %s", layout)
         self._watch = FailureWatch(self.global_rank, self.num_processes)
@@ -215,26 +209,15 @@ class MeshStrategy(BufferStrategy):
         """
         layout, seed = self.layout, torch.initial_seed()
         if layout.world_size > 1:
-            backend = self._backend or default_backend(self.root_device)
-            # Processes start further apart than they arrive at collectives, whose groups get the timeout below.
-            patience = DEFAULT_TIMEOUTS[self.root_device.type]
-            options: dict[str, Any] = {"timeout": max(self._timeout or patience, patience)}
-            if self.root_device.type == "cuda":
-                options["device_id"] = self.root_device
-            environment = self.cluster_environment
-            assert environment is not None, "the Trainer sets the cluster environment"
-            store = open_store(
-                environment.main_address,
-                environment.main_port,
+            join_processes(
+                self.cluster_environment,
                 self.global_rank,
                 layout.world_size,
-                options["timeout"],
-                of_agent=os.environ.get(AGENT_STORE) == "True",
+                self.root_device,
+                self._backend,
+                self._timeout,
+                self.configuration(),
             )
-            # Ranks that disagree may not even make groups of the same backend: they are compared before.
-            everyone = range(layout.world_size)
-            check_same_in_store(store, self.global_rank, everyone, self.configuration(), options["timeout"])
-            init_process_group(environment, backend, store=store, **options)
         mesh = ParallelMesh.create(
             layout,
             device=self.root_device,
@@ -272,18 +255,10 @@ class MeshStrategy(BufferStrategy):
             None if self.root_device.type == "cpu" else device,
             folder,
             notices,
-            self._place,
+            lambda: place_of(self.lightning_module),
             self._watch.report_hang,
         )
         self._hang_watch.start()
-
-    def _place(self) -> str:
-        """Say what the Trainer does; asked by another thread than the one that does it."""
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is None:
-            return "no run"
-        stage = trainer.state.stage or trainer.state.fn
-        return f"{stage.value if stage else 'setup'}, global_step {trainer.global_step}"
 
     def leave_mesh(self) -> None:
         """Give back the groups of this run."""

@@ -82,6 +82,11 @@ class StrategyOptions:
             )
         if self.recompute is not None:
             check_recompute(self.recompute)
+        if self.zero == 0 and self.optimizer_slices != "auto":
+            raise ParallelPlanError(
+                f"optimizer_slices ({self.optimizer_slices!r}) needs zero=1, because nothing is cut into slices where "
+                "every rank has the whole state. Use zero=1, or leave optimizer_slices out."
+            )
         # What a file says is compared over the ranks, not its path.
         object.__setattr__(self, "nccl_options", read_nccl_options(self.nccl_options))
         if self.nccl_options and self.process_group_backend == "gloo":

@@ -46,6 +46,7 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
             ParallelPlanError,
             "sequence_parallel False",
         ),
+        ({"zero": 0, "optimizer_slices": "elements"}, ParallelPlanError, "optimizer_slices .'elements'. needs zero=1"),
         ({"recompute": "some"}, UnsupportedError, "one of none, selective, experts, full"),
     ],
 )
@@ -57,6 +58,11 @@ def test_bad_arguments_are_refused_by_the_constructor(arguments: Any, error: typ
 def test_sizes_that_do_not_divide_the_world_are_refused_by_the_trainer() -> None:
     with pytest.raises(ParallelPlanError, match="world_size .4. must be a multiple of tp x cp x pp"):
         trainer(4, MegatronStrategy(tp=3))
+
+
+def test_nccl_without_gpus_is_refused_by_the_trainer() -> None:
+    with pytest.raises(UnsupportedError, match="'nccl' needs GPUs, .* the Trainer's device is cpu"):
+        trainer(2, MegatronStrategy(process_group_backend="nccl"))
 
 
 def test_a_checkpoint_plugin_is_refused() -> None:
