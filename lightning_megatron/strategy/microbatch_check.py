@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, neighbours_of
+from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cut, neighbours_of
 from lightning_megatron.strategy.buffers import BatchStatistics
 from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.module_state import ModuleState
@@ -94,7 +94,8 @@ class MicrobatchTrials:
         CPU.
         """
         self._statistics.check(len(microbatches))
-        if key in self._tried:
+        if key in self._tried or is_cut(batch):
+            # Whoever cuts batches by hand knows parts that nobody here could join.
             return
         self._tried.add(key)
         parts = list(microbatches[:_MOST])

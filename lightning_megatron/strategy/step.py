@@ -190,7 +190,7 @@ class StepRunner:
         step: int,
     ) -> None:
         """Compare a step on microbatches with itself on their samples together, at its first batch."""
-        if self._trials is None or self._rule.is_whole:
+        if self._trials is None or (self._rule.is_whole and not is_cut(batch)):
             return
 
         def run(parts: Sequence[Microbatch], recorder: Recorder, begin: Callable[[], None]) -> list[Any]:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_megatron import MegatronStrategy, UnsupportedError
+from lightning_megatron.pipeline.microbatch import Microbatch
 
 SIZE, FEATURES, CLASSES = 4, 6, 4
 
@@ -241,6 +242,12 @@ def test_first_dimensions_that_do_not_count_samples_are_refused_or_kept_whole(na
         run(MegatronStrategy(microbatch_size=size))
 
 
+def by_hand(samples: list[dict[str, Tensor]]) -> list[Microbatch]:
+    """Cut a batch in the collate function."""
+    parts = samples[:1], samples[1:]
+    return [Microbatch(torch.utils.data.default_collate(part), len(part)) for part in parts]
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_norms_with_statistics_of_the_batch_are_refused_by_name_unless_frozen(size: int) -> None:
     def net(is_frozen: bool) -> nn.Module:
@@ -251,6 +258,8 @@ def test_norms_with_statistics_of_the_batch_are_refused_by_name_unless_frozen(si
 
     with pytest.raises(UnsupportedError, match=r"batch statistics are those of a whole batch, .* net\.1 would norm"):
         fit(mean, MegatronStrategy(microbatch_size=size), net(False))
+    with pytest.raises(UnsupportedError, match="batch statistics are those of a whole batch"):
+        fit(mean, MegatronStrategy(), net(False), by_hand)
     fit(mean, MegatronStrategy(microbatch_size=size), net(True))
     assert fit(mean, MegatronStrategy(), net(False)).losses == fit(mean, "auto", net(False)).losses
 
