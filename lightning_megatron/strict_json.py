@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_megatron.errors import CorruptDataError
 
 MAX_BYTES = 1 << 20
+#: How many mappings and lists may be inside each other; real files have a handful.
+MAX_DEPTH = 32
 
 
 def read_start(path: Path, num_bytes: int, remedy: str = "") -> bytes:
@@ -60,8 +63,20 @@ def read_json(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> Any:
     return parse_json(read_regular_file(path, remedy, max_bytes), str(path), remedy)
 
 
+def parse_object(content: bytes, source: str, remedy: str) -> dict[str, Any]:
+    """Return the object that strict JSON holds; see `parse_json` for the rules.
+
+    Raises:
+        CorruptDataError: The text breaks one of the rules, or holds another value.
+    """
+    value = parse_json(content, source, remedy)
+    if not isinstance(value, dict):
+        raise CorruptDataError(f"{source} must hold a JSON object: it holds a {type(value).__name__}. {remedy}")
+    return value
+
+
 def parse_json(content: bytes, source: str, remedy: str) -> Any:
-    """Return the value of strict JSON: UTF-8, finite numbers, no key twice in an object, nested as Python can read.
+    """Return the value of strict JSON: UTF-8, finite numbers, no key twice in an object, `MAX_DEPTH` levels.
 
     Args:
         content: The text in UTF-8.
@@ -80,6 +95,8 @@ def parse_json(content: bytes, source: str, remedy: str) -> Any:
         )
         # a half of a surrogate pair is legal JSON, but no text: not even an error could print it
         json.dumps(value, ensure_ascii=False).encode("utf-8")
+        if _is_deeper(value, MAX_DEPTH):
+            raise RecursionError
     except UnicodeDecodeError as error:
         reason = f"byte {error.start} is not UTF-8"
     except UnicodeEncodeError:
@@ -97,8 +114,8 @@ def parse_json(content: bytes, source: str, remedy: str) -> Any:
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
+        count = Counter(name for name, _ in pairs)
+        repeated = next(name for name, times in count.items() if times > 1)
         raise ValueError(f"the key {repeated!r} occurs twice in one object")
     return fields
 
@@ -112,3 +129,11 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:40]} is too large")
     return value
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [[value]]
+    for _ in range(depth):
+        inside = [one for values in level for one in values if isinstance(one, (dict, list))]
+        level = [list(one.values()) if isinstance(one, dict) else one for one in inside]
+    return any(isinstance(one, (dict, list)) for values in level for one in values)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.errors import CorruptDataError
-from lightning_megatron.strict_json import parse_json, read_json
+from lightning_megatron.strict_json import MAX_DEPTH, parse_json, parse_object, read_json
 
 
 def test_json_is_read_as_the_standard_library_reads_it(tmp_path: Path) -> None:
@@ -34,6 +34,7 @@ def test_json_is_read_as_the_standard_library_reads_it(tmp_path: Path) -> None:
         (b'{"a": "\\ud800"}', "half of a surrogate pair"),
         (b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
         (b'{"a": ' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
+        (b"[" * 34 + b"]" * 34, "nested too deeply"),
         (b"9" * 5000, "an integer has too many digits"),
     ],
 )
@@ -43,6 +44,19 @@ def test_faults_are_named_with_file_and_remedy(content: bytes, reason: str) -> N
     assert str(caught.value).startswith("x.json is not valid JSON: ")
     assert reason in str(caught.value)
     assert str(caught.value).endswith(" Write it again.")
+
+
+def test_levels_are_counted() -> None:
+    deepest = b'{"a":' * MAX_DEPTH + b"1" + b"}" * MAX_DEPTH
+    assert parse_json(deepest, "x.json", "") == json.loads(deepest)
+    with pytest.raises(CorruptDataError, match="nested too deeply"):
+        parse_json(b"[" + deepest + b"]", "x.json", "")
+
+
+def test_another_value_than_an_object_is_refused() -> None:
+    assert parse_object(b'{"a": 1}', "x.json", "") == {"a": 1}
+    with pytest.raises(CorruptDataError, match=r"x\.json must hold a JSON object: it holds a list\. Write it again\."):
+        parse_object(b"[1]", "x.json", "Write it again.")
 
 
 def test_what_is_not_a_small_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:

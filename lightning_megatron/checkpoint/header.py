@@ -12,7 +12,7 @@ from typing import Any
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, writing
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.strict_json import read_json
+from lightning_megatron.strict_json import parse_object
 
 FORMAT = 2
 HEADER, METADATA = "checkpoint.json", "meta.pt"
@@ -70,7 +70,10 @@ class Header:
         """
         try:
             with folder.open(HEADER) as file:
-                fields = read_json(file, f"{folder.name}/{HEADER}", _LARGEST)
+                content = file.read(_LARGEST + 1)
+            if len(content) > _LARGEST:
+                raise OSError(f"it has more than {_LARGEST} bytes")
+            fields = parse_object(content, f"{folder.name}/{HEADER}", "Use another checkpoint.")
             written = fields["format"]
         except (OSError, KeyError) as error:
             raise _damaged(folder, f"{type(error).__name__}: {error}") from error

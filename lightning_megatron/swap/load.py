@@ -18,6 +18,7 @@ from lightning_megatron.swap.copying import Copy, copies_of, copy_all
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.mapping import Slices, TensorMap, TensorReader, TensorsInMemory, named
 from lightning_megatron.swap.packed import Place, places
+from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
 _WORD_EMBEDDING = "embedding.word.weight"
 
@@ -174,7 +175,10 @@ def check_tensors(
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, left over or of another shape.
+        CorruptDataError: If types of the elements cannot be those of one model.
     """
+    if isinstance(reader.reader, SafetensorsFolder):
+        reader.reader.check_types(place.name for place in reader.own.values())
     shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
     if is_tied and family.head in reader.own:
         shapes[family.head] = shapes[family.embedding]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import mmap
 import os
+import re
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -19,86 +17,34 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from lightning_megatron.strict_json import parse_object, read_regular_file
 from lightning_megatron.swap.mapping import Slices, named
+from lightning_megatron.swap.safetensors_header import DTYPES as DTYPES
+from lightning_megatron.swap.safetensors_header import LENGTH_BYTES as LENGTH_BYTES
+from lightning_megatron.swap.safetensors_header import StoredTensor, read_header
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-
-#: Element types of the format that hold numbers of torch.
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-#: Bytes before the header, which hold its length.
-LENGTH_BYTES = 8
-_LARGEST_HEADER = 100_000_000
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Say where the elements of a tensor are.
-
-    Args:
-        path: The file.
-        dtype: Type of the elements.
-        shape: Shape (elements).
-        start: Where they begin in the file (bytes).
-    """
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-    def read(self, slices: Slices, descriptor: int) -> Tensor:
-        """Map a part of the tensor into memory; pages are read when they are first looked at.
-
-        The mapping ends with the last view of the result. What is written into the result does not get to the file.
-
-        Args:
-            slices: One slice for each dimension, with start and stop.
-            descriptor: Of the file, opened for reading.
-        """
-        shape = self.shape
-        if not shape:
-            return self._mapped(0, 1, descriptor).view(())
-        width = prod(shape[1:])
-        first, last = slices[0].start, slices[0].stop
-        rows = self._mapped(first * width, (last - first) * width, descriptor).view(last - first, *shape[1:])
-        return rows[(slice(None), *slices[1:])]
-
-    def _mapped(self, first: int, count: int, descriptor: int) -> Tensor:
-        if not count:
-            return torch.empty(0, dtype=self.dtype)
-        begin = self.start + first * self.dtype.itemsize
-        before = begin % mmap.ALLOCATIONGRANULARITY
-        # A private mapping: torch takes no memory that cannot be written.
-        length = before + count * self.dtype.itemsize
-        pages = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=begin - before)
-        return torch.frombuffer(pages, dtype=self.dtype, count=count, offset=before)
+_REMEDY = "Copy it again."
+#: Room for a million tensors (bytes).
+_LARGEST_INDEX = 1 << 27
+#: Room for the names of a hundred thousand classes (bytes).
+_LARGEST_CONFIG = 1 << 23
+_FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
+_NUMBERED = re.compile(r"(?P<start>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors", re.ASCII)
 
 
 class SafetensorsFolder:
     """Read tensors of a local Hugging Face folder.
 
     Equal to what ``safetensors.safe_open`` gives for each of its files. Headers are read and checked at once, tensors
-    when they are asked for, by any thread.
+    when they are asked for, by any thread. What a header cannot show (:func:`read_header`) is not seen here either.
 
     Args:
         path: The folder, with ``model.safetensors`` or ``model.safetensors.index.json`` and the files it names.
 
     Raises:
-        CheckpointMismatchError: If there are no weights, a file that the index names is missing, or a file lacks a
-            tensor that the index says it has.
+        CheckpointMismatchError: If there are no weights, a file that the index names is missing or elsewhere, or index
+            and files do not have the same tensors.
         CorruptDataError: If a file is not what its name says.
         UnsupportedError: If the weights are in another format.
     """
@@ -129,14 +75,40 @@ class SafetensorsFolder:
 
         Raises:
             CheckpointMismatchError: If there is none.
-            CorruptDataError: If it is not JSON.
+            CorruptDataError: If it is not JSON, or has more than eight megabytes.
         """
         if not (self.path / CONFIG).is_file():
             raise CheckpointMismatchError(
                 f"a Hugging Face folder must have a {CONFIG}: {self.path} has none. Without it the weights have no "
                 "meaning. Save the model with save_pretrained."
             )
-        return _json_of(self.path / CONFIG)
+        path = self.path / CONFIG
+        return parse_object(read_regular_file(path, _REMEDY, _LARGEST_CONFIG), str(path), _REMEDY)
+
+    def check_types(self, names: Iterable[str]) -> None:
+        """Refuse types of elements that tensors of one model do not have together.
+
+        Weights are floating-point numbers, and of two types of the same width one alone is in a model: a header where
+        one tensor has another type than it was written with is as good as any.
+
+        Args:
+            names: Tensors that hold weights.
+
+        Raises:
+            CorruptDataError: Naming a tensor of each type.
+        """
+        found: dict[torch.dtype, str] = {}
+        for name in names:
+            found.setdefault(self.dtype_of(name), name)
+        for dtype, name in found.items():
+            twin = next((one for one in found if one != dtype and one.itemsize == dtype.itemsize), None)
+            if not dtype.is_floating_point or twin is not None:
+                other = "" if twin is None else f", and {found[twin]!r} {twin}"
+                raise CorruptDataError(
+                    f"weights must be floating-point numbers, and of one type where types are equally wide: {name!r} "
+                    f"of {self.path} is {dtype}{other}. The bytes of one type would be read as another. Save the model "
+                    "again, with one type."
+                )
 
     def names(self) -> Iterable[str]:
         """List the tensors."""
@@ -187,19 +159,15 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
         return read_header(folder / WEIGHTS)
     if not (folder / INDEX).is_file():
         _refuse(folder)
-    places = _json_of(folder / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+    content = read_regular_file(folder / INDEX, _REMEDY, _LARGEST_INDEX)
+    places = parse_object(content, str(folder / INDEX), _REMEDY).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
         raise CorruptDataError(
             f"an index must map tensors to files in its weight_map: {folder / INDEX} does not. It is damaged or of "
             "another format. Copy the folder again."
         )
     files = sorted(set(places.values()))
-    absent = [file for file in files if Path(file).name != file or not (folder / file).is_file()]
-    if absent:
-        raise CheckpointMismatchError(
-            f"every file that {INDEX} names must be in its folder: {folder} lacks {named(absent)} of {len(files)}. "
-            "The copy is incomplete. Copy the missing files."
-        )
+    _check_files(folder, files)
     found = {file: read_header(folder / file) for file in files}
     lacking = [name for name, file in places.items() if name not in found[file]]
     if lacking:
@@ -207,7 +175,50 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
             f"every file must have the tensors that {INDEX} says: {named(lacking)} of {folder} are not where it says. "
             "Index and files are of different saves. Copy the folder again."
         )
+    hidden = [f"{name} in {file}" for file, tensors in found.items() for name in tensors if places.get(name) != file]
+    if hidden:
+        raise CheckpointMismatchError(
+            f"every tensor of a file must be in {INDEX}, with this file: {named(hidden)} of {folder} are not. Index "
+            "and files are of different saves. Copy the folder again."
+        )
     return {name: found[file][name] for name, file in places.items()}
+
+
+def _check_files(folder: Path, files: Sequence[str]) -> None:
+    """Refuse names of files that lead elsewhere, files that are missing, and series that are not named as a whole."""
+    outside = [file for file in files if not _FILE.fullmatch(file) or not _is_inside(folder, file)]
+    if outside:
+        raise CheckpointMismatchError(
+            f"every file that {INDEX} names must be a safetensors file of its own folder: {named(outside)} of {folder} "
+            "are not, or are links to files elsewhere. An index could name any file of this machine. Put the files "
+            "into the folder, as hard links where copies are too large."
+        )
+    absent = [file for file in files if not os.path.isfile(folder / file)]
+    if absent:
+        raise CheckpointMismatchError(
+            f"every file that {INDEX} names must be in its folder: {folder} lacks {named(absent)} of {len(files)}. "
+            "The copy is incomplete. Copy the missing files."
+        )
+    series: dict[tuple[str, str], set[int]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, files)):
+        series.setdefault((match["start"], match["count"]), set()).add(int(match["number"]))
+    for (start, count), numbers in series.items():
+        if len(numbers) != int(count) or max(numbers) > int(count):
+            raise CheckpointMismatchError(
+                f"{INDEX} must name every file of a series: of the {int(count)} files {start}-...-of-{count} of "
+                f"{folder} it names {len(numbers)}. Tensors would be missing. Copy the index again."
+            )
+
+
+def _is_inside(folder: Path, file: str) -> bool:
+    """Return whether a file is in a folder, or one that the cache of Hugging Face keeps for this folder.
+
+    There ``snapshots/REVISION/FILE`` is a link to ``blobs/HASH`` beside ``snapshots``.
+    """
+    inside = folder.resolve()
+    found = Path(os.path.realpath(folder / file)).parent
+    snapshots = next((parent for parent in inside.parents if parent.name == "snapshots"), None)
+    return found in (inside, None if snapshots is None else snapshots.parent / "blobs")
 
 
 def _refuse(folder: Path) -> None:
@@ -228,62 +239,3 @@ def _refuse(folder: Path) -> None:
         f"a folder of weights must have {WEIGHTS} or {INDEX}: {folder} has neither. Files of other names are not "
         "looked at. Give the folder that save_pretrained wrote."
     )
-
-
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return what is in a safetensors file.
-
-    Raises:
-        CorruptDataError: If it is damaged, truncated or of another format.
-        UnsupportedError: If a tensor has an element type that torch has not.
-    """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if not 2 <= length <= min(_LARGEST_HEADER, size - LENGTH_BYTES):
-            raise CorruptDataError(
-                f"a safetensors file must begin with the length of its header: {path} ({size} bytes) says {length}. "
-                "It is truncated or of another format. Copy it again."
-            )
-        content = file.read(length)
-    entries = _parsed(content, path)
-    entries.pop("__metadata__", None)
-    begin = LENGTH_BYTES + length
-    return {name: _stored(name, entry, path, begin, size) for name, entry in entries.items()}
-
-
-def _stored(name: str, entry: Any, path: Path, begin: int, file_size: int) -> StoredTensor:
-    try:
-        kind, shape = entry["dtype"], tuple(map(int, entry["shape"]))
-        start, stop = map(int, entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptDataError(
-            f"a header must give dtype, shape and data_offsets of every tensor: {path} does not for {name!r}. "
-            "It is damaged. Copy it again."
-        ) from error
-    if kind not in DTYPES:
-        raise UnsupportedError(
-            f"the elements of a tensor must be of a type that torch has: {name!r} in {path} has {kind}. "
-            f"Use one of {', '.join(DTYPES)}."
-        )
-    dtype = DTYPES[kind]
-    if min((0, *shape)) < 0 or start < 0 or stop - start != prod(shape) * dtype.itemsize or begin + stop > file_size:
-        raise CorruptDataError(
-            f"a tensor must be inside its file: {name!r} of shape {shape} and type {kind} is said to be at bytes "
-            f"{start} to {stop} of {file_size - begin} in {path}. The file is truncated or damaged. Copy it again."
-        )
-    return StoredTensor(path, dtype, shape, begin + start)
-
-
-def _json_of(path: Path) -> dict[str, Any]:
-    return _parsed(path.read_bytes(), path)
-
-
-def _parsed(content: bytes, path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(content)
-    except ValueError as error:
-        raise CorruptDataError(f"a file must hold JSON where its format says so: {path} does not ({error}).") from error
-    if not isinstance(found, dict):
-        raise CorruptDataError(f"the JSON of a file must be a mapping: {path} has a {type(found).__name__}.")
-    return found

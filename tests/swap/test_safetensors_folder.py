@@ -104,7 +104,7 @@ def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
         SafetensorsFolder(tmp_path)
     content["weight_map"]["absent"] = "../elsewhere.safetensors"
     index.write_text(json.dumps(content))
-    with pytest.raises(CheckpointMismatchError, match="'../elsewhere.safetensors'"):
+    with pytest.raises(CheckpointMismatchError, match=r"of its own folder: '\.\./elsewhere.safetensors'"):
         SafetensorsFolder(tmp_path)
     index.write_text('{"weight_map": 3}')
     with pytest.raises(CorruptDataError, match="must map tensors to files"):
@@ -137,7 +137,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
         (lambda content: b"version https://git-lfs.github.com/spec/v1\n", "begin with the length of its header"),
         (lambda content: content.replace(b'"dtype"', b'"drype"'), "dtype, shape and data_offsets"),
         (lambda content: content.replace(b'"shape":[7,5,3]', b'"shape":[7,9,3]'), "truncated or damaged"),
-        (lambda content: content.replace(b'"shape":[7,5,3]', b'"shape":[7,5,x]'), "must hold JSON"),
+        (lambda content: content.replace(b'"shape":[7,5,3]', b'"shape":[7,5,x]'), "is not valid JSON"),
         (lambda content: content.replace(b'"F32"', b'"F33"'), "has F33"),
     ],
 )
