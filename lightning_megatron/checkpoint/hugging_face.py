@@ -20,6 +20,7 @@ from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.export import MAX_FILE_BYTES, export_adapter, export_folder
 from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.load import full_tensors
@@ -180,8 +181,13 @@ def import_model(
 
 
 def _architecture(source: SafetensorsFolder) -> str:
-    named: list[str] = source.config.get("architectures") or [source.config.get("model_type", "")]
-    return named[0]
+    classes, kind = source.config.get("architectures") or [], source.config.get("model_type") or ""
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in (*classes, kind)):
+        raise CheckpointMismatchError(
+            f"architectures of a configuration must be a list of names, and model_type a name: they are "
+            f"{shown(classes)} and {shown(kind)} in {source.path}. They say what the tensors mean. Correct config.json."
+        )
+    return next(iter(classes), kind)
 
 
 def _chosen(models: Mapping[str, Any], name: str | None, path: str | os.PathLike[str]) -> tuple[str, Any]:

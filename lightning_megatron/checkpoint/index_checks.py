@@ -80,7 +80,8 @@ def _check_tensor(name: str, entry: TensorStorageMetadata) -> dict[tuple[int, ..
     properties = entry.properties
     if type(properties) is not TensorProperties or not isinstance(properties.dtype, torch.dtype):
         raise ValueError(f"{name!r} has no dtype")
-    torch.empty(0, dtype=properties.dtype)  # fails for those of quantised tensors, which are never saved
+    if torch.empty(0, dtype=properties.dtype).is_quantized:
+        raise ValueError(f"{name!r} has the type {properties.dtype} of quantized tensors, which are never saved")
     if properties.layout is not torch.strided:
         raise ValueError(f"{name!r} has the layout {properties.layout}, which is never saved")
     if type(entry.chunks) is not list or not all(type(chunk) is ChunkStorageMetadata for chunk in entry.chunks):

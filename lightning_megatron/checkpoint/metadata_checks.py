@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from lightning_megatron.checkpoint.header import Header
@@ -29,6 +30,11 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
+def _is_shape(value: Any) -> bool:
+    # Elements are counted in 64 bits, without the sizes that are 0, too.
+    return isinstance(value, list) and all(map(_is_number, value)) and prod(size or 1 for size in value) < 1 << 59
+
+
 def _is_mapping(value: Any, inner: Callable[[Any], bool] = lambda value: True) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) and inner(one) for name, one in value.items())
 
@@ -50,7 +56,7 @@ def _is_one_process(value: Any) -> bool:
         and _is_names(value.get("order"))
         and _is_mapping(value.get("aliases"), lambda name: isinstance(name, str))
         and _is_mapping(value.get("padded_rows"), _is_number)
-        and _is_mapping(value.get("empty", {}), lambda shape: isinstance(shape, list) and all(map(_is_number, shape)))
+        and _is_mapping(value.get("empty", {}), _is_shape)
         and isinstance(value.get("numbering"), list)
         and all(
             isinstance(one, str) or (isinstance(one, list) and all(map(_is_names, one))) for one in value["numbering"]

@@ -63,7 +63,8 @@ def check(folder: Path, what: str) -> str:
         return refusal
     assert found.keys() == tensors().keys(), what
     for name, tensor in tensors().items():
-        same = tensor.dtype == found[name].dtype and torch.equal(tensor, found[name])
+        same = found[name].dtype == tensor.dtype and torch.equal(tensor, found[name])
+        same |= not found[name].numel() and not tensor.numel()  # type and shape of no elements
         assert same, f"{what}: {name} is not what was saved"
     return ""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families.expert_names import SETTINGS, ExpertNames
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, refusal
@@ -78,9 +79,9 @@ def _own_settings(values: Values) -> Mapping[str, Any]:
     given = values[SETTINGS] or {}
     if not isinstance(given, Mapping) or not given.keys() <= set(OF_TRAINING):
         raise UnsupportedError(
-            f"{SETTINGS} of a configuration must be a mapping with some of {', '.join(OF_TRAINING)}: it is {given!r}. "
-            "They are fields of ExpertsConfig that no weights depend on; Hugging Face's fields say the others. Leave "
-            "out what is not among them."
+            f"{SETTINGS} of a configuration must be a mapping with some of {', '.join(OF_TRAINING)}: it is "
+            f"{shown(given)}. They are fields of ExpertsConfig that no weights depend on; Hugging Face's fields say "
+            "the others. Leave out what is not among them."
         )
     return given
 

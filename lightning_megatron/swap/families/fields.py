@@ -9,7 +9,10 @@ from typing import Any, TypeAlias
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.legal_values import one_of
+from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families.family import ModelConfig
+from lightning_megatron.swap.families.field_kinds import KINDS, check_kind
+from lightning_megatron.swap.families.unknown_fields import HARMLESS, passed_over, warn_of
 
 Values: TypeAlias = Mapping[str, Any]
 """Fields of a foreign configuration by name, with the family's defaults where they are not given."""
@@ -50,6 +53,7 @@ class Field:
         only: The values that the family is computed with; None allows all.
         why: Why there is no other.
         also: Further names that files have for it.
+        kind: What its value can be, as ``KINDS`` says it; None takes what that has for its name.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Field:
     only: tuple[Any, ...] | None = None
     why: str = ""
     also: tuple[str, ...] = ()
+    kind: Any = None
 
     def value_in(self, config: Values, family: str) -> Any:
         """Return the value that a configuration gives, or the default.
@@ -66,10 +71,10 @@ class Field:
             UnsupportedError: If it gives two under different names.
         """
         given = {name: config[name] for name in (self.name, *self.also) if config.get(name) is not None}
+        first = next(iter(given), self.name)
         for name, value in given.items():
-            if value != next(iter(given.values())):
-                first = next(iter(given))
-                why = f"it is another name of {first}, which is {given[first]!r}"
+            if name != first and value != given[first]:
+                why = f"it is another name of {first}, which is {shown(given[first])}"
                 raise refusal(family, name, value, why, (given[first], None))
         return next(iter(given.values())) if given else config.get(self.name, self.default)
 
@@ -91,8 +96,8 @@ GENERAL = (
 class ConfigTable:
     """Turn configurations of a family into ours.
 
-    Every field is used, irrelevant, or refused unless it has the value that we compute with; one that the table does
-    not know is refused unless it is off (None or False).
+    Every field is used, irrelevant, or refused unless it has the value that we compute with. One that the table does
+    not know is passed over where Hugging Face does so, too, and refused otherwise unless it is off (None or False).
 
     Args:
         family: Name of the family, for messages.
@@ -127,9 +132,14 @@ class ConfigTable:
             CheckpointMismatchError: If a value is of another type than the family's.
             ParallelPlanError: If sizes contradict each other.
         """
-        self._check_known(config)
+        if not isinstance(config, Mapping) or not all(isinstance(name, str) for name in config):
+            raise CheckpointMismatchError(
+                f"a {self.family} configuration must be a mapping of fields: it is {shown(config)}. Without names the "
+                "values have no meaning. Give what config.to_dict() returns, or what config.json holds."
+            )
         self._values(config, GENERAL)
         found: ModelConfig = self.record(config)
+        self._check_known(config)
         return found
 
     def record(self, config: Values) -> Any:
@@ -148,7 +158,6 @@ class ConfigTable:
             if callable(rule.becomes):
                 found |= rule.becomes(values)
             elif rule.becomes is not None:
-                self._check_type(rule, values[rule.name])
                 found[rule.becomes] = values[rule.name]
         return self.builds(**found, **{name: part.record(config) for name, part in self.parts.items()})
 
@@ -156,31 +165,39 @@ class ConfigTable:
         values = {}
         for rule in rules:
             value = values[rule.name] = rule.value_in(config, self.family)
-            if rule.only is not None and value not in rule.only:
+            if rule.only is None:
+                self._check_value(rule, value)
+            elif not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in rule.only):
                 raise refusal(self.family, rule.name, value, rule.why, rule.only)
         return values
 
-    def _check_type(self, rule: Field, value: Any) -> None:
-        legal = (int, float) if isinstance(rule.default, float) else type(rule.default)
-        if rule.default is not None and (not isinstance(value, legal) or isinstance(value, bool) != (legal is bool)):
-            raise CheckpointMismatchError(
-                f"{rule.name} of a {self.family} configuration must be of the type of {rule.default!r}: it is "
-                f"{value!r}. It becomes {rule.becomes}. Correct the configuration."
-            )
+    def _check_value(self, rule: Field, value: Any) -> None:
+        kind = KINDS.get(rule.name) if rule.kind is None else rule.kind
+        if kind is None and isinstance(rule.becomes, str) and rule.default is not None:
+            # A field of a family that is described elsewhere has the type of its default.
+            kind = type(rule.default)
+        if kind is not None:
+            check_kind(rule.name, value, kind, self.family)
 
     def _check_known(self, config: Values) -> None:
         known = self.names | IRRELEVANT
-        for name, value in config.items():
-            is_known = name in known or name.startswith("_")
-            if not is_known and value is not None and value is not False:
-                raise refusal(self.family, name, value, "nothing is known of this field, which may change the model")
+        unknown = {name for name in config if name not in known and not name.startswith("_")}
+        on = sorted(name for name in unknown if config[name] is not None and config[name] is not False)
+        overlooked = passed_over(on, config.get("model_type"))
+        for name in on:
+            if name not in overlooked:
+                raise refusal(
+                    self.family, name, config[name], "nothing is known of this field, which may change the model"
+                )
+        if overlooked - HARMLESS:
+            warn_of(self.family, tuple(sorted(overlooked - HARMLESS)))
 
 
 def refusal(family: str, name: str, value: Any, why: str, only: tuple[Any, ...] = (None, False)) -> UnsupportedError:
     """Return the error that says a field asks for something that is not computed."""
     legal = one_of(only)
     return UnsupportedError(
-        f"{name} of a {family} configuration must be {legal}: it is {value!r}. Here {why}. "
+        f"{name} of a {family} configuration must be {legal}: it is {shown(value)}. Here {why}. "
         f"Set {name} to {one_of(only[:1])} if the model allows it, or keep Hugging Face's own module."
     )
 
@@ -191,7 +208,7 @@ def one_from(name: str, target: str, choices: Mapping[Any, Any]) -> Callable[[Va
     def rule(values: Values) -> Mapping[str, Any]:
         if values[name] not in list(choices):
             raise UnsupportedError(
-                f"{name} must be {one_of(list(choices))}: it is {values[name]!r}. No other is computed here. "
+                f"{name} must be {one_of(list(choices))}: it is {shown(values[name])}. No other is computed here. "
                 "Keep Hugging Face's own module."
             )
         return {target: choices[values[name]]}

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.legal_values import one_of
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
+from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families.fields import Field, Values
 
 #: Names that kinds had earlier.
@@ -142,6 +143,6 @@ def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float | None:
 
 def _refusal(name: str, value: Any, legal: str, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{name} must be {legal}: it is {value!r}, and {why}. Change it if the model allows it, or keep Hugging Face's "
-        "own module."
+        f"{name} must be {legal}: it is {shown(value)}, and {why}. Change it if the model allows it, or keep Hugging "
+        "Face's own module."
     )

@@ -1,0 +1,93 @@
+"""Types and ranges of the fields that foreign configurations have, by the names that all families give them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias
+
+from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError
+from lightning_megatron.plan.settings import Count, NotNegative, Probability, Range, settled, shown
+
+#: Sizes are multiplied with each other and with the bytes of an element, in 64 bits.
+Size: TypeAlias = Annotated[int, Range(least=1, most=1 << 28)]
+#: Every layer is listed: more than any model has would fill the memory before the weights are looked at.
+Layers: TypeAlias = Annotated[int, Range(least=1, most=10_000)]
+Number: TypeAlias = Annotated[int, Range(least=0, most=1 << 28)]
+Share: TypeAlias = Annotated[float, Range(above=0, most=1)]
+Factor: TypeAlias = Annotated[float, Range(above=0, most=1e18)]
+Small: TypeAlias = Annotated[float, Range(least=0, most=1)]
+Token: TypeAlias = Annotated[int, Range(least=-(1 << 28), most=1 << 28)]
+
+_ROTARY: Mapping[str, Any] = {
+    **dict.fromkeys(("rope_type", "type"), str | None),
+    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), Factor | None),
+    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), Factor | None),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), NotNegative | None),
+    **dict.fromkeys(("short_factor", "long_factor"), list[Factor] | None),
+    # Some kinds divide by its logarithm.
+    "original_max_position_embeddings": Annotated[int, Range(least=2, most=2**31 - 1)] | None,
+    "partial_rotary_factor": Share | None,
+    "truncate": bool | None,
+}
+
+#: What the value of a field can be, by its name; inside a mapping by the names there.
+KINDS: Mapping[str, Any] = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size"), Size),
+    **dict.fromkeys(("num_attention_heads", "n_head", "type_vocab_size", "num_experts_per_tok"), Size),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), Size),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "n_inner", "num_labels"), Size | None),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "decoder_sparse_step"), Layers),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), Count),
+    **dict.fromkeys(("sliding_window", "original_max_position_embeddings"), Count | None),
+    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "max_window_layers"), Number | None),
+    **dict.fromkeys(("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), Probability),
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), Probability),
+    **dict.fromkeys(("attention_dropout", "classifier_dropout"), Probability | None),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), Small),
+    **dict.fromkeys(("tie_word_embeddings", "mlp_bias", "norm_topk_prob", "use_parallel_residual"), bool),
+    "scale_attn_weights": bool,
+    **dict.fromkeys(("attention_bias", "use_sliding_window", "output_router_logits"), bool | None),
+    **dict.fromkeys(("hidden_act", "activation_function"), str),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base"), Factor | None),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), Share | None),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), _ROTARY),
+    "initializer_range": Annotated[float, Range(least=0, most=1000)],
+    "hidden_activation": str | None,
+    "pad_token_id": Token | None,
+    "routed_scaling_factor": Factor,
+    "router_aux_loss_coef": NotNegative | None,
+    "layer_types": list[str] | None,
+    "mlp_only_layers": list[Number] | None,
+    "id2label": dict[Any, Any] | None,
+}
+
+
+def check_kind(name: str, value: Any, kind: Any, family: str) -> None:
+    """Refuse a value of another type than its field has, or outside of the field's range.
+
+    Args:
+        name: The field.
+        value: Its value.
+        kind: As :func:`~lightning_megatron.plan.settings.settled` has them, or a mapping of the kinds of the fields
+            inside; those that it does not list may be anything.
+        family: Name of the family, for errors.
+
+    Raises:
+        CheckpointMismatchError: Naming the field, its value and what is legal.
+    """
+    if not isinstance(kind, Mapping):
+        try:
+            settled(f"{name} of a {family} configuration", value, kind)
+        except ParallelPlanError as error:
+            raise CheckpointMismatchError(f"{error} Correct the configuration.") from error
+        return
+    if value is None:
+        return
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise CheckpointMismatchError(
+            f"{name} of a {family} configuration must be a mapping of names or None: it is {shown(value)}. It says how "
+            "positions are rotated. Correct the configuration."
+        )
+    for key, one in value.items():
+        if key in kind:
+            check_kind(f"{name}.{key}", one, kind[key], family)

@@ -1,0 +1,79 @@
+"""Fields of configurations that no table knows: which of them Hugging Face's own classes pass over as well."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_megatron.extras import import_extra
+
+logger = logging.getLogger(__name__)
+
+#: Fields that many folders have, and that no model is computed with.
+HARMLESS = frozenset(
+    {
+        # Unsloth marks what it has uploaded, and the version that did.
+        *("unsloth_fixed", "unsloth_version"),
+        # Trainers add this noise to embeddings from outside, as the arguments of the training say.
+        "neftune_noise_alpha",
+    }
+)
+#: Code of all models, which reads fields of their configurations.
+_SHARED = (
+    *("masking_utils", "modeling_utils", "modeling_rope_utils", "modeling_layers", "modeling_attn_mask_utils"),
+    *("modeling_flash_attention_utils", "cache_utils", "configuration_utils", "core_model_loading", "activations"),
+)
+
+
+def passed_over(names: Iterable[str], model_type: object) -> frozenset[str]:
+    """Return those fields that change nothing in a model of Hugging Face.
+
+    transformers keeps fields that it does not know as attributes of the configuration. One that the type's
+    configuration does not declare, and that no code of the type or of all types mentions, cannot change what is
+    computed.
+
+    Args:
+        names: Fields of a configuration.
+        model_type: Its type, such as ``llama``; without one, or without transformers, nothing is known of the others.
+    """
+    others = frozenset(names) - HARMLESS
+    declared, code = _known_of(model_type) if others and isinstance(model_type, str) else (None, "")
+    if declared is None:
+        return frozenset(names) - others
+    read = {name for name in others if re.search(rf"\bconfig\.{re.escape(name)}\b|[\"']{re.escape(name)}[\"']", code)}
+    return frozenset(names) - read - declared
+
+
+@cache
+def warn_of(family: str, names: tuple[str, ...]) -> None:
+    """Say once, in the log of the first rank, which fields of a configuration are passed over."""
+    if getattr(rank_zero_only, "rank", 0) == 0:
+        logger.warning(
+            "%s of a %s configuration: Hugging Face's class does not read that. It is passed over here as well.",
+            ", ".join(repr(name) for name in names),
+            family,
+        )
+
+
+@cache
+def _known_of(model_type: str) -> tuple[frozenset[str] | None, str]:
+    """Return the fields that a type's configuration declares, and the code that may read others."""
+    if find_spec("transformers") is None:
+        return None, ""
+    library: Any = import_extra("transformers", "hf")
+    if model_type not in library.CONFIG_MAPPING:
+        return None, ""
+    config_class = library.CONFIG_MAPPING[model_type]
+    declared = frozenset({*dir(config_class()), *config_class.attribute_map, *config_class.attribute_map.values()})
+    root = Path(library.__file__).parent
+    spec = find_spec(config_class.__module__)
+    own = [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.py"))
+    files = [*own, *(root / f"{name}.py" for name in _SHARED), *sorted((root / "integrations").glob("*attention*.py"))]
+    return declared, "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())

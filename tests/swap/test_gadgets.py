@@ -1,0 +1,108 @@
+"""Nothing in a folder of weights, an index or a checkpoint file runs when it is read; recipes import what they name."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from lightning_megatron import cli_checkpoint, cli_convert
+from lightning_megatron.checkpoint.hugging_face import import_model
+from lightning_megatron.checkpoint.plain_file import read_file
+from lightning_megatron.cli import OUR_ERRORS
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from tests.swap.families import config_of, transformers
+
+
+class Trap:
+    """Create a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def sprung(tmp_path: Path) -> Path:
+    return tmp_path / "sprung"
+
+
+def model_in(folder: Path) -> Path:
+    transformers.AutoModelForCausalLM.from_config(config_of("llama")).save_pretrained(folder)
+    return folder
+
+
+def write_trap(path: Path, sprung: Path, kind: str) -> None:
+    if kind == "torch.save":
+        torch.save({"state_dict": {"weight": Trap(sprung)}}, path)
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps({"state_dict": {"weight": Trap(sprung)}}, protocol=2))
+    else:
+        numpy.save(path.with_suffix(".npy"), numpy.array([Trap(sprung)], dtype=object), allow_pickle=True)
+        path.with_suffix(".npy").rename(path)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("kind", ["torch.save", "pickle", "numpy"])
+def test_a_checkpoint_file_runs_nothing(kind: str, tmp_path: Path, sprung: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    write_trap(path, sprung, kind)
+    with pytest.raises((CorruptDataError, UnsupportedError), match="last.ckpt"):
+        read_file(path)
+    with pytest.raises((*OUR_ERRORS, SystemExit)):
+        cli_checkpoint.main(["show", str(path)])
+    assert not sprung.exists()
+    if kind == "torch.save":
+        read_file(path, weights_only=False)  # the trap works where the user asks for it
+        assert sprung.exists()
+
+
+@pytest.mark.parametrize("kind", ["torch.save", "pickle", "numpy"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "consolidated.00.pth", "model.pt"])
+def test_weights_that_run_code_are_refused(name: str, kind: str, tmp_path: Path, sprung: Path) -> None:
+    folder = model_in(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    write_trap(folder / name, sprung, kind)
+    with pytest.raises(OUR_ERRORS, match="model"):
+        SafetensorsFolder(folder)
+    with pytest.raises(OUR_ERRORS):
+        cli_convert.main([str(folder), str(tmp_path / "out")])
+    assert not sprung.exists()
+
+
+def test_code_that_a_configuration_names_does_not_run(tmp_path: Path, sprung: Path) -> None:
+    folder = model_in(tmp_path / "model")
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    parts = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
+    config |= {"auto_map": dict.fromkeys(parts, "trap.Trap")}
+    for file in ("trap.py", "__init__.py", "sitecustomize.py"):
+        (folder / file).write_text(f"import os\nos.mkdir({str(sprung)!r})\nclass Trap: pass\n")
+    (folder / "config.json").write_text(json.dumps(config))
+    import_model(folder, tmp_path / "out")
+    cli_convert.main([str(tmp_path / "out"), str(tmp_path / "again"), "--verify"])
+    assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "trust_remote_code": True}))
+    with pytest.raises(UnsupportedError, match="trust_remote_code of a Llama configuration must be None or False"):
+        import_model(folder, tmp_path / "trusted")
+    assert not sprung.exists()
+
+
+def test_yaml_of_a_recipe_makes_no_objects(tmp_path: Path, sprung: Path) -> None:
+    from lightning_megatron.strategy.cli import main
+
+    # A class_path of a recipe is imported: to name the code of a training is what recipes are for.
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model: !!python/object/apply:os.mkdir [{str(sprung)!r}]\n")
+    with pytest.raises((SystemExit, *OUR_ERRORS)):
+        main(["fit", "-c", str(recipe)])
+    assert not sprung.exists()
