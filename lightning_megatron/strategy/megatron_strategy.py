@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.strategy import plain_checkpoint
+from lightning_megatron.strategy.callback_checks import check_callbacks, without_example
 from lightning_megatron.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.strategy.dataloaders import needs_distributed_sampler
 from lightning_megatron.strategy.garbage import LongLived
@@ -23,19 +25,16 @@ from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.private import (
     call_nothing_before_epoch_ends,
     find_last_checkpoint_by,
-    foresee_no_saves,
-    foresee_saves,
     inject_samplers_as_before,
     inject_samplers_where,
     publish_device_mesh,
-    restore_finetuning,
     training_loader_states,
 )
+from lightning_megatron.strategy.private_callbacks import foresee_no_saves, foresee_saves, restore_finetuning
 from lightning_megatron.strategy.weight_averaging import (
     average_mains,
     average_models,
     averaging_callback,
-    check_averaging,
 )
 from lightning_megatron.strategy.weight_changes import only_steps_change_weights
 from lightning_megatron.swap.foreign_names import refuse_foreign_states, to_own_names
@@ -194,6 +193,7 @@ class MegatronStrategy(ModelStrategy):
         self._long_lived = LongLived()
         #: Whose callbacks are told of what this strategy does.
         self._prepared: Trainer | None = None
+        self._for_the_run = ExitStack()
 
     # ---- checkpoints
 
@@ -214,7 +214,7 @@ class MegatronStrategy(ModelStrategy):
         # Lightning does not pass it on to a strategy that loads after its setup.
         self._checkpoints.weights_only = arguments.get("weights_only")
         if "train_dataloaders" in arguments:
-            check_averaging(arguments["trainer"], self.layout)
+            check_callbacks(arguments["trainer"], self.layout)
         find_last_checkpoint_by(arguments["trainer"], self._find_last_checkpoint)
 
     @override
@@ -224,6 +224,8 @@ class MegatronStrategy(ModelStrategy):
         inject_samplers_where(trainer, lambda loader: needs_distributed_sampler(loader, self.data_parallel_size))
         if trainer.state.fn == TrainerFn.FITTING:
             assert self._state is not None, "setup has run"
+            if self.layout.pp > 1:
+                self._for_the_run.enter_context(without_example(self.user_module))
             average_mains(trainer, self.user_module, self._state.main, self.mesh)
         if self.options.async_save:
             foresee_saves(trainer, self._checkpoints.foresees, self._checkpoints.link)
@@ -356,6 +358,7 @@ class MegatronStrategy(ModelStrategy):
     def teardown(self) -> None:
         """Give back what the run has taken: hooks, signal check, groups."""
         self._long_lived.release()
+        self._for_the_run.close()
         if self._signals is not None:
             self._signals.remove()
             self._signals = None

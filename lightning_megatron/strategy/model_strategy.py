@@ -20,6 +20,7 @@ from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.buffers import SharedBuffers, check_synchronised_norms
+from lightning_megatron.strategy.callback_checks import take_callbacks_along
 from lightning_megatron.strategy.checks import (
     check_module,
     check_train_loaders,
@@ -34,18 +35,18 @@ from lightning_megatron.strategy.mesh_strategy import MeshStrategy
 from lightning_megatron.strategy.microbatch_check import MicrobatchTrials
 from lightning_megatron.strategy.modules import MetricGroups, find_models, rebind_mesh
 from lightning_megatron.strategy.options import StrategyOptions
-from lightning_megatron.strategy.parameter_readers import gradient_reader, parameter_reader
+from lightning_megatron.strategy.parameter_readers import SEES_PARTS, gradient_reader, parameter_reader
 from lightning_megatron.strategy.precision import MegatronPrecision
 from lightning_megatron.strategy.private import (
     accumulates,
     call_after_backward_hooks,
     call_before_epoch_ends,
     forward_zero_grad,
-    let_finetuning_know,
     run_backward,
     skips_backward,
     total_batch_index,
 )
+from lightning_megatron.strategy.private_callbacks import let_finetuning_know, record_module_names_again
 from lightning_megatron.strategy.scheduled_loop import Forget, install_scheduled_loop
 from lightning_megatron.strategy.signals import SignalAgreement
 from lightning_megatron.strategy.sizes import check_hosts, check_sizes
@@ -143,11 +144,14 @@ class ModelStrategy(MeshStrategy):
         self.accelerator.setup(trainer)
         rebind_mesh(module, self.mesh)
         plans = self.options.tensor_parallel_plan, self.options.pipeline_plan
+        record_module_names_again(trainer)
         for record in parallelize(module, self.mesh, *plans, shows_progress=trainer.progress_bar_callback is not None):
             rank_zero_info(str(record))
         if plans[0] is not None and self.mesh.tp.size > 1:
             rank_zero_info(f"tensor_parallel_plan: {whole_parts(module) or 'everything is cut.'}")
         check_module(module, self.mesh)
+        if fitting:
+            take_callbacks_along(trainer, module, self.layout)
         models = find_models(module, self.options.recompute)
         check_experts(models, self.layout, self.options.recompute)
         self._experts = ExpertsOfRun(models, self.mesh, self.options.expert_transport)
@@ -196,11 +200,7 @@ class ModelStrategy(MeshStrategy):
         if reader is not None or not self.user_module.automatic_optimization:
             self._state.lend_gradients()
         if reader is not None and self.mesh.model.size > 1:
-            rank_zero_info(
-                f"{reader} finds in parameter.grad the gradients of what this rank holds of the model, which are parts "
-                "with tp, pp or ep above 1. trainer.precision_plugin.last_grad_norm is the norm over all ranks, where "
-                "the Trainer clips by norm."
-            )
+            rank_zero_info(f"{reader} {SEES_PARTS}")
         install_scheduled_loop(trainer, self._prepare_forget)
         self._has_checked_batch = False
         self._signals = SignalAgreement(trainer, self.mesh, self.options.signal_check_interval, self.finish_saves)

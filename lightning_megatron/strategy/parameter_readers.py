@@ -17,6 +17,11 @@ _HOOKS = (
     *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_model_eval"),
     *("on_before_batch_transfer", "on_after_batch_transfer"),
 )
+#: What is said of a hook that looks at gradients of a model in parts.
+SEES_PARTS = (
+    "finds in parameter.grad the gradients of what this rank holds of the model, which are parts with tp, pp or ep "
+    "above 1. trainer.precision_plugin.last_grad_norm is the norm over all ranks, where the Trainer clips by norm."
+)
 #: Hooks in which others look at gradients.
 _GRADIENT_HOOKS = (
     "on_after_backward",

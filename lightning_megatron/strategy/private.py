@@ -5,7 +5,7 @@ The rest of the room reads the loops through the functions below and imports not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from lightning.fabric.utilities.distributed import _sync_ddp_if_available as red
 from lightning.fabric.utilities.seed import pl_worker_init_function as seed_worker
 from lightning.fabric.utilities.seed import reset_seed as reset_seed
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.loops.optimization.automatic import Closure as Closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
@@ -33,7 +32,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMEx
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -182,47 +181,6 @@ def _zero_grad_of(optimizer: Optimizer, set_to_none: bool = True) -> None:
     optimizer.zero_grad(set_to_none)
 
 
-def let_finetuning_know(trainer: Trainer, main_of: Callable[[], Mapping[str, nn.Parameter]]) -> None:
-    """Let Lightning's callbacks for finetuning name the mains that optimizers hold, and put mains into their groups.
-
-    Args:
-        trainer: Its callbacks are meant.
-        main_of: Returns the mains by the names of their parameters.
-    """
-    for callback in _finetuning(trainer):
-        apply = type(callback)._apply_mapping_to_param_groups
-        callback._apply_mapping_to_param_groups = partial(_apply_with_mains, apply, main_of)  # type: ignore[method-assign]
-
-
-def _apply_with_mains(
-    apply: Callable[..., list[dict[str, Any]]],
-    main_of: Callable[[], Mapping[str, nn.Parameter]],
-    groups: list[dict[str, Any]],
-    mapping: Mapping[Any, Any],
-) -> list[dict[str, Any]]:
-    mains = main_of()
-    is_by_name = all(isinstance(key, str) for key in mapping)
-    return apply(groups, {**mapping, **(mains if is_by_name else {main: name for name, main in mains.items()})})
-
-
-def restore_finetuning(trainer: Trainer, module: LightningModule, states: Mapping[str, Any]) -> None:
-    """Make the groups that these callbacks had added to optimizers, which Lightning does too early for this strategy.
-
-    Args:
-        trainer: Its callbacks are meant.
-        module: The module that they unfreeze.
-        states: States of all callbacks, of a checkpoint.
-    """
-    for callback in _finetuning(trainer):
-        if callback.state_key in states:
-            callback.load_state_dict(states[callback.state_key])
-            callback.on_fit_start(trainer, module)
-
-
-def _finetuning(trainer: Trainer) -> list[BaseFinetuning]:
-    return [one for one in trainer.callbacks if isinstance(one, BaseFinetuning)]  # type: ignore[attr-defined]
-
-
 def publish_device_mesh(module: LightningModule, mesh: Any) -> None:
     """Let ``self.device_mesh`` of a LightningModule return ``mesh``."""
     module._device_mesh = mesh
@@ -308,64 +266,6 @@ def find_last_checkpoint_by(trainer: Trainer, find: Callable[[], str | None]) ->
 
     connector._parse_ckpt_path = parse_later  # type: ignore[method-assign,assignment]
     connector.resume_start = start_with_found  # type: ignore[method-assign]
-
-
-def foresee_saves(trainer: Trainer, foresees: Callable[[str], bool | None], link: Callable[[str, str], bool]) -> None:
-    """Let the callbacks that save take what is being written behind the training for what is there.
-
-    Args:
-        trainer: The trainer.
-        foresees: Tells, on every rank alike, whether a path will be there; None if that is as the file system says.
-        link: Has (target, link) linked when the target is complete; False if it is complete.
-    """
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            _foresee(callback, foresees, link)
-
-
-def _foresee(
-    callback: ModelCheckpoint, foresees: Callable[[str], bool | None], link: Callable[[str, str], bool]
-) -> None:
-    kind = type(callback)
-
-    def file_exists(filepath: Any, trainer: Trainer) -> bool:
-        foreseen = foresees(filepath)
-        return kind.file_exists(callback, filepath, trainer) if foreseen is None else foreseen
-
-    def link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
-        if not link(filepath, linkpath):
-            kind._link_checkpoint(trainer, filepath, linkpath)
-
-    callback.file_exists = file_exists  # type: ignore[method-assign]
-    callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]
-
-
-def foresee_no_saves(trainer: Trainer) -> None:
-    """Undo :func:`foresee_saves`."""
-    for callback in trainer.checkpoint_callbacks:
-        for name in ("file_exists", "_link_checkpoint"):
-            vars(callback).pop(name, None)
-
-
-def average_by(callback: WeightAveraging, source: Any, swap: Callable[[nn.Module, nn.Module], None]) -> None:
-    """Let a callback average what ``source`` shows of the model, and put averages into the model by ``swap``.
-
-    Args:
-        callback: One whose copy of the model is made.
-        source: Has ``parameters`` and ``buffers`` like the model.
-        swap: Called with the model and the averages, to put these in and, the next time, to take them out.
-    """
-    average = callback._average_model
-    assert average is not None, "the callback's setup comes before the strategy's"
-    update = type(average).update_parameters
-    average.update_parameters = lambda model: update(average, source)  # type: ignore[method-assign]
-    callback._swap_models = lambda pl_module: swap(pl_module, average.module)  # type: ignore[method-assign]
-
-
-def average_as_before(callback: WeightAveraging) -> None:
-    """Undo :func:`average_by`."""
-    vars(callback).pop("_swap_models", None)
-    vars(callback._average_model or callback).pop("update_parameters", None)
 
 
 def inject_samplers_where(trainer: Trainer, asks: Callable[[DataLoader], bool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,11 +69,13 @@ class TrainingState:
         )
         self._reducer = GradientReducer(self.main)
         self._checks_gradients = checks_gradients
-        self._zero_grads: list[tuple[Optimizer, Any]] = []
+        self._zero_grads: list[tuple[Optimizer | nn.Module, Any]] = []
         for optimizer in optimizers:
             self._reducer.watch(self.main.attach(optimizer))
             check_ties(optimizer, self.main)
-            self._watch_zero_grad(optimizer)
+            self._watch_zero_grad(optimizer, partial(self.names_of, optimizer))
+        if optimizers:
+            self._watch_zero_grad(module, lambda: set(self.main.trained))
         self.fused_update = FusedUpdate(division.moments_dtype)
         self.fused_update.check(self.main, optimizers)
         if previous is not None:
@@ -220,11 +223,11 @@ class TrainingState:
         """Leave gradients with the module's own parameters again; their values stay where they are."""
         self.main.gather.release()
         self._reducer.release()
-        for optimizer, original in self._zero_grads:
+        for owner, original in self._zero_grads:
             if original is None:
-                vars(optimizer).pop("zero_grad", None)
+                vars(owner).pop("zero_grad", None)
             else:
-                optimizer.zero_grad = original  # type: ignore[method-assign]
+                owner.zero_grad = original  # type: ignore[method-assign]
         self._zero_grads.clear()
 
     def _see_raw_backward(self, loss_scale: DynamicLossScale | None) -> None:
@@ -251,20 +254,24 @@ class TrainingState:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         self._num_tokens = None
 
-    def _watch_zero_grad(self, optimizer: Optimizer) -> None:
-        """Forget the sums of all ranks when the optimizer is told to forget the gradients that it sees."""
-        original: Callable[..., None] = optimizer.zero_grad
-        self._zero_grads.append((optimizer, vars(optimizer).get("zero_grad")))
+    def _watch_zero_grad(self, owner: Optimizer | nn.Module, names_of: Callable[[], set[str]]) -> None:
+        """Forget the sums of all ranks when an optimizer or the module is told to forget the gradients that it sees."""
+        original: Callable[..., None] = owner.zero_grad
+        self._zero_grads.append((owner, vars(owner).get("zero_grad")))
 
         def zero_grad(set_to_none: bool = True) -> None:
             original(set_to_none)
-            names = self.names_of(optimizer)
+            names = names_of()
             self._reducer.clear(names)
+            if owner is self._module:
+                # The module's own method knows nothing of the mains.
+                for name in names:
+                    self.main.mains[name].grad = None
             self.main.lent.take_back(names)
             self._unfinished -= names
             self._num_tokens = None
 
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        owner.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def _stacks(self) -> Iterator[ParameterStack]:
         for model in self._models:

@@ -16,12 +16,10 @@ from lightning_megatron.checkpoint.consolidate import CURRENT
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_tensors, saved_tensors
 from lightning_megatron.checkpoint.model import STATE_DICT
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import FlatSlice, whole_spec
-from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.strategy.private import average_as_before, average_by
+from lightning_megatron.strategy.private_callbacks import average_as_before, average_by
 from lightning_megatron.strategy.saved_weights import first_names
 from lightning_megatron.training.main_parameters import MainParameters
 
@@ -30,21 +28,6 @@ def averaging_callback(trainer: Trainer) -> WeightAveraging | None:
     """Find the callback that averages weights."""
     found = (one for one in trainer.callbacks if isinstance(one, WeightAveraging))  # type: ignore[attr-defined]
     return next(found, None)
-
-
-def check_averaging(trainer: Trainer, layout: ParallelLayout) -> None:
-    """Refuse to average weights that are cut.
-
-    Raises:
-        UnsupportedError: If there is such a callback, and a rank does not hold the whole model.
-    """
-    callback = averaging_callback(trainer)
-    if callback is not None and (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
-        raise UnsupportedError(
-            f"{type(callback).__name__} needs the whole model on every rank: tp is {layout.tp}, pp {layout.pp} and ep "
-            f"{layout.ep}. Lightning's callback makes its copy of the model before it is cut. Use tp=1, pp=1 and ep=1, "
-            "with any number of data-parallel ranks, or leave the callback out."
-        )
 
 
 def load_averages(

@@ -124,8 +124,10 @@ class FlatBuffer:
         operation in place on it since the last call; nothing in a training step is one.
 
         Args:
-            hidden: Look at every parameter, to find what was written through ``parameter.data`` as well.
+            hidden: Look at every parameter, to find what was written through ``parameter.data``, or put there.
         """
+        if hidden:
+            self._bring_back()
         if self.mains is None:
             return
         versions = self._count_writes()
@@ -145,6 +147,16 @@ class FlatBuffer:
             parameter.data_ptr() == start + self.plan.place(name).start * itemsize
             for name, parameter in self.members.items()
         )
+
+    def _bring_back(self) -> None:
+        """Copy the values of parameters whose memory was replaced, and let these be views of the buffer again."""
+        start, itemsize = self.parameters.data_ptr(), self.parameters.element_size()
+        for name, parameter in self.members.items():
+            place = self.plan.place(name)
+            if parameter.data_ptr() != start + place.start * itemsize and parameter.shape == self._shapes[name]:
+                view = self.parameters[place.start : place.stop].view(parameter.shape)
+                view.copy_(parameter.detach())
+                parameter.data = view
 
     def _count_writes(self) -> list[int]:
         """List how often torch has written in place into each parameter of which this rank has a part."""

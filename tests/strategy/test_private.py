@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 from lightning import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_megatron.strategy import private
 
@@ -65,6 +74,20 @@ def test_the_data_connector_asks_the_method_that_we_replace(trainer: Trainer) ->
     connector = type(trainer._data_connector)
     for asking in (connector._prepare_dataloader, connector._resolve_sampler):
         assert "self._requires_distributed_sampler(dataloader)" in inspect.getsource(asking)
+
+
+def test_callbacks_and_profilers_have_the_names_that_we_use() -> None:
+    averaging, pruning = inspect.getsource(StochasticWeightAveraging), inspect.getsource(ModelPruning)
+    assert "self.update_parameters(self._average_model, pl_module, self.n_averaged, self._avg_fn)" in averaging
+    assert "self.transfer_weights(self._average_model, pl_module)" in averaging
+    assert "self._parameters_to_prune = self.filter_parameters_to_prune(parameters_to_prune)" in pruning
+    assert "self._use_lottery_ticket_hypothesis" in pruning
+    assert "and self._register is None and self._record_module_names" in inspect.getsource(PyTorchProfiler.start)
+    assert "self._log_graph" in inspect.getsource(TensorBoardLogger)
+    unfreeze = BaseFinetuning.unfreeze_and_add_param_group
+    names = ["modules", "optimizer", "lr", "initial_denom_lr", "train_bn"]
+    assert list(inspect.signature(unfreeze).parameters) == names
+    assert "self.unfreeze_and_add_param_group(" in inspect.getsource(BackboneFinetuning)
 
 
 def test_private_names_are_imported_in_one_file_only() -> None:

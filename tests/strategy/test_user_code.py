@@ -109,6 +109,11 @@ def fill_data(module: LightningModule) -> None:
         parameter.data.fill_(0.25)
 
 
+def replace_data(module: LightningModule) -> None:
+    for parameter in module.parameters():
+        parameter.data = torch.full_like(parameter, 0.25)
+
+
 def load(module: LightningModule) -> None:
     module.load_state_dict({name: torch.full_like(value, 0.125) for name, value in module.state_dict().items()})
 
@@ -117,6 +122,7 @@ WRITES = {
     "weights halved after every step": ("on_train_batch_end", halve),
     "filled when the fit starts": ("on_fit_start", fill),
     "filled through .data when the training starts": ("on_train_start", fill_data),
+    "put under the parameters when the training starts": ("on_train_start", replace_data),
     "loaded when the first epoch starts": ("on_train_epoch_start", load),
     "halved before the optimizer steps": ("on_before_optimizer_step", halve),
 }

@@ -1,0 +1,94 @@
+"""Callbacks of Lightning that hold on to a model as it was before its parts were replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.private_callbacks import (
+    average_what_is_trained,
+    group_on_every_stage,
+    pruned_modules,
+    resets_weights,
+    traces_graph,
+)
+
+#: What each of them does with the model.
+_KEEPS = {
+    WeightAveraging: "makes its copy of the model",
+    StochasticWeightAveraging: "makes its copy of the model",
+    ModelPruning: "chooses the weights that it prunes",
+}
+
+
+def check_callbacks(trainer: Trainer, layout: ParallelLayout) -> None:
+    """Refuse callbacks and loggers that need the whole model where a rank holds a part of it.
+
+    Raises:
+        UnsupportedError: If there is such a callback or logger, and tp, pp or ep is above 1.
+    """
+    if (layout.tp, layout.pp, layout.ep) == (1, 1, 1):
+        return
+    for logger in trainer.loggers:
+        if traces_graph(logger):
+            raise UnsupportedError(
+                f"{type(logger).__name__}(log_graph=True) cannot be used with tp ({layout.tp}), pp ({layout.pp}) or ep "
+                f"({layout.ep}) above 1, because it runs the module on rank 0 alone, which would wait for the ranks "
+                "that hold the rest. Use log_graph=False."
+            )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, keeps in _KEEPS.items():
+            if isinstance(callback, kind):
+                raise UnsupportedError(
+                    f"{type(callback).__name__} needs the whole model on every rank: tp is {layout.tp}, pp {layout.pp} "
+                    f"and ep {layout.ep}. Lightning's callback {keeps} before it is cut. Use tp=1, pp=1 and ep=1, with "
+                    "any number of data-parallel ranks, or leave the callback out."
+                )
+
+
+@contextmanager
+def without_example(module: LightningModule) -> Iterator[None]:
+    """Leave a module's ``example_input_array`` out, with which summaries call it, as a stage cannot be called."""
+    example, module.example_input_array = module.example_input_array, None
+    if example is not None:
+        rank_zero_info(
+            "Summaries show no sizes of inputs and outputs with pp above 1: a stage cannot run example_input_array."
+        )
+    try:
+        yield
+    finally:
+        module.example_input_array = example
+
+
+def take_callbacks_along(trainer: Trainer, module: LightningModule, layout: ParallelLayout) -> None:
+    """Let callbacks go on with the modules that have taken the places of those that they know.
+
+    Raises:
+        UnsupportedError: As :func:`check_callbacks` does, for callbacks of the module; and if weights are to be pruned
+            in modules that were replaced, or reset by putting other memory under them.
+    """
+    check_callbacks(trainer, layout)
+    if layout.pp > 1:
+        group_on_every_stage(trainer)
+    average_what_is_trained(trainer, module)
+    known = {id(part) for part in module.modules()}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if resets_weights(callback):
+            raise UnsupportedError(
+                f"{type(callback).__name__} cannot be used with use_lottery_ticket_hypothesis=True: Lightning's "
+                "callback puts other memory under the parameters, and optimizers here train parts of buffers. Use "
+                "use_lottery_ticket_hypothesis=False."
+            )
+        gone = [part for part in pruned_modules(callback) if id(part) not in known]
+        if gone:
+            raise UnsupportedError(
+                f"{type(callback).__name__} prunes weights of {type(gone[0]).__name__}, which this strategy has "
+                "replaced by a layer of its own before the first step. The mask would change nothing. Leave the "
+                "callback out, or train with strategy='ddp'."
+            )

@@ -1,0 +1,112 @@
+"""What Lightning and a user's code send: over the ranks that read different data, unless they mean all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import (
+    all_gather_sequence,
+    all_reduce_,
+    barrier,
+    broadcast_object,
+    is_world,
+)
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.private import reduce_over_group
+
+
+class MeshCommunication(ParallelStrategy):
+    """Answer Lightning's calls that communicate, on the groups of a mesh.
+
+    Whoever inherits it makes the mesh.
+    """
+
+    _mesh: ParallelMesh | None = None
+
+    @property
+    def is_in_stage(self) -> bool:
+        """Return whether the user's step runs on one of several stages now: other stages run it at other times."""
+        return False
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks; within a step of several stages for those that run the same stage."""
+        if self._mesh is not None:
+            barrier(self._mesh.data_cpu if self.is_in_stage else self._mesh.world_cpu)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object of a rank; within a step of several stages that of the rank of this stage with its data.
+
+        Args:
+            obj: Anything that can be pickled.
+            src: The global rank.
+        """
+        if self._mesh is None:
+            return obj
+        if self.is_in_stage:
+            return broadcast_object(obj, self._mesh.data_cpu, self._mesh.layout.coordinates(src)["dp"])
+        return broadcast_object(obj, self._mesh.world_cpu, src)
+
+    def _axis_of(self, group: Any | None) -> MeshAxis | None:
+        """Return the axis that a group stands for, if any: all ranks stand for those that read different data."""
+        if group is None or is_world(group):
+            return self._mesh.data if self._mesh is not None else None
+        return group if isinstance(group, MeshAxis) else None
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
+        """Reduce over the ranks that read different data, in place, unless a group is given.
+
+        Ranks of one tensor or pipeline group hold the same value, which must count once.
+
+        Args:
+            tensor: A tensor; anything else is returned as it is.
+            group: A :class:`MeshAxis`, or a process group; None, and that of all ranks, mean the data axis.
+            reduce_op: ``mean``, ``sum``, ``max`` or ``min``, or torch's constant.
+        """
+        if not isinstance(tensor, Tensor) or self._mesh is None:
+            return tensor
+        axis = self._axis_of(group)
+        if axis is None:
+            return reduce_over_group(tensor, group, reduce_op)
+        op = str(reduce_op or "sum").rpartition(".")[2].lower().replace("avg", "mean")
+        if op == "mean" and not tensor.is_floating_point():
+            return tensor.copy_(all_reduce_(tensor, axis, "sum") / axis.size)
+        return all_reduce_(tensor, axis, op)  # type: ignore[arg-type]
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._mesh is None:
+            return decision
+        vote, axis = torch.tensor(int(decision)), self._mesh.data_cpu if self.is_in_stage else self._mesh.world_cpu
+        return bool(all_reduce_(vote, axis, "min" if all else "max"))
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack a tensor over the ranks that read different data, along a new first dimension.
+
+        Equal to what ``ddp`` returns on as many ranks as there are data ranks, also in a step of which only the last
+        stage runs the end. One process returns the tensor as it is.
+
+        Args:
+            tensor: The tensor of this rank.
+            group: A :class:`MeshAxis`, or a process group; None, and that of all ranks, which ``self.all_gather`` gives
+                here, mean the data axis.
+            sync_grads: Whether gradients flow back to the ranks' tensors.
+
+        Communication: one all-gather over the axis; backward one reduce-scatter.
+        """
+        if self._mesh is None or self._mesh.world.size == 1:
+            return tensor
+        axis = self._axis_of(group)
+        if axis is None:
+            return super().all_gather(tensor, group, sync_grads)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and sync_grads):
+            return all_gather_sequence(tensor.unsqueeze(0), axis)

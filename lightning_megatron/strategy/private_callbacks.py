@@ -1,0 +1,194 @@
+"""Private names of Lightning's own callbacks and profilers that this project uses, and nobody else in it.
+
+`tests/strategy/test_private.py` watches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import PyTorchProfiler
+from torch import nn
+from torch.optim import Optimizer
+
+
+def group_on_every_stage(trainer: Trainer) -> None:
+    """Let Lightning's callbacks for finetuning add a group to the optimizer of a stage that has nothing to unfreeze.
+
+    They go on to set the rate of the last group, which would be another one there.
+    """
+    for callback in _finetuning(trainer):
+        callback.unfreeze_and_add_param_group = partial(  # type: ignore[method-assign]
+            _unfreeze_and_add, type(callback).unfreeze_and_add_param_group
+        )
+
+
+def _unfreeze_and_add(
+    add: Callable[..., None],
+    modules: Any,
+    optimizer: Optimizer,
+    lr: float | None = None,
+    initial_denom_lr: float = 10.0,
+    train_bn: bool = True,
+) -> None:
+    before = len(optimizer.param_groups)
+    add(modules, optimizer, lr, initial_denom_lr, train_bn)
+    if len(optimizer.param_groups) == before:
+        rate = optimizer.param_groups[0]["lr"] if lr is None else lr
+        divisor = initial_denom_lr if lr is None else 1.0
+        optimizer.add_param_group({"params": [], "lr": rate / divisor})
+
+
+def let_finetuning_know(trainer: Trainer, main_of: Callable[[], Mapping[str, nn.Parameter]]) -> None:
+    """Let Lightning's callbacks for finetuning name the mains that optimizers hold, and put mains into their groups.
+
+    Args:
+        trainer: Its callbacks are meant.
+        main_of: Returns the mains by the names of their parameters.
+    """
+    for callback in _finetuning(trainer):
+        apply = type(callback)._apply_mapping_to_param_groups
+        callback._apply_mapping_to_param_groups = partial(_apply_with_mains, apply, main_of)  # type: ignore[method-assign]
+
+
+def _apply_with_mains(
+    apply: Callable[..., list[dict[str, Any]]],
+    main_of: Callable[[], Mapping[str, nn.Parameter]],
+    groups: list[dict[str, Any]],
+    mapping: Mapping[Any, Any],
+) -> list[dict[str, Any]]:
+    mains = main_of()
+    is_by_name = all(isinstance(key, str) for key in mapping)
+    return apply(groups, {**mapping, **(mains if is_by_name else {main: name for name, main in mains.items()})})
+
+
+def restore_finetuning(trainer: Trainer, module: LightningModule, states: Mapping[str, Any]) -> None:
+    """Make the groups that these callbacks had added to optimizers, which Lightning does too early for this strategy.
+
+    Args:
+        trainer: Its callbacks are meant.
+        module: The module that they unfreeze.
+        states: States of all callbacks, of a checkpoint.
+    """
+    for callback in _finetuning(trainer):
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
+            callback.on_fit_start(trainer, module)
+
+
+def _finetuning(trainer: Trainer) -> list[BaseFinetuning]:
+    return [one for one in trainer.callbacks if isinstance(one, BaseFinetuning)]  # type: ignore[attr-defined]
+
+
+def foresee_saves(trainer: Trainer, foresees: Callable[[str], bool | None], link: Callable[[str, str], bool]) -> None:
+    """Let the callbacks that save take what is being written behind the training for what is there.
+
+    Args:
+        trainer: The trainer.
+        foresees: Tells, on every rank alike, whether a path will be there; None if that is as the file system says.
+        link: Has (target, link) linked when the target is complete; False if it is complete.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            _foresee(callback, foresees, link)
+
+
+def _foresee(
+    callback: ModelCheckpoint, foresees: Callable[[str], bool | None], link: Callable[[str, str], bool]
+) -> None:
+    kind = type(callback)
+
+    def file_exists(filepath: Any, trainer: Trainer) -> bool:
+        foreseen = foresees(filepath)
+        return kind.file_exists(callback, filepath, trainer) if foreseen is None else foreseen
+
+    def link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if not link(filepath, linkpath):
+            kind._link_checkpoint(trainer, filepath, linkpath)
+
+    callback.file_exists = file_exists  # type: ignore[method-assign]
+    callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]
+
+
+def foresee_no_saves(trainer: Trainer) -> None:
+    """Undo :func:`foresee_saves`."""
+    for callback in trainer.checkpoint_callbacks:
+        for name in ("file_exists", "_link_checkpoint"):
+            vars(callback).pop(name, None)
+
+
+def average_by(callback: WeightAveraging, source: Any, swap: Callable[[nn.Module, nn.Module], None]) -> None:
+    """Let a callback average what ``source`` shows of the model, and put averages into the model by ``swap``.
+
+    Args:
+        callback: One whose copy of the model is made.
+        source: Has ``parameters`` and ``buffers`` like the model.
+        swap: Called with the model and the averages, to put these in and, the next time, to take them out.
+    """
+    average = callback._average_model
+    assert average is not None, "the callback's setup comes before the strategy's"
+    update = type(average).update_parameters
+    average.update_parameters = lambda model: update(average, source)  # type: ignore[method-assign]
+    callback._swap_models = lambda pl_module: swap(pl_module, average.module)  # type: ignore[method-assign]
+
+
+def average_as_before(callback: WeightAveraging) -> None:
+    """Undo :func:`average_by`."""
+    vars(callback).pop("_swap_models", None)
+    vars(callback._average_model or callback).pop("update_parameters", None)
+
+
+class _Copies(nn.Module):
+    """Hold copies of parameters, in their order."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        for number, parameter in enumerate(parameters):
+            self.register_parameter(str(number), nn.Parameter(parameter.detach().clone(), requires_grad=False))
+
+
+def average_what_is_trained(trainer: Trainer, module: LightningModule) -> None:
+    """Let stochastic weight averaging, which copied the module before parts of it were replaced, average what is there.
+
+    What Lightning's callback finds nothing to average in, because the module was empty then, it goes on to leave alone.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
+            copied = [parameter.shape for parameter in callback._average_model.parameters()]
+            if copied and copied != [parameter.shape for parameter in module.parameters()]:
+                callback._average_model = _Copies(module.parameters())  # type: ignore[assignment]
+
+
+def traces_graph(logger: Logger) -> bool:
+    """Return whether a logger runs the module on rank 0 alone, to draw its graph."""
+    return bool(getattr(logger, "_log_graph", False))
+
+
+def resets_weights(callback: Callback) -> bool:
+    """Return whether a callback puts first weights back into what it prunes."""
+    return isinstance(callback, ModelPruning) and bool(callback._use_lottery_ticket_hypothesis)
+
+
+def pruned_modules(callback: Callback) -> list[nn.Module]:
+    """List the modules whose weights a callback is going to prune; known once its ``setup`` has run."""
+    return [module for module, _ in callback._parameters_to_prune] if isinstance(callback, ModelPruning) else []
+
+
+def record_module_names_again(trainer: Trainer) -> None:
+    """Take the hooks of PyTorch's profiler off the modules; its next record puts them on those that are there then."""
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    if isinstance(profiler, PyTorchProfiler) and profiler._register is not None:
+        profiler._register.__exit__(None, None, None)
+        profiler._register = None
