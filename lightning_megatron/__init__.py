@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_megatron.errors import CheckpointSaveError as CheckpointSaveError
     from lightning_megatron.errors import CorruptDataError as CorruptDataError
     from lightning_megatron.errors import MissingExtraError as MissingExtraError
+    from lightning_megatron.errors import NonFiniteError as NonFiniteError
     from lightning_megatron.errors import NonFiniteGradientError as NonFiniteGradientError
     from lightning_megatron.errors import ParallelPlanError as ParallelPlanError
     from lightning_megatron.errors import RankMismatchError as RankMismatchError
@@ -50,6 +51,7 @@ _HOMES = {
     "MegatronStrategy": "strategy.megatron_strategy",
     "MemoryReport": "strategy.memory_report",
     "MissingExtraError": "errors",
+    "NonFiniteError": "errors",
     "NonFiniteGradientError": "errors",
     "ParallelLayout": "plan.layout",
     "ParallelMesh": "groups.mesh",

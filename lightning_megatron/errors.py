@@ -35,5 +35,9 @@ class CheckpointSaveError(RuntimeError):
     """Report a checkpoint that could not be written, with the reason of every rank that failed."""
 
 
-class NonFiniteGradientError(RuntimeError):
+class NonFiniteError(RuntimeError):
+    """Report a loss, weight or gradient that is infinite or not a number, and where it began."""
+
+
+class NonFiniteGradientError(NonFiniteError):
     """Report a gradient that is infinite or not a number: no setting is at fault, the numbers of the run are."""

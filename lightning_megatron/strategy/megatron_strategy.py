@@ -106,8 +106,10 @@ class MegatronStrategy(ModelStrategy):
         overlap_tensor_parallel: Whether the matrix products at the border of a sequence that tp shares are cut into
             pieces that run beside their communication, through memory that the ranks share: in half precisions on GPUs
             of one host that reach each other directly (NVLink). It takes two buffers of a microbatch's activation.
-        check_gradients: Whether a gradient that is infinite or not a number ends the run, naming parameter and rank;
-            costs a wait for the device at every step.
+        check_gradients: When values that are infinite or not a number end the run, naming rank, batch and parameter.
+            None looks at losses, gradients and weights where values are logged (log_every_n_steps) and at the end,
+            without waiting for the device in between; not with 16-mixed, whose loss scale skips such steps. True looks
+            at the gradients of every step before the optimizer uses them, and waits for the device. False never looks.
         replica_check_interval: Optimizer steps between two comparisons of what several ranks hold or compute alike
             (parameters, and gradients of those that tp does not cut), after the first two steps, where it is always
             done. One message for each axis, and a wait for the device: about as long as one optimizer step, so that
@@ -150,7 +152,7 @@ class MegatronStrategy(ModelStrategy):
         overlap_gradients: bool = True,
         overlap_parameters: bool | None = None,
         overlap_tensor_parallel: bool = False,
-        check_gradients: bool = False,
+        check_gradients: bool | None = None,
         replica_check_interval: int = 200,
         async_save: bool = False,
         moments_dtype: Literal["float32", "bfloat16"] = "float32",
@@ -254,6 +256,8 @@ class MegatronStrategy(ModelStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        if self._state is not None:
+            self._state.check_values(at_end=True)
         self._checkpoints.wait()
 
     @override

@@ -30,6 +30,7 @@ from lightning_megatron.strategy.checks import (
     pipelined_module,
 )
 from lightning_megatron.strategy.experts import ExpertsOfRun, check_experts
+from lightning_megatron.strategy.finite_watch import checks_of
 from lightning_megatron.strategy.kept_state import KeptState
 from lightning_megatron.strategy.mesh_strategy import MeshStrategy
 from lightning_megatron.strategy.microbatch_check import MicrobatchTrials
@@ -42,6 +43,7 @@ from lightning_megatron.strategy.private import (
     call_after_backward_hooks,
     call_before_epoch_ends,
     forward_zero_grad,
+    is_logged,
     run_backward,
     skips_backward,
     total_batch_index,
@@ -229,7 +231,7 @@ class ModelStrategy(MeshStrategy):
             self.optimizers if fitting else (),
             self.mesh,
             division,
-            options.check_gradients,
+            checks_of(options.check_gradients, dtypes.scales_loss, module.trainer),
             previous.main if previous is not None else None,
             options.replica_check_interval,
         )
@@ -333,8 +335,9 @@ class ModelStrategy(MeshStrategy):
         self._experts.finish_step()
         return output
 
-    def _after_backward(self, num_tokens: Tensor | None) -> None:
+    def _after_backward(self, loss: Tensor, num_tokens: Tensor | None) -> None:
         assert self._state is not None, "setup has run"
+        self._state.note("loss", loss)
         assert self._experts is not None, "setup has run"
         trainer = self.user_module.trainer
         self._state.gradients_changed(num_tokens)
@@ -349,9 +352,10 @@ class ModelStrategy(MeshStrategy):
         """Take in what callbacks have unfrozen, and let sums start inside the backward pass if a step follows it."""
         assert self._state is not None, "setup has run"
         assert self._executor is not None, "setup has run"
-        self._state.step = step
+        trainer = self.user_module.trainer
+        will_step = not accumulates(trainer)
+        self._state.begin_step(step, will_step and is_logged(trainer))
         self._state.take_in(self.optimizers)
-        will_step = not accumulates(self.user_module.trainer)
         self._executor.observer = self._state.observer if will_step and self.options.overlap_gradients else None
         self._executor.inspector = self._state.replicas.inspector
 

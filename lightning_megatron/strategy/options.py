@@ -56,7 +56,7 @@ class StrategyOptions:
     overlap_gradients: bool
     overlap_parameters: bool | None
     overlap_tensor_parallel: bool
-    check_gradients: bool
+    check_gradients: bool | None
     replica_check_interval: Index
     async_save: bool
     moments_dtype: Literal["float32", "bfloat16"]

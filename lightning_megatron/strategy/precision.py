@@ -159,6 +159,7 @@ class MegatronPrecision(Precision):
     ) -> None:
         """Run a backward pass of manual optimization."""
         assert self._state is not None, "modules step while they are trained"
+        self._state.note("loss", tensor)
         if self._state.replicas.inspector is not None:
             self._state.replicas.inspector(tensor, True)
         with self._state.backward_by_hand(self.loss_scale):
@@ -203,6 +204,7 @@ class MegatronPrecision(Precision):
         finally:
             self._clips_later, self._coefficient = False, None
         state.main.publish(wait=not self.gathers_late, stored=stored)
+        state.check_values()
         return result
 
     def _step(self, optimizer: Any, kwargs: dict[str, Any]) -> bool:
@@ -274,6 +276,7 @@ class MegatronPrecision(Precision):
         main, names = self._state.main, self._state.names_of(optimizer)
         self._clip_now(optimizer)
         self.last_grad_norm, coefficient = clip_coefficient(main, float(clip_val), names)
+        self._state.note("gradient norm", self.last_grad_norm)
         if self._clips_later:
             self._coefficient = coefficient
         else:

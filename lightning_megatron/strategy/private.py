@@ -28,6 +28,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer import call
+from lightning.pytorch.tuner.lr_finder import _LRCallback as LRSearch
 from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
@@ -38,6 +39,7 @@ from torch.utils.data import DataLoader
 
 __all__ = [
     "AutomaticOptimization",
+    "LRSearch",
     "Closure",
     "ClosureResult",
     "MixedPrecision",
@@ -123,6 +125,11 @@ def is_logged(trainer: Trainer) -> bool:
     # What Lightning asks itself also depends on should_stop, which one rank may set before the others.
     every = trainer.log_every_n_steps  # type: ignore[attr-defined]
     return every > 0 and (logged_step(trainer) + 1) % every == 0
+
+
+def searches_learning_rate(trainer: Trainer) -> bool:
+    """Return whether this fit is one of the Tuner's, in which losses are expected to explode."""
+    return any(isinstance(one, LRSearch) for one in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def total_batch_index(trainer: Trainer) -> int:

@@ -36,14 +36,15 @@ class AroundBackward:
             hooks, between the first forward and the first backward pass; with stages before all of them, because the
             hooks may communicate.
         run: Runs the backward pass of one microbatch from its loss, which is multiplied by its weight.
-        finish: Called once when all gradients of this rank are there. It takes the tokens of the batch, a float64
-            scalar in units that are the same on all ranks, if the step counts them: then gradients are sums, to be
-            divided by the tokens of all ranks and accumulated batches. Else it takes None, and gradients are means.
+        finish: Called once when all gradients of this rank are there. It takes the mean loss; and the tokens of the
+            batch, a float64 scalar in units that are the same on all ranks, if the step counts them: then gradients are
+            sums, to be divided by the tokens of all ranks and accumulated batches. Else it takes None, and gradients
+            are means.
     """
 
     forget: Callable[[], None]
     run: Callable[[Tensor], None]
-    finish: Callable[[Tensor | None], None]
+    finish: Callable[[Tensor, Tensor | None], None]
 
 
 class StepRunner:
@@ -131,7 +132,7 @@ class StepRunner:
             self._agree_on_counting(replayed.is_counted)
         loss, num_tokens = replayed.extra
         if around is not None:
-            around.finish(num_tokens if replayed.is_counted else None)
+            around.finish(loss, num_tokens if replayed.is_counted else None)
         if not has_loss:
             return None
         loss = loss.to(losses.dtype)

@@ -16,6 +16,7 @@ from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameter_stack import ParameterStack
 from lightning_megatron.models.stage import pipelined_modules
+from lightning_megatron.strategy.finite_watch import FiniteWatch
 from lightning_megatron.strategy.gradient_check import check_finite
 from lightning_megatron.strategy.replica_check import ReplicaCheck
 from lightning_megatron.training.fused_update import FusedUpdate
@@ -33,7 +34,8 @@ class TrainingState:
         optimizers: The user's optimizers; they train slices of the mains from now on. Empty when nothing is trained.
         mesh: The groups of this rank.
         division: How mains and gradients are kept.
-        checks_gradients: Whether gradients that are not finite end the run.
+        checks_gradients: Whether gradients that are not finite end the run at once; None looks at them, at weights and
+            losses where values are logged.
         previous: The mains of an earlier fit, which go on where the module still has their values.
         replica_check_interval: Optimizer steps between two comparisons of replicas after the first; 0 means none.
 
@@ -50,7 +52,7 @@ class TrainingState:
         optimizers: Sequence[Optimizer],
         mesh: ParallelMesh,
         division: Division,
-        checks_gradients: bool = False,
+        checks_gradients: bool | None = False,
         previous: MainParameters | None = None,
         replica_check_interval: int = 0,
     ) -> None:
@@ -68,7 +70,8 @@ class TrainingState:
             parameters, mesh, division, lambda name: self._chunks.get(id(parameters[name])), stacks
         )
         self._reducer = GradientReducer(self.main)
-        self._checks_gradients = checks_gradients
+        self._checks_gradients = bool(checks_gradients)
+        self.finite = FiniteWatch(mesh) if checks_gradients is None else None
         self._zero_grads: list[tuple[Optimizer | nn.Module, Any]] = []
         for optimizer in optimizers:
             self._reducer.watch(self.main.attach(optimizer))
@@ -105,6 +108,35 @@ class TrainingState:
     def observer(self) -> GradientReducer | None:
         """Return who wants to know of the last backward pass; nobody where gradients are looked at before their sum."""
         return None if self._checks_gradients else self._reducer
+
+    def begin_step(self, step: int, looks: bool) -> None:
+        """Note that a training step begins.
+
+        Args:
+            step: Number of the training batch (batches).
+            looks: Whether its values are looked at when the optimizer has stepped.
+        """
+        self.step, finite = step, self.finite
+        if finite is not None:
+            looks = looks or self.replicas.inspector is not None
+            finite.begin(step, looks)
+            self._reducer.look = partial(finite.look, "gradient") if looks else None
+
+    def note(self, kind: str, value: Tensor | None) -> None:
+        """Keep a loss or the norm of a gradient, to be looked at later."""
+        if self.finite is not None and value is not None:
+            self.finite.note(kind, value)
+
+    def check_values(self, *, at_end: bool = False) -> None:
+        """Refuse losses, weights and gradients that are not finite, at steps that are looked at and at the end.
+
+        Raises:
+            NonFiniteError: If there are any.
+
+        Communication: that of :meth:`FiniteWatch.check`.
+        """
+        if self.finite is not None and (at_end or self.finite.looks):
+            self.finite.check()
 
     def take_in(self, optimizers: Sequence[Optimizer]) -> None:
         """Attach what callbacks have unfrozen, or added to an optimizer, since the last step."""
@@ -181,7 +213,7 @@ class TrainingState:
             optimizer: Only the gradients of this one; others may go on adding to theirs. None means all.
 
         Raises:
-            NonFiniteGradientError: If gradients are checked and one is infinite or not a number.
+            NonFiniteError: If gradients are checked and one is infinite or not a number.
             ReplicaMismatchError: If replicas are compared in this step and differ.
 
         Communication: that of :meth:`GradientReducer.finish`; with a loss scale one all-reduce over the world, with
@@ -193,6 +225,9 @@ class TrainingState:
             return
         if self._checks_gradients:
             check_finite(self._reducer.unreduced(names), self.mesh, self.step)
+        if self.finite is not None and self.finite.looks:
+            self.main.wait()
+            self.finite.look("weight", dict(self._module.named_parameters()))
         compares = self.replicas.before_sums(names)
         self._reducer.finish(names)
         self._divide_by_tokens(names)
@@ -202,6 +237,7 @@ class TrainingState:
                 self._overflowed |= names
             loss_scale.unscale_(self.main, names)
         if compares:
+            self.check_values()
             self.replicas.after_sums(names, are_finite=self._overflowed.isdisjoint(names))
         self._unfinished -= names
 

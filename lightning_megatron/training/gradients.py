@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -95,6 +95,8 @@ class GradientReducer:
 
     def __init__(self, main: MainParameters) -> None:
         self._main = main
+        #: Called with this rank's own gradients by name before they are summed over the ranks.
+        self.look: Callable[[Mapping[str, Tensor]], None] | None = None
         self._slots: dict[str, GradientSlot] = {}
         self._names: dict[GradientSlot, str] = {}
         self._buckets: list[_Bucket] = []
@@ -294,6 +296,8 @@ class GradientReducer:
         if bucket.pending is not None:
             return
         self._fill(bucket.names)
+        if self.look is not None:
+            self.look({name: self._gradient_of(name) for name in bucket.names})
         bucket.start(self._main.mesh, self._main.lent.is_on)
 
     def _fill(self, names: Iterable[str]) -> None:

@@ -1,0 +1,165 @@
+"""Find losses, gradients and weights that are not finite where values are logged anyway, and where they began."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_megatron.errors import NonFiniteError
+from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.private import searches_learning_rate
+
+#: What spreads to what within a step: the cause is named first.
+KINDS = ("weight", "loss", "gradient", "gradient norm")
+#: Values of steps that are kept until they are looked at; beyond that their sums are (steps).
+_KEPT = 1024
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Name a value that is not finite.
+
+    Args:
+        step: Number of the training batch (batches).
+        kind: One of ``KINDS``.
+        rank: Global rank that has it.
+        name: Name of the parameter; empty for others.
+        value: What it is, such as ``nan``; of a parameter, its largest magnitude.
+    """
+
+    step: int
+    kind: str
+    rank: int
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Hold values of one step on the device, and their names."""
+
+    step: int
+    kind: str
+    names: tuple[str, ...]
+    values: Tensor
+
+
+def checks_of(chosen: bool | None, scales_loss: bool, trainer: Trainer) -> bool | None:
+    """Return whether gradients are checked at every step; None if where values are logged.
+
+    Args:
+        chosen: The user's choice.
+        scales_loss: Whether the precision scales losses: then gradients overflow from time to time, which it sees to.
+        trainer: Fits; a search for a learning rate goes on until losses explode.
+    """
+    return False if chosen is None and (scales_loss or searches_learning_rate(trainer)) else chosen
+
+
+class FiniteWatch:
+    """Collect what tells whether the values of a training are finite, and look at it from time to time.
+
+    The loss of every step, and the norm of its gradient where it is clipped, are there anyway: they are kept on the
+    device, and cost nothing until they are read. Where they will be read, the largest magnitude of every weight and of
+    every gradient of this rank, before the sum over the ranks spreads it, is made as well.
+
+    Args:
+        mesh: The groups of this rank.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        self._seen: list[_Seen] = []
+        #: Whether weights and gradients of this step are looked at.
+        self.looks = False
+        self._step = 0
+
+    def begin(self, step: int, looks: bool) -> None:
+        """Note that a step begins, and whether its weights and gradients are looked at."""
+        self._step, self.looks = step, looks
+
+    def note(self, kind: str, value: Tensor) -> None:
+        """Keep a scalar of this step; the host does not wait for it."""
+        if len(self._seen) > _KEPT:
+            self._seen = _summed(self._seen)
+        self._seen.append(_Seen(self._step, kind, ("",), value.detach()))
+
+    def look(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the largest magnitudes of tensors; the host does not wait for them."""
+        found = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()}
+        found = {name: tensor for name, tensor in found.items() if tensor.numel() and not tensor.is_meta}
+        if found:
+            # It is infinite or not a number if any element is.
+            largest = torch._foreach_norm(list(found.values()), float("inf"))
+            self._seen.append(_Seen(self._step, kind, tuple(found), torch.stack([one.double() for one in largest])))
+
+    def check(self) -> None:
+        """Look at all that was kept since the last time.
+
+        Raises:
+            NonFiniteError: On every rank, naming ranks and parameters, if something was not finite on any.
+
+        Communication: one all-reduce of a flag over the world on the CPU; a gather of names on failure. The host waits
+        for the device.
+        """
+        seen, self._seen = self._seen, []
+        parts = [one.values.to(self._mesh.device, torch.float64).reshape(-1) for one in seen]
+        values = torch.cat(parts).cpu() if parts else torch.zeros(0)
+        flag = torch.tensor(int(not values.isfinite().all()))
+        if not all_reduce_(flag, self._mesh.world_cpu, "max").item():
+            return
+        names = [(one.step, one.kind, name) for one in seen for name in one.names]
+        mine = [
+            Finding(step, kind, self._mesh.rank, name, str(value))
+            for (step, kind, name), value in zip(names, values.tolist(), strict=True)
+            if not -float("inf") < value < float("inf")
+        ]
+        found = [one for ranks in all_gather_objects(mine, self._mesh.world_cpu) for one in ranks]
+        raise NonFiniteError(describe(found))
+
+
+def _summed(seen: Sequence[_Seen]) -> list[_Seen]:
+    """Keep one value for the steps of each kind, which is not finite if one of them is not."""
+    kinds = dict.fromkeys(one.kind for one in seen if one.names == ("",))
+    groups = {kind: [one for one in seen if one.kind == kind and one.names == ("",)] for kind in kinds}
+    sums = [
+        _Seen(same[0].step, kind, ("",), torch.stack([one.values.double() for one in same]).sum())
+        for kind, same in groups.items()
+    ]
+    return sums + [one for one in seen if one.names != ("",)]
+
+
+def describe(found: Sequence[Finding]) -> str:
+    """Say what was not finite, where it began and how far it has come.
+
+    Args:
+        found: All findings of all ranks.
+    """
+    first = min(one.step for one in found)
+    kind = min((one.kind for one in found if one.step == first), key=KINDS.index)
+    began = [one for one in found if (one.step, one.kind) == (first, kind)]
+    rest = [one for one in found if one not in began and one.name]
+    ranks = sorted({one.rank for one in began})
+    spread = f" At batch {rest[-1].step} so {'was' if len(rest) == 1 else 'were'} {_listed(rest)}." if rest else ""
+    return (
+        f"losses, weights and gradients must be finite: at training batch {first} {_listed(began)} "
+        f"{'was' if len(began) == 1 else 'were'} not, before anything else was.{spread} Training would go on with "
+        f"numbers that mean nothing. Look at the batch that {_ranks(ranks)} had read, use a lower learning rate, a "
+        "longer warm-up or gradient_clip_val, or a precision with a wider range. check_gradients=True looks at every "
+        "step, check_gradients=False at none."
+    )
+
+
+def _listed(found: Sequence[Finding]) -> str:
+    shown = [f"the {one.kind}{f' {one.name}' if one.name else ''} of rank {one.rank} ({one.value})" for one in found]
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
