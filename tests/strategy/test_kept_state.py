@@ -46,7 +46,12 @@ class Keeper(TinyLM):
             self.keep(stage, "both", both)
             self.keep(stage, "confusion", MulticlassConfusionMatrix(VOCABULARY))
             self.keep(stage, "outputs", [])
-            self.register_buffer(f"{stage}_histogram", torch.zeros(VOCABULARY))
+            # While training, buffers are those of the first data rank, as under ddp.
+            histogram = torch.zeros(VOCABULARY)
+            if stage == "train":
+                self.keep(stage, "histogram", histogram)
+            else:
+                self.register_buffer(f"{stage}_histogram", histogram)
             self.keep(stage, "array", np.zeros(VOCABULARY))
             self.forget(stage)
         self.predictions: list[Tensor] = []
