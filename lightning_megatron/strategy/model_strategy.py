@@ -53,10 +53,9 @@ from lightning_megatron.strategy.scheduled_loop import Forget, install_scheduled
 from lightning_megatron.strategy.signals import SignalAgreement
 from lightning_megatron.strategy.sizes import check_hosts, check_sizes
 from lightning_megatron.strategy.step import AroundBackward, StepRunner
-from lightning_megatron.strategy.training_state import TrainingState
+from lightning_megatron.strategy.training_state import TrainingState, division_of
 from lightning_megatron.swap import building_on_meta, parallelize
 from lightning_megatron.swap.own_plan import whole_parts
-from lightning_megatron.training.main_parameters import Division
 
 log = logging.getLogger(__name__)
 
@@ -218,14 +217,7 @@ class ModelStrategy(MeshStrategy):
             previous.mesh = self.mesh
             return previous
         options, dtypes = self.options, self.precision_plugin.dtypes
-        division = Division(
-            main_dtype=dtypes.mains if fitting else None,
-            gradient_dtype=torch.bfloat16 if options.gradient_dtype == "bfloat16" else None,
-            zero=options.zero,
-            slices=options.optimizer_slices,
-            bucket_size=options.bucket_size,
-            moments_dtype=getattr(torch, options.moments_dtype),
-        )
+        division = division_of(options, dtypes.mains if fitting else None)
         return TrainingState(
             module,
             self.optimizers if fitting else (),
@@ -330,7 +322,9 @@ class ModelStrategy(MeshStrategy):
         assert self._experts is not None, "setup has run"
         if self._experts.loss_weight is not None:
             self._experts.loss_weight.value = self.precision_plugin.loss_factor
-        with self.precision_plugin.train_step_context():
+        assert self._steps is not None, "setup has run"
+        guard = self._steps.reads.guard(self.user_module, "training_step")
+        with self.precision_plugin.train_step_context(), guard:
             output = self.user_module.training_step(*args, **kwargs)
         self._experts.finish_step()
         return output

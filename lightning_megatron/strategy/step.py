@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_megatron.strategy.log_replay import LogReplay
 from lightning_megatron.strategy.microbatch_check import MicrobatchTrials
 from lightning_megatron.strategy.microbatch_losses import MicrobatchLosses, unit_of
 from lightning_megatron.strategy.outputs import Weight, merge_outputs, token_counts_in, total_weight
+from lightning_megatron.strategy.weight_reads import WeightReads
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class StepRunner:
         trials: MicrobatchTrials | None = None,
     ) -> None:
         self._mesh, self._executor, self._rule = mesh, executor, rule
-        self._kept, self._trials = kept, trials
+        self._kept, self._trials, self.reads = kept, trials, WeightReads(mesh)
         self._has_said_size = False
         self._replay = LogReplay(mesh)
         self._unit: int | None = None
@@ -118,7 +119,16 @@ class StepRunner:
             for name, value in values_to_log.items():
                 module.log(name, value, on_step=True, on_epoch=False)
             with nullcontext() if around is not None else torch.no_grad():
-                outputs = self._run(module.training_step, microbatches, args, recorder, step, losses, around)
+                outputs = self._run(
+                    module.training_step,
+                    microbatches,
+                    args,
+                    recorder,
+                    step,
+                    losses,
+                    around,
+                    self.reads.guard(module, "training_step"),
+                )
         if around is None:
             for number, output in enumerate(outputs):
                 losses.take(output, number)
@@ -163,7 +173,9 @@ class StepRunner:
             self._try(module, key, batch, microbatches, args, step)
         self._kept.begin()
         with self._replay.record(module) as recorder:
-            outputs = self._run(getattr(module, name), microbatches, args, recorder, step)
+            outputs = self._run(
+                getattr(module, name), microbatches, args, recorder, step, guard=self.reads.guard(module, name)
+            )
         counts = None if name == "predict_step" else token_counts_in(outputs)
         merged = self._merged(outputs, microbatches, counts)
         if name != "predict_step":
@@ -225,12 +237,14 @@ class StepRunner:
         step: int,
         losses: MicrobatchLosses | None = None,
         around: AroundBackward | None = None,
+        guard: AbstractContextManager[Any] | None = None,
     ) -> list[Any]:
         sizes = {id(part.data): part.num_samples for part in microbatches}
+        guard = nullcontext() if guard is None else guard
 
         def run_one(data: Any) -> Any:
             recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
-            with self._kept.trial() if self._executor.is_repeated else nullcontext():
+            with guard, self._kept.trial() if self._executor.is_repeated else nullcontext():
                 return step_fn(data, *args)
 
         if losses is None or around is None:

@@ -18,12 +18,30 @@ from lightning_megatron.layers.parameter_stack import ParameterStack
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.strategy.finite_watch import FiniteWatch
 from lightning_megatron.strategy.gradient_check import check_finite
+from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.replica_check import ReplicaCheck
 from lightning_megatron.training.fused_update import FusedUpdate
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.loss_scale import DynamicLossScale
 from lightning_megatron.training.main_parameters import Division, MainParameters, names_in
 from lightning_megatron.training.ties import check_ties
+
+
+def division_of(options: StrategyOptions, main_dtype: torch.dtype | None) -> Division:
+    """Return how the strategy's arguments want mains and gradients to be kept.
+
+    Args:
+        options: The arguments.
+        main_dtype: Type of the mains; None means that of the model.
+    """
+    return Division(
+        main_dtype=main_dtype,
+        gradient_dtype=torch.bfloat16 if options.gradient_dtype == "bfloat16" else None,
+        zero=options.zero,
+        slices=options.optimizer_slices,
+        bucket_size=options.bucket_size,
+        moments_dtype=getattr(torch, options.moments_dtype),
+    )
 
 
 class TrainingState:

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron import GPT, GPTConfig, UnsupportedError
+from lightning_megatron.strategy.weight_reads import WeightReads
 from tests.oracles import assert_equal
 from tests.strategy.replica_runs import Outcome, Predict, Regress, V, run
+from tests.swap.parts import mesh_of
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
@@ -100,6 +103,26 @@ class Penalty(Regress):
         return super().training_step(batch, index) + sum(1e-3 * p.pow(2).sum() for p in self.parameters())
 
 
+class CompiledPenalty(Penalty):
+    """Hold something that was compiled, which a guard would disturb."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make)
+        self.aside = torch.compile(nn.Identity(), backend="eager")
+
+
+class LogsNorm(Regress):
+    """Log norms of a weight that all ranks hold, and of one that is cut; ask for what a part says of the whole."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        net: Any = self.net
+        assert net.down.weight.dtype == torch.float64
+        assert net.down.weight.requires_grad
+        self.log("whole", net.norm.weight.norm())
+        self.log("size", net.down.weight.data.norm())
+        return super().training_step(batch, index)
+
+
 class Gated(Net):
     """Multiply a part of the features by something that does not come from a column layer."""
 
@@ -146,7 +169,18 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "penalty": (
         lambda: Penalty(plain_net),
         {"tp": 2, "tensor_parallel_plan": PLAN},
+        r"UnsupportedError: training_step must not read .*'net.up.weight' is cut over tp \(2\), and "
+        r".*test_replicas.py:\d+ reads it: 'return super\(\).training_step.*weight_decay for a penalty",
+    ),
+    "penalty that a compiler hides": (
+        lambda: CompiledPenalty(plain_net),
+        {"tp": 2, "tensor_parallel_plan": PLAN},
         r"ParallelPlanError: a parameter that is cut over tp .*'net.(up|down).(weight|bias)' is read by other code",
+    ),
+    "norm of a cut weight": (
+        lambda: LogsNorm(plain_net),
+        {"tp": 2, "tensor_parallel_plan": PLAN},
+        r"UnsupportedError: training_step must not read .*'net.down.weight' .* reads it: 'self.log\(\"size\"",
     ),
     "written on one of dp": (
         lambda: WritesAlone(plain_net, 1, "net.up.weight"),
@@ -159,6 +193,23 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         r"ReplicaMismatchError: the ranks of tp .*parameters 'net.norm.weight'",
     ),
 }
+
+
+def test_a_penalty_over_the_parameters_of_one_stage_is_refused_with_its_line() -> None:
+    sizes = {"vocab_size": V, "max_seq_length": 8, "num_layers": 2, "hidden_size": 8, "num_heads": 2}
+    module = Regress(lambda: GPT(GPTConfig.gpt2(**sizes)))
+    module.head = nn.Linear(8, 2)
+    reads, tokens = WeightReads(mesh_of(pp=2)), torch.zeros(1, 4, dtype=torch.long)
+    with reads.guard(module, "training_step"):
+        # Layers read their weights, and so may anybody those that no other stage has a part of.
+        assert module.net(tokens, tokens).isfinite().all()
+        assert module.head.weight.norm() > 0
+        assert {parameter.dtype for parameter in module.parameters()} == {torch.float32, torch.float64}
+        with pytest.raises(UnsupportedError, match=r"'net\..*' is in a model of which .*test_replicas.py:\d+ reads"):
+            sum(parameter.pow(2).sum() for parameter in module.parameters())
+    with reads.guard(module, "training_step"):
+        # The first batch alone is watched.
+        assert sum(parameter.pow(2).sum() for parameter in module.parameters()) > 0
 
 
 def refuse_all(rank: int, size: int) -> dict[str, str]:

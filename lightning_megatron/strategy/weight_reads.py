@@ -1,0 +1,149 @@
+"""The user's code that reads weights in a step, of which a rank may have a part only."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import lightning_megatron
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.models.stage import PipelinedModule
+
+#: Attributes of a tensor through which its values can be read.
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+#: Functions that say something of a tensor, or register something, and read no values.
+_METADATA = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr", "type"}
+    | {"is_floating_point", "is_complex", "is_contiguous", "is_signed", "get_device", "requires_grad_", "__len__"}
+    | {"register_hook", "register_post_accumulate_grad_hook", "untyped_storage", "__repr__", "__format__", "__set__"}
+    | {"__hash__", "__deepcopy__", "__reduce_ex__", "has_names", "is_inference", "is_same_size", "is_shared"}
+)
+_TORCH, _OURS = (os.path.dirname(package.__file__ or "") + os.sep for package in (torch, lightning_megatron))
+_CALL = nn.Module._call_impl.__code__
+
+
+class WeightReads:
+    """Watch the first batch of every step for code that reads weights of which this rank has a part.
+
+    A weight that is cut over tp is this rank's rows, and with stages a rank has the weights of its own blocks: a
+    penalty over all parameters would be that of a part, and so would a norm that is logged. The layers themselves,
+    which know what they hold, may read their weights.
+
+    Args:
+        mesh: The groups of this rank.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        self._seen: set[str] = set()
+
+    def guard(self, module: nn.Module, step: str) -> AbstractContextManager[Any]:
+        """Return what to run a step in; it watches the first time that it is asked for.
+
+        Args:
+            module: The user's module.
+            step: Name of the step.
+        """
+        if step in self._seen or self._mesh.tp.size * self._mesh.pp.size == 1:
+            return nullcontext()
+        self._seen.add(step)
+        # A compiler would see the guard, and compile for it.
+        if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules()):
+            return nullcontext()
+        return _Guard(module, step, dict(self._incomplete(module)))
+
+    def _incomplete(self, module: nn.Module) -> Iterator[tuple[int, tuple[str, str]]]:
+        """Yield the parameters that stand for more than this rank has: identity, name and reason."""
+        staged = [part for part in module.modules() if isinstance(part, PipelinedModule)]
+        inside = {id(parameter) for part in staged for parameter in part.parameters()}
+        for name, parameter in module.named_parameters():
+            if self._mesh.tp.size > 1 and shard_spec_of(parameter).full_shape != tuple(parameter.shape):
+                yield id(parameter), (name, f"cut over tp ({self._mesh.tp.size})")
+            elif self._mesh.pp.size > 1 and id(parameter) in inside:
+                yield id(parameter), (name, f"in a model of which each stage has its layers (pp {self._mesh.pp.size})")
+
+
+class _Guard(TorchFunctionMode):
+    """Refuse functions of watched parameters that neither their own layers call nor this package.
+
+    Args:
+        root: The user's module.
+        step: Name of the step.
+        watched: Name and reason of each parameter by its identity.
+    """
+
+    def __init__(self, root: nn.Module, step: str, watched: Mapping[int, tuple[str, str]]) -> None:
+        super().__init__()
+        self._root, self._step, self._watched = root, step, watched
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch, unless it reads a watched parameter from elsewhere."""
+        kwargs = kwargs or {}
+        if _reads_values(func):
+            for value in _flat((*args, *kwargs.values())):
+                if id(value) in self._watched and isinstance(value, nn.Parameter):
+                    self._check(value)
+        return func(*args, **kwargs)
+
+    def _check(self, parameter: nn.Parameter) -> None:
+        # This function and the one that has called it are not of interest.
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.startswith(_TORCH) and frame.f_code is not _CALL:
+            frame = frame.f_back
+        reader = frame
+        while reader is not None and reader.f_code.co_filename.startswith(_TORCH):
+            reader = reader.f_back
+        if reader is None or reader.f_code.co_filename.startswith(_OURS) or self._is_by_owner(parameter, frame):
+            return
+        name, reason = self._watched[id(parameter)]
+        file, line = reader.f_code.co_filename, reader.f_lineno
+        raise UnsupportedError(
+            f"{self._step} must not read a weight of which this rank has a part: {name!r} is {reason}, and "
+            f"{file}:{line} reads it: {linecache.getline(file, line).strip()!r}. What is computed of it (a penalty, "
+            "a norm) would be that of a part. Use the optimizer's weight_decay for a penalty, the strategy's "
+            "checkpoints for values"
+            + (", or give its layer the kind 'replicate' in tensor_parallel_plan." if "tp" in reason else ", or pp=1.")
+        )
+
+    def _is_by_owner(self, parameter: nn.Parameter, frame: FrameType | None) -> bool:
+        """Return whether a call of a module that may read the parameter is under way."""
+        is_cut = shard_spec_of(parameter).full_shape != tuple(parameter.shape)
+        while frame is not None:
+            if frame.f_code is _CALL:
+                module: nn.Module = frame.f_locals["self"]
+                if module is self._root:
+                    return False
+                # A module may read what other ones in it hold if that is whole: a list of blocks is not one itself.
+                own = module.parameters(recurse=not is_cut)
+                if not isinstance(module, PipelinedModule) and any(one is parameter for one in own):
+                    return True
+            frame = frame.f_back
+        return False
+
+
+def _reads_values(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _VALUES
+    return name not in _METADATA
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
