@@ -146,7 +146,8 @@ class ModelStrategy(MeshStrategy):
         rebind_mesh(module, self.mesh)
         plans = self.options.tensor_parallel_plan, self.options.pipeline_plan
         record_module_names_again(trainer)
-        for record in parallelize(module, self.mesh, *plans, shows_progress=trainer.progress_bar_callback is not None):
+        shows_progress, needs_tables = trainer.progress_bar_callback is not None, self.options.needs_tables
+        for record in parallelize(module, self.mesh, *plans, shows_progress, needs_tables):
             rank_zero_info(str(record))
         if plans[0] is not None and self.mesh.tp.size > 1:
             rank_zero_info(f"tensor_parallel_plan: {whole_parts(module) or 'everything is cut.'}")

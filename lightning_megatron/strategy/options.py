@@ -105,6 +105,12 @@ class StrategyOptions:
         return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
 
     @property
+    def needs_tables(self) -> bool:
+        """Return whether an argument asks for something that only models of this package do."""
+        asked = self.ep > 1, bool(self.sequence_parallel), self.overlap_tensor_parallel, self.recompute is not None
+        return any(asked)
+
+    @property
     def schedule_name(self) -> str:
         """Name the schedule that runs."""
         return self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")

@@ -19,7 +19,7 @@ from lightning_megatron.swap.agree import agree_on_values
 from lightning_megatron.swap.build import Site
 from lightning_megatron.swap.checks import check_nothing_is_lost
 from lightning_megatron.swap.families import Family
-from lightning_megatron.swap.hugging_face import family_of_module, is_part, swapped_model
+from lightning_megatron.swap.hugging_face import family_of_module, is_part, reason_to_keep, swapped_model
 from lightning_megatron.swap.own_plan import OwnPlan, is_hugging_face, own_plan, whole_parts
 from lightning_megatron.swap.own_stages import find_stages, prepare_call
 from lightning_megatron.swap.peft_model import keep_wrappers
@@ -62,6 +62,7 @@ def parallelize(
     plan: Mapping[str, str] | None = None,
     pipeline_plan: Mapping[str, str] | None = None,
     shows_progress: bool = False,
+    needs_tables: bool = False,
 ) -> list[SwapRecord]:
     """Swap blocks below ``module`` for tensor-parallel ones that hold this rank's part of their weights.
 
@@ -86,6 +87,8 @@ def parallelize(
         plan: Kind by name pattern, or None.
         pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means what a Hugging Face model says.
         shows_progress: Whether rank 0 may show on a terminal how far it has read the weights.
+        needs_tables: Whether something was asked for that only models of this package do. Otherwise a Hugging Face
+            model with a setting that its family's table refuses stays Hugging Face's own module.
 
     Returns:
         What was swapped, in the order of definition.
@@ -104,18 +107,23 @@ def parallelize(
     places = places_of(module)
     _check_root(module, mesh)
     kinds = choose_kinds(places, plan, _fits)
-    planned = _with_own_plans(places, kinds, mesh) if plan is None and mesh.tp.size > 1 else []
+    known = list(_known_models(places, kinds))
+    kept = [] if needs_tables or mesh.ep.size > 1 else _kept(known)
+    left = [place.name for place, _ in kept]
+    known = [(place, family) for place, family in known if place.name not in left]
+    replaced = [place.name for place, _ in known]
+    planned = _with_own_plans(places, replaced, mesh) if plan is None and mesh.tp.size > 1 else []
     for place, own in planned:
         kinds |= {f"{place.name}.{name}": kind for name, kind in own.kinds.items()}
-    replaced = [place.name for place, _ in _known_models(places, kinds)]
     stages = find_stages(module, places, kinds, pipeline_plan, mesh, replaced)
     swaps = _chosen(places, kinds, mesh, has_stages=stages is not None)
     for place in _first_names(places):
         if is_hugging_face(place.module) and place.name not in replaced and not _is_inside(place, replaced):
             give_values(place.module)
     agree_on_values(module, places, mesh)
-    built = _built(module, places, kinds, swaps, stages, mesh, shows_progress)
-    records, before = [_record(swap) for swap in built], [_num_elements(place.module) for place, _ in planned]
+    built = _built(module, places, known, swaps, stages, mesh, shows_progress)
+    records = [_kept_record(*one) for one in kept] + [_record(swap) for swap in built]
+    before = [_num_elements(place.module) for place, _ in planned]
     if stages is not None:
         prepare_call(places, stages)
     _install(places, built)
@@ -129,7 +137,7 @@ def parallelize(
 def _built(
     module: nn.Module,
     places: Sequence[Place],
-    kinds: Mapping[str, str],
+    known: Sequence[tuple[Place, Family]],
     swaps: Sequence[_Choice],
     stages: Stages | None,
     mesh: ParallelMesh,
@@ -137,7 +145,7 @@ def _built(
 ) -> list[_Swap]:
     """Build what takes the place of modules, in the order of definition; the module itself is not changed."""
     built = [_model(place, mesh) for place in _first_names(places) if is_foreign(place.module, mesh)]
-    built += [_known_model(place, family, mesh, shows_progress) for place, family in _known_models(places, kinds)]
+    built += [_known_model(place, family, mesh, shows_progress) for place, family in known]
     models = [swap.place.name for swap in built]
     here = [stages is None or stages.is_here(place.name) for place, _, _ in swaps]
     # Every block keeps its number, whichever stage holds it.
@@ -254,6 +262,18 @@ def _known_models(places: Sequence[Place], kinds: Mapping[str, str]) -> Iterator
             yield place, family
 
 
+def _kept(known: Sequence[tuple[Place, Family]]) -> list[tuple[Place, str]]:
+    """List the models that have a setting which their table lacks, each with what it says."""
+    return [(place, reason) for place, family in known if (reason := reason_to_keep(place.module, family))]
+
+
+def _kept_record(place: Place, reason: str) -> SwapRecord:
+    model, size = type(place.module).__name__, _num_elements(place.module)
+    return SwapRecord(
+        place.name, "Hugging Face's own module", model, model, size, size, f"It is kept, because {reason}"
+    )
+
+
 def _is_inside(place: Place, names: Sequence[str]) -> bool:
     return any(place.name.startswith(f"{name}.") for name in names)
 
@@ -264,10 +284,10 @@ def _known_model(place: Place, family: Family, mesh: ParallelMesh, shows_progres
 
 
 def _with_own_plans(
-    places: Sequence[Place], kinds: Mapping[str, str], mesh: ParallelMesh
+    places: Sequence[Place], replaced: Sequence[str], mesh: ParallelMesh
 ) -> list[tuple[Place, OwnPlan]]:
-    """List Hugging Face's models that no table is known for, with the plans that they bring, if any."""
-    taken = [place.name for place, _ in _known_models(places, kinds)]
+    """List Hugging Face's models that are not replaced, with the plans that they bring, if any."""
+    taken = list(replaced)
     found = []
     for place in _first_names(places):
         if is_hugging_face(place.module) and place.name not in taken and not _is_inside(place, taken):

@@ -41,6 +41,22 @@ def family_of_module(module: nn.Module) -> Family | None:
     return find_family(type(module).__name__) if is_hugging_face(module) else None
 
 
+def reason_to_keep(module: Any, family: Family) -> str:
+    """Say which setting of a Hugging Face model its family's table does not have; nothing if it has all.
+
+    Such a model trains as it is, because Hugging Face's own module computes every setting.
+    """
+    settings = module.config.to_dict()
+    if settings.get("expert_settings"):
+        # Only models of this package have such.
+        return ""
+    try:
+        family.config(settings)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
 def is_part(module: Any) -> bool:
     """Tell whether a Hugging Face model has no head that its class gives it, and has its values.
 

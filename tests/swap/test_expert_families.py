@@ -432,10 +432,17 @@ def test_other_routers_of_deepseek_are_refused_by_name(changes: dict[str, Any], 
         ("deepseek_v3", "kv_lora_rank of a DeepSeek-V3 configuration must be None: it is 8"),
     ],
 )
-def test_a_model_in_a_module_is_refused_on_one_rank_too(case: str, message: str) -> None:
+def test_a_model_whose_settings_no_table_has_stays_hugging_faces_own_unless_a_table_is_needed(
+    case: str, message: str
+) -> None:
     root = nn.ModuleDict({"model": twin_of(case)})
+    model = root["model"]
     with pytest.raises(UnsupportedError, match=message):
-        parallelize(root, ParallelMesh.single())
+        parallelize(root, ParallelMesh.single(), needs_tables=True)
+    (record,) = parallelize(root, ParallelMesh.single())
+    assert root["model"] is model
+    assert record.kind == "Hugging Face's own module"
+    assert message in str(record)
 
 
 @pytest.mark.parametrize("is_pretrained", [True, False])
