@@ -25,6 +25,7 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     error: str = ""
+    is_cut: bool = False
 
 
 class Regress(LightningModule):

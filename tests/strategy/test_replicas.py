@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import GPT, GPTConfig, UnsupportedError
+from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.strategy.weight_reads import WeightReads
 from tests.oracles import assert_equal
 from tests.strategy.replica_runs import Outcome, Predict, Regress, V, run
@@ -20,6 +21,20 @@ from tests.world import run_world
 transformers = pytest.importorskip("transformers")
 
 PLAN = {"net.up": "column", "net.down": "row"}
+FURTHER = {"features": {"net.between": "features"}}
+#: Models that tp cuts in part at least, of the sizes below.
+CUT = (
+    *("PReLU", "norm of heads", "features"),
+    "Phi",
+    "Apertus",
+    "Cohere",
+    "Doge",
+    "LFM2",
+    "Gemma 2",
+    "one key head",
+    "DeepSeek-V2",
+    "DeepSeek-V3",
+)
 
 
 class Net(nn.Module):
@@ -44,6 +59,17 @@ class Scale(nn.Module):
         return self.norm(x.unflatten(-1, (-1, 3))).flatten(-2) * self.scale
 
 
+class PerFeature(nn.Module):
+    """Multiply every feature by a learned number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.linspace(0.5, 2.0, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.scales)
+
+
 SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
 
@@ -53,11 +79,27 @@ def language_model(name: str, **changes: Any) -> Callable[[], nn.Module]:
     return lambda: kind(kind.config_class(**{**SIZES, **changes}))
 
 
+_BIGCODE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+# Other kernels of experts do not take float64.
+_LATENT |= {"experts_implementation": "eager"}
+
 MODULES: dict[str, Callable[[], Regress]] = {
     "PReLU": lambda: Regress(lambda: Net(nn.PReLU())),
     "norm of heads": lambda: Regress(lambda: Net(Scale())),
     "Phi": lambda: Predict(language_model("PhiForCausalLM", qk_layernorm=True, partial_rotary_factor=0.5)),
+    "features": lambda: Regress(lambda: Net(PerFeature())),
     "Apertus": lambda: Predict(language_model("ApertusForCausalLM")),
+    "Cohere": lambda: Predict(language_model("CohereForCausalLM", use_qk_norm=True)),
+    "Doge": lambda: Predict(language_model("DogeForCausalLM")),
+    "GPTBigCode": lambda: Predict(language_model("GPTBigCodeForCausalLM", **_BIGCODE)),
+    "LFM2": lambda: Predict(language_model("Lfm2ForCausalLM", layer_types=["conv", "full_attention"])),
+    "Gemma 2": lambda: Predict(language_model("Gemma2ForCausalLM", head_dim=8, query_pre_attn_scalar=8)),
+    "one key head": lambda: Predict(language_model("GraniteForCausalLM", num_key_value_heads=1)),
+    "DeepSeek-V2": lambda: Predict(language_model("DeepseekV2ForCausalLM", **_LATENT)),
+    "DeepSeek-V3": lambda: Predict(language_model("DeepseekV3ForCausalLM", **_LATENT)),
 }
 
 
@@ -65,9 +107,11 @@ def train_all(rank: int, size: int) -> dict[tuple[str, str], Outcome]:
     found = {}
     for name, make in MODULES.items():
         module = make()
-        plan = None if isinstance(module, Predict) else PLAN
-        for layout in ({"tp": 2, "tensor_parallel_plan": plan}, {}):
-            found[name, "tp" if layout else "dp"] = run(make(), size, layout)
+        plan = None if isinstance(module, Predict) else {**PLAN, **FURTHER.get(name, {})}
+        found[name, "tp"] = run(module, size, {"tp": 2, "tensor_parallel_plan": plan})
+        found[name, "tp"].is_cut = any(not shard_spec_of(parameter).is_whole for parameter in module.parameters())
+        if name in ("PReLU", "DeepSeek-V3"):
+            found[name, "dp"] = run(make(), size, {})
     return found
 
 
@@ -77,6 +121,9 @@ def test_parameters_that_ranks_use_on_parts_of_the_features_train_as_on_one_devi
         for (name, layout), outcome in reports.items():
             where, plain = f"{name}, {layout}, rank {rank}", expected[name]
             assert not outcome.error, f"{where}: {outcome.error}"
+            assert outcome.is_cut == (
+                layout == "tp" and (name in CUT or name in ("PReLU", "norm of heads", "features"))
+            )
             assert outcome.losses == pytest.approx(plain.losses, rel=1e-6), where
             for key, weight in plain.weights.items():
                 assert_equal(outcome.weights[key], weight, f"{where}: {key}", 1e-6)
