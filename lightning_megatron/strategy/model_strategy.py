@@ -29,6 +29,7 @@ from lightning_megatron.strategy.checks import (
     digest_of,
     pipelined_module,
 )
+from lightning_megatron.strategy.empty_optimizers import allowing_empty_optimizers, check_trained_somewhere
 from lightning_megatron.strategy.experts import ExpertsOfRun, check_experts
 from lightning_megatron.strategy.finite_watch import checks_of
 from lightning_megatron.strategy.kept_state import KeptState
@@ -185,7 +186,9 @@ class ModelStrategy(MeshStrategy):
     def _setup_training(self, trainer: Trainer, fitting: bool) -> None:
         if fitting:
             self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
+            with allowing_empty_optimizers(self.mesh):
+                self.setup_optimizers(trainer)
+            check_trained_somewhere(self.optimizers, self.mesh)
         previous, self._state = self._state, self._state_of_run(fitting)
         if previous is not None and previous is not self._state:
             previous.release()

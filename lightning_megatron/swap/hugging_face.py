@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,15 +12,15 @@ from torch import nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
-from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.adapter import ReplacedModel
+from lightning_megatron.swap.deferred import DrawnTensors, Origin, Overlaid, origin_of
 from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
 from lightning_megatron.swap.families import Family, find_family
+from lightning_megatron.swap.family_layers import build_layers
 from lightning_megatron.swap.generation import GeneratingLM
-from lightning_megatron.swap.language_model import LabelledGPT
-from lightning_megatron.swap.load import check_tensors, load_from, reader_of
+from lightning_megatron.swap.load import RenamedTensors, check_tensors, fill, load_from, reader_of
 from lightning_megatron.swap.low_rank import without_adapters
 from lightning_megatron.swap.mapping import named
 from lightning_megatron.swap.own_plan import is_hugging_face
@@ -28,6 +28,7 @@ from lightning_megatron.swap.peft_layers import adapter_of, add_adapter, remove_
 from lightning_megatron.swap.pretrained import folder_of
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 from lightning_megatron.swap.tree import take_over
+from lightning_megatron.swap.untouched import built_parts, check_untouched
 from lightning_megatron.swap.whole_model import is_cut
 
 #: What the log says about a model whose weights every rank held.
@@ -102,8 +103,11 @@ def swapped_model(
         CheckpointMismatchError: If the model has other tensors than its family.
     """
     adapter, tensors = adapter_of(name, source, family), without_adapters(source.state_dict())
+    origin = origin_of(source)
+    check_untouched(name, source, built_parts(source) if origin is None else origin.parts)
     remove_input_hooks(source)
-    model = _built(source, family, mesh)
+    has_pooler = getattr(source, "pooler", None) is not None
+    model = build_layers(source.config.to_dict(), family, source.dtype, mesh, has_pooler=has_pooler)
     had_values = not any(tensor.is_meta for tensor in tensors.values())
     folder = folder_of(source)
     note = NOTE if had_values and is_cut(mesh) else ""
@@ -113,11 +117,18 @@ def swapped_model(
         # What was put into a model without values would not be missed by its folder.
         own = reader_of(tensors, family)
         check_tensors(own, family.tensors(model.config), family, model.config.tie_embeddings)
+        given = own.only(name for name, tensor in tensors.items() if not tensor.is_meta)
         if folder is None:
             initialize_(model, mesh.device, torch.initial_seed())
+            _fill_given(model, origin, family, own, given)
         else:
-            missing = load_from(model, SafetensorsFolder(folder), family, torch.initial_seed(), shows_progress)
+            files = reader_of(SafetensorsFolder(folder), family)
+            reader = Overlaid(given, files) if given.own else files
+            missing = load_from(model, reader, family, torch.initial_seed(), shows_progress)
             note = f"{named(missing)} are not in {folder} and keep their first values." if missing else note
+        if given.own:
+            count = f"{len(given.own)} tensors" if len(given.own) > 4 else named(given.own)
+            note = f"{count} have the values that configure_model gave them. {note}".strip()
     if any(getattr(part, "gradient_checkpointing", False) for part in source.modules()):
         model.recompute = "full"
     if adapter is not None:
@@ -126,16 +137,14 @@ def swapped_model(
     return SwappedModel(model, lambda: take_over(name, source, model, family, adapter, kind), note)
 
 
-def _built(source: Any, family: Family, mesh: ParallelMesh) -> LabelledGPT | Encoder:
-    config = family.config(source.config.to_dict())
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(source.dtype)
-    try:
-        with torch.device("meta"):
-            if isinstance(config, GPTConfig):
-                return LabelledGPT(config, mesh)
-            # Whether there is a pooler is not said by the configuration.
-            has_head = config.head != "pooler" or source.pooler is not None
-            return Encoder(config if has_head else replace(config, head="none"), mesh)
-    finally:
-        torch.set_default_dtype(before)
+def _fill_given(
+    model: GPT | Encoder, origin: Origin | None, family: Family, own: RenamedTensors, given: RenamedTensors
+) -> None:
+    """Give a model that draws its weights those that user code has changed in it."""
+    changed = set(given.names())
+    table = [tensor for tensor in family.tensors(model.config) if not changed.isdisjoint(tensor.source_shapes)]
+    if not table or origin is None:
+        return
+    # What the same layer joins with them is drawn once more.
+    beside = {name: own.shape(name) for tensor in table for name in tensor.source_shapes}
+    fill(model, {tensor.target: tensor for tensor in table}, Overlaid(given, DrawnTensors(origin, beside)), family)

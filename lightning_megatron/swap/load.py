@@ -56,12 +56,36 @@ def load_from(
     drawn = {target for target, tensor in table.items() if not missing.isdisjoint(tensor.source_shapes)}
     if seed is not None:
         initialize_(model, model.mesh.device, seed, drawn)
+    read = {target: tensor for target, tensor in table.items() if target not in drawn}
+    fill(model, read, reader, family, shows_progress)
+    return tuple(sorted(missing))
+
+
+def fill(
+    model: GPT | Encoder,
+    table: Mapping[str, TensorMap],
+    reader: TensorReader,
+    family: Family,
+    shows_progress: bool = False,
+) -> None:
+    """Fill those parameters and buffers of this rank that a table lists, converted to their dtype.
+
+    Args:
+        model: Any rank's part of a model.
+        table: Where full tensors come from, by the names of ours.
+        reader: The foreign tensors, by the names of the table.
+        family: How the tensors are named and cut.
+        shows_progress: Whether rank 0 may show a bar.
+
+    Raises:
+        CheckpointMismatchError: If a head that should be the embedding is not.
+    """
     copies: list[Copy] = []
     for name, parameter in _values_of(model, table).items():
         spec = shard_spec_of(parameter, model.mesh.tp.rank)
-        tensor = table[spec.tied_to or name]
-        if tensor.target in drawn:
+        if (spec.tied_to or name) not in table:
             continue
+        tensor = table[spec.tied_to or name]
         if isinstance(parameter, nn.Parameter) and parameter.is_meta:
             parameter = _materialised(model, name, parameter)
         with torch.no_grad():
@@ -72,7 +96,6 @@ def load_from(
         if tensor.target == _WORD_EMBEDDING and model.config.tie_embeddings and family.head in reader.names():
             _check_tied(parameter, reader, family)
     copy_all(copies, reader, shows_progress and model.mesh.rank == 0)
-    return tuple(sorted(missing))
 
 
 def full_tensors(
@@ -112,6 +135,11 @@ class RenamedTensors:
 
     reader: TensorReader
     own: Mapping[str, Place]
+
+    def only(self, keys: Iterable[str]) -> RenamedTensors:
+        """Return a reader of those tensors alone that have these names of their own."""
+        kept = set(keys)
+        return RenamedTensors(self.reader, {name: place for name, place in self.own.items() if place.name in kept})
 
     def names(self) -> Iterable[str]:
         """List the tensors."""
@@ -245,7 +273,7 @@ def _part(name: str) -> tuple[str, ...]:
     return tuple(parts[: 5 if parts[2:4] == ["mlp", "experts"] else 2])
 
 
-def _check_tied(parameter: Tensor, reader: RenamedTensors, family: Family) -> None:
+def _check_tied(parameter: Tensor, reader: TensorReader, family: Family) -> None:
     for box in shard_spec_of(parameter).boxes():
         slices = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
         head, embedding = reader.read(family.head, slices), reader.read(family.embedding, slices)

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.swap.deferred import GivingValues, Origin, defer
 from lightning_megatron.swap.families import find_family
+from lightning_megatron.swap.family_layers import build_layers
 from lightning_megatron.swap.low_rank import plain_name
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.untouched import parts_of
 
 #: Attribute of a model that was built on the meta device: the folder of its weights.
 _FOLDER = "weights_folder"
@@ -44,7 +47,7 @@ def building_on_meta() -> Iterator[None]:
     base.from_pretrained = classmethod(lambda cls, *args, **kwargs: _from_pretrained(cls, load, args, kwargs))
     base._from_config = classmethod(lambda cls, config, **kwargs: _from_config(cls, build, config, kwargs))
     try:
-        with _giving_adapters_values():
+        with _giving_adapters_values(), GivingValues():
             yield
     finally:
         for name, method in before.items():
@@ -142,7 +145,16 @@ def _from_config(cls: Any, build: Callable[..., Any], config: Any, kwargs: dict[
     if find_family(cls.__name__) is None:
         return build(cls, config, **kwargs)
     with torch.device("meta"):
-        return build(cls, config, **kwargs)
+        model = build(cls, config, **kwargs)
+    return _deferred(model, None)
+
+
+def _deferred(model: Any, folder: str | None) -> Any:
+    """Mark the weights of a model that was built without them as read from a folder, or drawn, later."""
+    family, config, dtype = find_family(type(model).__name__), model.config.to_dict(), model.dtype
+    assert family is not None, "models of known families are built without their weights"
+    defer(model, Origin(family, config, folder, parts_of(model), lambda: build_layers(config, family, dtype)))
+    return model
 
 
 def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,6 +175,7 @@ def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], 
         dtype = config.dtype or SafetensorsFolder(path).dtype
     model = cls._from_config(config, dtype=dtype)
     setattr(model, _FOLDER, str(path))
+    _deferred(model, str(path))
     if model.can_generate() and (Path(path) / "generation_config.json").is_file():
         model.generation_config = type(model.generation_config).from_pretrained(path)
     return model.eval()

@@ -1,0 +1,63 @@
+"""Optimizers of pipeline stages that train nothing, because what is trained is on other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+
+
+@contextmanager
+def allowing_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
+    """Let optimizers be made from no parameters inside the block where the model is cut into stages.
+
+    A module that trains its head alone gives its optimizer nothing on the other stages, which torch refuses.
+
+    Args:
+        mesh: The groups of this rank.
+    """
+    if mesh.pp.size == 1:
+        yield
+        return
+    original: Any = Optimizer.__init__
+
+    def init(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        given = params if isinstance(params, Sequence) else list(params)
+        original(self, given or [{"params": []}], defaults)
+
+    Optimizer.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.__init__ = original  # type: ignore[method-assign]
+
+
+def check_trained_somewhere(optimizers: Sequence[Optimizer], mesh: ParallelMesh) -> None:
+    """Refuse an optimizer that trains nothing on any stage.
+
+    Args:
+        optimizers: Those of this stage.
+        mesh: The groups of this rank.
+
+    Raises:
+        UnsupportedError: If there is one.
+
+    Communication: one gather over pp, with more than one stage.
+    """
+    if mesh.pp.size == 1:
+        return
+    here = [sum(len(group["params"]) for group in optimizer.param_groups) for optimizer in optimizers]
+    stages = all_gather_objects(here, mesh.pp_cpu)
+    for number, counts in enumerate(zip(*stages, strict=False)):
+        if not any(counts):
+            raise UnsupportedError(
+                f"an optimizer must have parameters on some pipeline stage: number {number} "
+                f"({type(optimizers[number]).__name__}) has none on any of {len(stages)}. Nothing would be trained. "
+                "Give it parameters of self in configure_optimizers."
+            )

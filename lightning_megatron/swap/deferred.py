@@ -1,0 +1,247 @@
+"""Weights that are read later: a model is built without them, and gets those that user code asks for at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
+
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.swap.families.family import Family
+from lightning_megatron.swap.load import reader_of
+from lightning_megatron.swap.mapping import Slices, TensorReader
+from lightning_megatron.swap.packed import pack
+from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.untouched import Part
+
+_ATTRIBUTE = "deferred"
+
+#: What tells of a tensor without its values.
+_PLAIN_GETTERS = frozenset(
+    {"shape", "dtype", "requires_grad", "grad", "grad_fn", "is_leaf", "ndim", "layout", "names", "is_sparse", "_base"}
+    | {"is_cuda", "is_quantized", "is_nested", "is_mkldnn", "_version", "_backward_hooks", "nbytes", "itemsize"}
+    | {"is_cpu", "is_xpu", "is_mps", "is_ipu", "is_vulkan", "is_maia", "retains_grad", "output_nr", "name"}
+)
+_PLAIN_FUNCTIONS = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__"}
+    | {"is_contiguous", "stride", "storage_offset", "requires_grad_", "__hash__", "is_inference", "has_names"}
+    | {"_has_compatible_shallow_copy_type", "is_same_size", "__repr__", "__format__", "register_hook"}
+    | {"register_post_accumulate_grad_hook", "is_signed", "get_device", "untyped_storage", "data_ptr"}
+)
+#: What makes the same tensor in another type.
+_CASTS = frozenset({"half", "float", "double", "bfloat16"})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Know where the weights of a model that was built without them come from.
+
+    Args:
+        family: How configuration and tensors are named and cut.
+        config: The configuration with which the model was built.
+        folder: The folder of its weights; None means that they are to be drawn.
+        parts: What the class has built, by name.
+        layers: Builds the model of this package that has all of its tensors, on the meta device.
+    """
+
+    family: Family
+    config: Mapping[str, Any]
+    folder: str | None
+    parts: Mapping[str, Part] = field(repr=False)
+    layers: Callable[[], GPT | Encoder] = field(repr=False)
+
+    def value_of(self, name: str) -> Tensor:
+        """Return a tensor of the class, as the model has it that nobody has changed.
+
+        Args:
+            name: Its name in the class.
+        """
+        if self.folder is not None:
+            reader = reader_of(SafetensorsFolder(self.folder), self.family)
+            found = _assembled(name, reader, self.family)
+            if found is not None:
+                return found
+        return self._drawn(name)
+
+    def _drawn(self, name: str) -> Tensor:
+        """Draw a tensor as it is drawn when the model is replaced."""
+        layers = self.layers()
+        for tensor in self.family.tensors(layers.config):
+            parts = pack({source.name: torch.empty(0) for source in tensor.sources}, self.family.packed)
+            if name not in parts:
+                continue
+            wanted = [one for one in self.family.tensors(layers.config) if _belongs(one, name, self.family)]
+            initialize_(layers, "cpu", torch.initial_seed(), {one.target for one in wanted})
+            theirs: dict[str, Tensor] = {}
+            for one in wanted:
+                theirs |= one.split(layers.get_parameter(one.target).detach()[: one.shape[0]])
+            return pack(theirs, self.family.packed)[name]
+        raise KeyError(name)
+
+
+def _belongs(tensor: Any, name: str, family: Family) -> bool:
+    parts = pack({source.name: torch.empty(0) for source in tensor.sources}, family.packed)
+    return name in parts
+
+
+def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None:
+    """Return a tensor of the class from files that have it, or its parts."""
+    names = set(reader.names())
+    wanted = {name} & names or {
+        part
+        for part in names
+        for rule in family.packed
+        if rule.is_name(name) and (place := rule.place(part)) is not None and place[0] == name
+    }
+    if not wanted:
+        return None
+    parts = {one: reader.read(one, tuple(slice(0, size) for size in reader.shape(one))).clone() for one in wanted}
+    return pack(parts, family.packed)[name]
+
+
+def defer(model: nn.Module, origin: Origin) -> None:
+    """Mark the parameters of a model on the meta device as read later.
+
+    Args:
+        model: The model, as its class has built it.
+        origin: Where its weights come from.
+    """
+    for name, parameter in model.named_parameters():
+        setattr(parameter, _ATTRIBUTE, (origin, name))
+
+
+def origin_of(model: nn.Module) -> Origin | None:
+    """Return where the weights of a model come from; None if it was not built without them."""
+    for parameter in model.parameters():
+        found = getattr(parameter, _ATTRIBUTE, None)
+        if found is not None:
+            origin: Origin = found[0]
+            return origin
+    return None
+
+
+class GivingValues(TorchFunctionMode):
+    """Let code use parameters that are read later as if they had their values.
+
+    Inside the block such a parameter says that it is on the CPU. What asks for its shape or type alone leaves it as it
+    is. Everything else, such as a write in place, a product, a resized vocabulary or ``load_state_dict``, first gives
+    that one parameter its value: it then holds memory as other tensors do, and counts when the model is replaced.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch, giving the parameters among its arguments their values first if it needs them."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else None
+        if name == "__get__" and _is_deferred(first):
+            key = func.__self__.__name__
+            if key in ("device", "is_meta", "is_cpu"):
+                return {"device": torch.device("cpu"), "is_meta": False, "is_cpu": True}[key]
+            if key in _PLAIN_GETTERS:
+                return func(*args, **kwargs)
+        elif name == "__set__" and _is_deferred(first):
+            key = func.__self__.__name__
+            if key in ("requires_grad", "grad") or (key == "data" and args[1].is_meta):
+                return func(*args, **kwargs)
+        elif name in _PLAIN_FUNCTIONS:
+            return func(*args, **kwargs)
+        elif first is not None and _is_deferred(first) and (name == "__deepcopy__" or _is_cast(name, args, kwargs)):
+            return _marked(func(*args, **kwargs), first)
+        for parameter in _deferred_in((*args, *kwargs.values())):
+            _give_value(parameter)
+        return func(*args, **kwargs)
+
+
+def _is_deferred(value: Any) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return isinstance(value, Tensor) and value.is_meta and hasattr(value, _ATTRIBUTE)
+
+
+def _deferred_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            if _is_deferred(value):
+                yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _deferred_in(value)
+        elif isinstance(value, dict):
+            yield from _deferred_in(value.values())
+
+
+def _is_cast(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if name in _CASTS:
+        return True
+    rest = [value for value in (*args[1:], *kwargs.values()) if value is not None and not isinstance(value, bool)]
+    return name == "to" and all(isinstance(value, (torch.dtype, torch.memory_format)) for value in rest)
+
+
+def _marked(result: Tensor, source: Tensor) -> Tensor:
+    setattr(result, _ATTRIBUTE, getattr(source, _ATTRIBUTE))
+    return result
+
+
+def _give_value(parameter: Tensor) -> None:
+    origin, name = getattr(parameter, _ATTRIBUTE)
+    value = origin.value_of(name).to(parameter.dtype)
+    given = nn.Parameter(value, parameter.requires_grad) if isinstance(parameter, nn.Parameter) else value
+    kept = dict(vars(parameter))
+    # The parameter stays the same object, whoever holds it.
+    swap_tensors(parameter, given)
+    vars(parameter).update(kept)
+
+
+@dataclass(frozen=True)
+class Overlaid:
+    """Read some tensors from one place and the others from another.
+
+    Args:
+        over: The tensors that count where both have one.
+        under: The others.
+    """
+
+    over: TensorReader
+    under: TensorReader
+
+    def names(self) -> tuple[str, ...]:
+        """List the tensors."""
+        return tuple(dict.fromkeys((*self.over.names(), *self.under.names())))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor (elements)."""
+        return self._place(name).shape(name)
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """Return a part of a tensor."""
+        return self._place(name).read(name, slices)
+
+    def _place(self, name: str) -> TensorReader:
+        return self.over if name in set(self.over.names()) else self.under
+
+
+@dataclass(frozen=True)
+class DrawnTensors:
+    """Read first values of a model that was built without a folder, each drawn when it is asked for."""
+
+    origin: Origin
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def names(self) -> tuple[str, ...]:
+        """List the tensors."""
+        return tuple(self.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor (elements)."""
+        return self.shapes[name]
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """Return a part of a tensor."""
+        return self.origin.value_of(name)[slices]

@@ -1,0 +1,49 @@
+"""The layers of this package that compute a model of a known family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.swap.families.family import Family
+from lightning_megatron.swap.language_model import LabelledGPT
+
+
+def build_layers(
+    config: Mapping[str, Any],
+    family: Family,
+    dtype: torch.dtype,
+    mesh: ParallelMesh | None = None,
+    *,
+    has_pooler: bool = True,
+) -> LabelledGPT | Encoder:
+    """Build this rank's part of a model on the meta device.
+
+    Args:
+        config: Configuration of the foreign model.
+        family: Its family.
+        dtype: Of the weights.
+        mesh: The groups of this rank; None means one process that holds everything.
+        has_pooler: Whether an encoder that may have a pooler has one, which its configuration does not say.
+
+    Raises:
+        UnsupportedError: For settings that no model of ours has.
+        ParallelPlanError: If the layout cannot hold the model.
+    """
+    settings = family.config(config)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            if isinstance(settings, GPTConfig):
+                return LabelledGPT(settings, mesh)
+            has_head = settings.head != "pooler" or has_pooler
+            return Encoder(settings if has_head else replace(settings, head="none"), mesh)
+    finally:
+        torch.set_default_dtype(before)

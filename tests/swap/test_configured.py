@@ -1,0 +1,214 @@
+"""What configure_model does to a Hugging Face model that is built without its weights counts, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap import building_on_meta, parallelize
+from tests.oracles import assert_equal, gather_full
+from tests.swap.encoders import encoder_of
+from tests.swap.families import V, twin_of
+from tests.world import run_world
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.randint(0, V - 2, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def zero_head(model: Any) -> None:
+    model.lm_head.weight.zero_()
+
+
+def scale_data(model: Any) -> None:
+    model.lm_head.weight.data.mul_(3)
+
+
+@torch.no_grad()
+def clear_row(model: Any) -> None:
+    model.get_input_embeddings().weight[3] = 0.0
+
+
+def new_head(model: Any) -> None:
+    torch.manual_seed(3)
+    model.lm_head = nn.Linear(48, V, bias=False)
+
+
+def load_state(model: Any) -> None:
+    torch.manual_seed(4)
+    model.load_state_dict({name: torch.randn(one.shape) / 10 for name, one in model.state_dict().items()})
+
+
+def more_tokens(model: Any) -> None:
+    torch.manual_seed(5)
+    model.resize_token_embeddings(V + 7)
+
+
+def fewer_tokens(model: Any) -> None:
+    model.resize_token_embeddings(V - 2)
+
+
+def draw_again(model: Any) -> None:
+    torch.manual_seed(6)
+    nn.init.normal_(model.model.layers[1].mlp.up_proj.weight)
+
+
+def write_one_of_a_joint_layer(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.copy_(model.model.layers[0].self_attn.v_proj.weight)
+
+
+def read(model: Any) -> None:
+    assert model.model.norm.weight.abs().mean().item() > 0
+    assert model.device.type == "cpu"
+
+
+def copy(model: Any) -> Any:
+    return deepcopy(model)
+
+
+CHANGES = (
+    *(zero_head, scale_data, clear_row, new_head, load_state, more_tokens, fewer_tokens, draw_again),
+    *(write_one_of_a_joint_layer, read, copy),
+)
+
+
+def stored(case: str, folder: Path) -> Path:
+    maker = encoder_of if "bert" in case else twin_of
+    maker(case).save_pretrained(folder)
+    return folder
+
+
+def configured(folder: Path, change: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Return the model as Hugging Face has it after a change, and the same without its weights."""
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    plain = change(plain) or plain
+    with building_on_meta():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model = change(model) or model
+    return plain, model
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_written_into_a_model_without_weights_counts(change: Any, tmp_path: Path) -> None:
+    plain, model = configured(stored("llama", tmp_path), change)
+    root = nn.ModuleDict({"model": model})
+    parallelize(root, ParallelMesh.single())
+    expected = plain(input_ids=TOKENS).logits
+    assert_equal(model(input_ids=TOKENS).logits, expected, change.__name__, 1e-4)
+
+
+def test_only_what_is_used_gets_its_value(tmp_path: Path) -> None:
+    _, model = configured(stored("llama", tmp_path), zero_head)
+    assert [name for name, one in model.named_parameters() if not one.is_meta] == ["lm_head.weight"]
+    with building_on_meta():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        model.requires_grad_(False)
+        model.to(torch.bfloat16)
+        assert sum(one.numel() for one in model.parameters()) == model.num_parameters()
+        assert repr(model)
+    assert all(one.is_meta and one.dtype == torch.bfloat16 for one in model.parameters())
+
+
+@pytest.mark.parametrize("case", ["gpt2", "mixtral", "gpt_neox", "gemma"])
+def test_values_of_packed_and_tied_tensors_are_those_of_the_folder(case: str, tmp_path: Path) -> None:
+    if case == "mixtral":
+        from tests.swap import expert_models
+
+        expert_models.exact_twin_of(case).float().save_pretrained(tmp_path)
+    else:
+        stored(case, tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with building_on_meta():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        values = {name: one.detach().clone() for name, one in model.named_parameters()}
+    assert not any(one.is_meta for one in values.values())
+    for name, one in plain.named_parameters():
+        assert torch.equal(values[name], one), name
+
+
+def drawn(change: Callable[[Any], Any] | None) -> Any:
+    torch.manual_seed(11)
+    config = twin_of("llama").config
+    torch.manual_seed(11)
+    root = nn.ModuleDict()
+    with building_on_meta():
+        root["model"] = transformers.AutoModelForCausalLM.from_config(config)
+        if change is not None:
+            change(root["model"])
+    torch.manual_seed(11)
+    parallelize(root, ParallelMesh.single())
+    return root["model"]
+
+
+def test_what_is_written_into_a_model_that_draws_its_weights_counts() -> None:
+    plain, read_only, changed = drawn(None), drawn(read), drawn(write_one_of_a_joint_layer)
+    for name, one in plain.named_parameters():
+        assert torch.equal(read_only.get_parameter(name), one), f"{name}: reading changes nothing"
+        written = name == "model.layers.0.self_attn.k_proj.weight"
+        values = plain.model.layers[0].self_attn.v_proj.weight if written else one
+        assert torch.equal(changed.get_parameter(name), values), name
+
+
+def check_ranks(rank: int, size: int, folder: str) -> None:
+    plain, model = configured(Path(folder), more_tokens)
+    mesh = ParallelMesh.create(ParallelLayout(size, tp=size), sequence_parallel=False)
+    parallelize(nn.ModuleDict({"model": model}), mesh)
+    for name, one in plain.named_parameters():
+        parameter = model.get_parameter(name)
+        assert_equal(gather_full(parameter, shard_spec_of(parameter), mesh), one, name)
+    assert_equal(model(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits, "logits", 1e-4)
+
+
+def test_a_resized_vocabulary_is_cut_over_ranks(tmp_path: Path) -> None:
+    run_world(check_ranks, 2, str(stored("llama", tmp_path)))
+
+
+def other_block(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+
+
+def other_forward(model: Any) -> None:
+    model.lm_head.forward = lambda hidden: hidden
+
+
+def other_setting(model: Any) -> None:
+    model.model.layers[1].self_attn.attention_dropout = 0.25
+
+
+def head_with_bias(model: Any) -> None:
+    model.lm_head = nn.Linear(48, V)
+
+
+def wrong_shape(model: Any) -> None:
+    model.lm_head = nn.Linear(48, V + 1, bias=False)
+
+
+@pytest.mark.parametrize("has_values", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (other_block, r"'model.model.layers.0.mlp.act_fn' is a ReLU, where the class builds a SiLU"),
+        (other_forward, r"'model.lm_head' has another forward method"),
+        (other_setting, r"attention_dropout of 'model.model.layers.1.self_attn' is 0.25, and was 0.0"),
+        (head_with_bias, r"'lm_head.bias' left over"),
+        (wrong_shape, r"'lm_head.weight'"),
+    ],
+)
+def test_what_other_layers_would_not_compute_is_refused(
+    change: Any, message: str, has_values: bool, tmp_path: Path
+) -> None:
+    plain, model = configured(stored("llama", tmp_path), change)
+    with pytest.raises((UnsupportedError, CheckpointMismatchError), match=message):
+        parallelize(nn.ModuleDict({"model": plain if has_values else model}), ParallelMesh.single())
