@@ -20,7 +20,8 @@ _HOOKS = (
 #: What is said of a hook that looks at gradients of a model in parts.
 SEES_PARTS = (
     "finds in parameter.grad the gradients of what this rank holds of the model, which are parts with tp, pp or ep "
-    "above 1. trainer.precision_plugin.last_grad_norm is the norm over all ranks, where the Trainer clips by norm."
+    "above 1; norms and other numbers of a parameter are those of the whole one. "
+    "trainer.precision_plugin.last_grad_norm is the norm over all ranks, where the Trainer clips by norm."
 )
 #: Hooks in which others look at gradients.
 _GRADIENT_HOOKS = (

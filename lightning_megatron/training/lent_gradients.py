@@ -3,43 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from torch import Tensor, nn
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.training.parted_gradient import PartedGradient
+
+
+@dataclass(frozen=True)
+class _Loan:
+    """Hold a parameter, its gradient in the flat buffer, and what the parameter shows of it."""
+
+    parameter: nn.Parameter
+    gradient: Tensor
+    shown: Tensor
 
 
 class LentGradients:
     """Show gradients as ``parameter.grad`` between two backward passes, as views of the flat buffers.
 
     User code may write into a gradient, replace it or set it to None; :meth:`take_over` says what it did.
+
+    Args:
+        mesh: The groups of this rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
         #: Whether gradients are shown at all. Every data-parallel rank then sums whole ones, not only its part.
         self.is_on = False
-        self._lent: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        self._lent: dict[str, _Loan] = {}
+        self._known: dict[str, _Loan] = {}
 
     def lend(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Let a parameter show its gradient."""
-        if parameter.grad is not gradient:
+        loan = self._known.get(name)
+        if loan is None or loan.gradient is not gradient:
+            spec = shard_spec_of(parameter, self._mesh.tp.rank)
+            loan = self._known[name] = _Loan(parameter, gradient, PartedGradient.of(gradient, spec, self._mesh))
+        if parameter.grad is not loan.shown:
             parameter.grad = None
             # Sums may be wider than the parameter, and what replaces them narrower.
             parameter.grad_dtype = None
-            parameter.grad = gradient
-        self._lent[name] = (parameter, gradient)
+            parameter.grad = loan.shown
+        self._lent[name] = loan
 
     def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
         """List the gradients that are shown, of the named parameters or of all."""
-        return [gradient for name, (_, gradient) in self._lent.items() if names is None or name in names]
+        return [loan.gradient for name, loan in self._lent.items() if names is None or name in names]
 
     def take_over(self) -> set[str]:
         """Copy gradients that were replaced into their places; return the names of those that were set to None."""
         removed = set()
-        for name, (parameter, gradient) in self._lent.items():
-            if parameter.grad is None:
+        for name, loan in self._lent.items():
+            found = loan.parameter.grad
+            if found is None:
                 removed.add(name)
-            elif parameter.grad is not gradient:
-                gradient.copy_(parameter.grad)
-                parameter.grad = gradient
+            elif found is not loan.shown:
+                loan.gradient.copy_(found.as_subclass(Tensor))
+                loan.parameter.grad = loan.shown
         self.take_back(removed)
         return removed
 
@@ -47,6 +71,6 @@ class LentGradients:
         """Let parameters show nothing, before autograd adds to what they show."""
         for name in list(self._lent if names is None else names):
             if name in self._lent:
-                parameter, _ = self._lent.pop(name)
+                parameter = self._lent.pop(name).parameter
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype

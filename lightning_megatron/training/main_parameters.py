@@ -78,7 +78,7 @@ class MainParameters:
         self.mesh, self.division = mesh, division or Division()
         self.buffers: list[FlatBuffer] = []
         self.gather = ParameterGather()
-        self.lent = LentGradients()
+        self.lent = LentGradients(mesh)
         #: Pairs of a tied embedding's name and that of its copy on another stage; known once an optimizer is attached.
         self.ties: list[tuple[str, str]] | None = None
         #: Tied parameters whose bucket holds nothing else, so that it is cut alike on both stages.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -192,6 +193,11 @@ USES: dict[str, tuple[type[Line], dict[str, Any]]] = {
 }
 
 
+#: Cases that read norms, and how the layers are cut for them.
+IN_PARTS = ("norms are logged", "the module clips", "the module lets Lightning clip", "clipped by hand")
+PLAN = {"net.0": "column", "net.2": "row"}
+
+
 def data(rank: int = 0, size: int = 1) -> DataLoader:
     """Return 16 samples in batches of 4, of which every rank has its part."""
     generator = torch.Generator().manual_seed(2)
@@ -204,7 +210,8 @@ def fit(module: Line, strategy: Any, place: tuple[int, int] = (0, 1), **options:
     """Fit for two epochs in float64."""
     seed_everything(1, verbose=False)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "devices": place[1], "max_epochs": 2}
+    quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "max_epochs": 2}
+    quiet["devices"] = dist.get_world_size() if dist.is_initialized() else 1
     quiet |= {"precision": "64-true", "use_distributed_sampler": False}
     trainer = Trainer(**{**quiet, **options}, strategy=strategy)
     trainer.fit(module, data(*place), data(*place))
@@ -265,4 +272,5 @@ def two_ranks(rank: int, size: int) -> dict[str, Any]:
 
         found[kind] = {name: use(name, strategy(), (rank, size)) for name in USES}
         found[kind]["calls"] = order_of_calls(strategy(), (rank, size))
+    found["tp2"] = {name: use(name, MegatronStrategy(tp=2, tensor_parallel_plan=PLAN))[1] for name in IN_PARTS}
     return found
