@@ -1,3 +1,9 @@
-"""What Lightning sees: the strategy, its command line, callbacks. Its import registers the strategy "megatron"."""
+"""What Lightning sees: the strategy, its command line, callbacks.
 
+Its import registers the strategy "megatron", and lets ``load_from_checkpoint`` say what to do with a directory.
+"""
+
+from lightning_megatron.strategy.class_loading import explain_directories
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy as MegatronStrategy
+
+explain_directories()

@@ -10,6 +10,7 @@ from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.legal_values import one_of
 from lightning_megatron.plan.settings import shown
+from lightning_megatron.swap.families.expert_names import SETTINGS
 from lightning_megatron.swap.families.family import ModelConfig
 from lightning_megatron.swap.families.field_kinds import KINDS, check_kind
 from lightning_megatron.swap.families.unknown_fields import HARMLESS, passed_over, warn_of
@@ -183,7 +184,8 @@ class ConfigTable:
         known = self.names | IRRELEVANT
         unknown = {name for name in config if name not in known and not name.startswith("_")}
         on = sorted(name for name in unknown if config[name] is not None and config[name] is not False)
-        overlooked = passed_over(on, config.get("model_type"))
+        # Settings of ours are meant, though Hugging Face passes over them.
+        overlooked = passed_over(on, config.get("model_type")) - {SETTINGS}
         for name in on:
             if name not in overlooked:
                 raise refusal(

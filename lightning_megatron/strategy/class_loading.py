@@ -1,0 +1,46 @@
+"""Let ``load_from_checkpoint`` of Lightning say what to do with a checkpoint that is a directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.core import saving
+
+from lightning_megatron.checkpoint import is_sharded_checkpoint
+from lightning_megatron.errors import CheckpointMismatchError
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Read a file as Lightning does, and refuse a directory that this strategy saved.
+
+    Args:
+        load: How Lightning reads.
+    """
+
+    load: Callable[..., Any]
+
+    def __call__(self, path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+        path = path_or_url
+        is_path = isinstance(path, str | os.PathLike) and not str(path).startswith("http")
+        if is_path and is_sharded_checkpoint(path):
+            raise CheckpointMismatchError(
+                f"load_from_checkpoint reads one file: {os.fspath(path)} is a directory that MegatronStrategy saved. "
+                "Its tensors are in several files, as the ranks held them. Write one file with `lightning-megatron "
+                f"checkpoint consolidate {os.fspath(path)} plain.ckpt --weights-only` and load that, or give the "
+                "directory as ckpt_path to fit, validate, test or predict with MegatronStrategy."
+            )
+        return self.load(path_or_url, *args, **kwargs)
+
+
+def explain_directories() -> None:
+    """Let the class methods of Lightning ask before they open a path; to call it again changes nothing.
+
+    They belong to the user's classes, and no strategy is asked, so that Lightning's reader is the one place to say it.
+    """
+    if not isinstance(saving.pl_load, _Reader):
+        reader: Any = _Reader(saving.pl_load)
+        saving.pl_load = reader
