@@ -22,6 +22,7 @@ from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.layers.padding_mask import padding_mask
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.layers.replicated import TableEmbedding
+from lightning_megatron.models.absent import AbsentTensor, check_present
 from lightning_megatron.models.config_checks import check_length
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_heads import Classifier, MaskedLMHead, Pooler
@@ -135,6 +136,7 @@ class Encoder(LayeredModule):
         Communication: that of the layers.
         """
         given = rows.given
+        check_present(rows.tokens, rows.vectors, rows.valid, rows.positions, rows.token_types)
         self.check_callable_whole()
         check_recompute(self.recompute)
         # Positions that are given, or that leave padding out, may be few in a long row.
@@ -147,8 +149,25 @@ class Encoder(LayeredModule):
             lambda hidden, chunk: self._run_layers(hidden, chunk, rows.valid),
             lambda hidden: self._result(hidden, labels, ignore_index),
             lambda: self.boundary(given),
+            lambda: self._unknown(given.shape[0], given.shape[1], labels is not None),
         )
         return result
+
+    def _unknown(self, num_sequences: int, length: int, has_losses: bool) -> EncoderResult:
+        """Return a result without values."""
+        size, wide = self.config.hidden_size, torch.promote_types(self.dtype, torch.float32)
+        shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
+        hidden = self.absent((length // shards, num_sequences, size), self.dtype, "the hidden states")
+        if self.config.head == "classifier":
+            shape = num_sequences, self.config.num_labels
+            return EncoderResult(hidden, logits=self.absent(shape, self.dtype, "the logits"))
+        if self.config.head == "pooler":
+            return EncoderResult(hidden, pooled=self.absent((num_sequences, size), self.dtype, "the pooled output"))
+        if self.config.head == "none":
+            return EncoderResult(hidden)
+        logits = self.absent((length, num_sequences, self.config.vocab_size), self.dtype, "the logits")
+        losses = self.absent((num_sequences, length), wide, "the losses") if has_losses else None
+        return EncoderResult(logits=logits, losses=losses)
 
     def whole(self, hidden: Tensor) -> Tensor:
         """Return the last layer's output on every tensor-parallel rank, for what all of them compute alike.
@@ -156,6 +175,9 @@ class Encoder(LayeredModule):
         Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, S, D)``.
         Communication: under sequence parallelism an all-gather over tp forward, none backward.
         """
+        if isinstance(hidden, AbsentTensor) and self.mesh.sequence_parallel:
+            shape = hidden.shape[1], hidden.shape[0] * self.mesh.tp.size, hidden.shape[2]
+            return self.absent(shape, hidden.dtype, "the hidden states")
         full = gather_from_axis(hidden, self.mesh.tp, dim=0) if self.mesh.sequence_parallel else hidden
         return full.transpose(0, 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
@@ -21,6 +22,7 @@ from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.recompute import check_recompute
 from lightning_megatron.layers.rotary import RotaryTables
+from lightning_megatron.models.absent import check_present
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt_block import build_block, build_norm
 from lightning_megatron.models.layered import LayeredModule, dtype_of_products
@@ -113,6 +115,7 @@ class GPT(LayeredModule):
         Communication: that of the layers; without labels an all-gather of the logits over tp.
         """
         given = _one_of(tokens, embeddings)
+        check_present(tokens, embeddings)
         self.check_callable_whole()
         check_recompute(self.recompute)
         self.config.check_seq_length(given.shape[1], self.mesh.tp.size if self.mesh.sequence_parallel else 1)
@@ -127,7 +130,14 @@ class GPT(LayeredModule):
             lambda hidden, chunk: self._run_layers(hidden, chunk, given.shape[1], span),
             lambda hidden: self._result(self._logits(hidden), labels, label_smoothing, ignore_index),
             lambda: self.boundary(given),
+            lambda: self._unknown(given.shape[0], given.shape[1], labels is not None),
         )
+
+    def _unknown(self, num_sequences: int, length: int, has_losses: bool) -> Any:
+        """Return losses or logits without values."""
+        if has_losses:
+            return self.absent((num_sequences, length), torch.promote_types(self.dtype, torch.float32), "the losses")
+        return self.absent((num_sequences, length, self.config.vocab_size), self.dtype, "the logits")
 
     def _embed(self, tokens: Tensor | None, span: AttentionSpan | None, embeddings: Tensor | None) -> Tensor:
         assert self.embedding is not None, "the first virtual stage holds the embedding"

@@ -14,6 +14,7 @@ from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.recompute import Recompute
+from lightning_megatron.models.absent import AbsentTensor
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
@@ -119,9 +120,24 @@ class LayeredModule(PipelinedModule):
         """
         num_sequences, seq_length = tokens.shape[:2]
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
+        return torch.Size((seq_length // shards, num_sequences, self.config.hidden_size)), self.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of parameters and activations."""
         first = next(self.parameters(), None)
-        dtype = self._dtype if first is None else first.dtype
-        return torch.Size((seq_length // shards, num_sequences, self.config.hidden_size)), dtype
+        return self._dtype if first is None else first.dtype
+
+    def absent(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
+        """Return a tensor without values for a result that another stage computes.
+
+        Args:
+            shape: Its shape.
+            dtype: Its type.
+            name: What it is, for errors.
+        """
+        form = torch.empty(shape, dtype=dtype, device="meta")
+        return AbsentTensor.of(form, self, f"{name} of an earlier call of the model")
 
     @override
     def chunk_of(self, name: str) -> int | None:

@@ -32,19 +32,17 @@ def run_in_turn(model: PipelinedModule, call: Callable[[], T]) -> T | None:
     last = model.num_chunks - 1
     try:
         for chunk in range(model.num_chunks):
-            cursor = model.cursor = StageCursor(chunk, None, probe=True)
+            cursor = model.cursor = StageCursor(chunk, probe=True)
             _stop(call)
-            assert cursor.boundary is not None, "a probed model tells the shape of its hidden"
-            hidden = None
+            received = []
             if not model.is_first_stage(chunk):
-                hidden = torch.empty(cursor.boundary, dtype=cursor.dtype, device=device)
-                exchange([], [(hidden, (axis.rank - 1) % axis.size)], axis).wait()
-            cursor = model.cursor = StageCursor(chunk, hidden)
+                received = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in cursor.forms]
+                exchange([], [(one, (axis.rank - 1) % axis.size) for one in received], axis).wait()
+            cursor = model.cursor = StageCursor(chunk, received)
             if axis.is_last and chunk == last:
                 return call()
             _stop(call)
-            assert cursor.output is not None, "a stage that is not the last has a hidden for the next"
-            exchange([(cursor.output.contiguous(), (axis.rank + 1) % axis.size)], [], axis).wait()
+            exchange([(one.contiguous(), (axis.rank + 1) % axis.size) for one in cursor.sent], [], axis).wait()
         return None
     finally:
         model.cursor = None

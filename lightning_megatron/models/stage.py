@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import set_slot
+from lightning_megatron.models.absent import AbsentTensor
+from lightning_megatron.models.forms import Forms
+from lightning_megatron.models.step_plan import Found, StepPlan, wrong_calls
 
 
 class StageDone(BaseException):
@@ -24,25 +30,72 @@ class StageDone(BaseException):
 
 @dataclass
 class StageCursor:
-    """Tell a pipelined module which piece to run, and take its result.
+    """Tell a pipelined module which virtual stage to run, and take what it gives to the next.
 
     Args:
         chunk: The chunk of this stage to run.
-        hidden: Input from the previous virtual stage; None on the first.
-        output: Set by the module: the hidden for the next virtual stage.
-        probe: Whether to report ``boundary`` and ``dtype`` and compute nothing.
-        boundary: Set by the module when probed: shape of the hidden between stages for these inputs.
-        dtype: Set by the module when probed: its dtype.
+        received: What the previous virtual stage sent, call after call; nothing on the first.
+        probe: Whether to compute nothing, and report what this stage will receive.
+        plan: How often the step calls the model, and what it passes on; None finds that out, in a probe that goes
+            on behind the first call.
+        sent: Set by the module: what the next virtual stage receives.
+        forms: Set by the module when probed: shapes and types of what this stage receives.
+        calls: Counted by the module: calls that have begun.
         turn: Counted by a module whose blocks are called by other code: the block that comes next.
+        known: Set by such a module: values that have come from other stages, or will go there, by name.
+        has_arrived: Whether any value of another stage is here.
+        may_stop: Whether a probe may end where the step needs a value, because all boundaries have been crossed.
+        found: What a probe without a plan finds out.
+        uses: Counted by such a module: how often each module beside the blocks has been called.
     """
 
     chunk: int
-    hidden: Tensor | None
-    output: Tensor | None = None
+    received: Sequence[Tensor] = ()
     probe: bool = False
-    boundary: torch.Size | None = None
-    dtype: torch.dtype | None = None
+    plan: StepPlan | None = field(default_factory=StepPlan)
+    sent: list[Tensor] = field(default_factory=list)
+    forms: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    calls: int = 0
     turn: int = 0
+    known: dict[str, Tensor] = field(default_factory=dict)
+    has_arrived: bool = False
+    may_stop: bool = False
+    found: Found = field(default_factory=Found)
+    uses: Counter[str] = field(default_factory=Counter)
+
+    def use_of(self, name: str) -> str:
+        """Count a call of a module beside the blocks, and return the name of its result."""
+        self.uses[name] += 1
+        return f"{name}#{self.uses[name]}:out"
+
+    def stop_probe(self) -> None:
+        """End a probe that has seen enough, where the step needs a value.
+
+        Raises:
+            StageDone: If so.
+        """
+        if self.probe and self.plan is None and self.may_stop:
+            raise StageDone
+
+    def begin_call(self) -> None:
+        """Count a call of the model.
+
+        Raises:
+            UnsupportedError: If the step has made all the calls that were expected.
+        """
+        self.calls += 1
+        if self.plan is not None and self.calls > self.plan.num_calls:
+            raise UnsupportedError(wrong_calls(self.plan.num_calls, f"at least {self.calls}"))
+        self.may_stop = False
+
+    @property
+    def is_last_call(self) -> bool:
+        """Return whether the step will not call the model again."""
+        return self.plan is not None and self.calls == self.plan.num_calls
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.settle("the step returns it") if isinstance(leaf, AbsentTensor) else leaf
 
 
 def _nothing() -> None:
@@ -66,6 +119,7 @@ class PipelinedModule(nn.Module):
         self.cursor: StageCursor | None = None
         #: Waits until all parameters are whole, where a training gathers them behind its steps.
         self.wait_for_parameters: Callable[[], None] = _nothing
+        self.forms = Forms()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
         """Return a copy whose parameters know how they are cut, too; torch copies their values alone."""
@@ -114,6 +168,7 @@ class PipelinedModule(nn.Module):
         middle: Callable[[Tensor, int], Tensor],
         leave: Callable[[Tensor], Any],
         boundary: Callable[[], tuple[torch.Size, torch.dtype]],
+        unknown: Callable[[], Any],
     ) -> Any:
         """Run the whole model, or the virtual stage that the cursor names.
 
@@ -122,27 +177,59 @@ class PipelinedModule(nn.Module):
             middle: Runs the layers of a chunk.
             leave: Computes the result from the hidden; called on the last virtual stage.
             boundary: Returns shape and dtype of the hidden between stages.
+            unknown: Returns the result with tensors that have no values.
 
         Returns:
-            The result of ``leave``; only the last virtual stage returns.
+            The result of ``leave`` on the last virtual stage; that of ``unknown`` on others, where the step will
+            call the model again.
 
         Raises:
-            StageDone: On every other virtual stage, and when probed.
-            UnsupportedError: If a model that is cut into stages is called without a cursor.
+            StageDone: On every other virtual stage, and when probed, at the last call of a step.
+            UnsupportedError: If a model that is cut into stages is called without a cursor, or too often.
         """
         cursor = self.cursor
         if cursor is None:
             return leave(self._all_chunks(enter(), middle))
+        cursor.begin_call()
         if cursor.probe:
-            cursor.boundary, cursor.dtype = boundary()
+            cursor.forms.append(boundary())
+        else:
+            hidden = enter() if self.is_first_stage(cursor.chunk) else cursor.received[cursor.calls - 1]
+            hidden = middle(hidden, cursor.chunk)
+            if self.is_last_stage(cursor.chunk):
+                return leave(hidden)
+            cursor.sent.append(hidden)
+        if cursor.is_last_call:
             raise StageDone
-        hidden = enter() if self.is_first_stage(cursor.chunk) else cursor.hidden
-        assert hidden is not None, "a virtual stage after the first needs the hidden of the one before"
-        hidden = middle(hidden, cursor.chunk)
-        if self.is_last_stage(cursor.chunk):
-            return leave(hidden)
-        cursor.output = hidden
-        raise StageDone
+        cursor.may_stop = True
+        return unknown()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Let nothing beside the blocks compute that is of another virtual stage, and nothing at all in a probe."""
+        yield
+
+    def plan_of(self, cursor: StageCursor, result: Any) -> StepPlan:
+        """Return what a probe has found out.
+
+        Args:
+            cursor: That of the probe.
+            result: What the step returned; None if it came to no end.
+        """
+        return StepPlan(cursor.calls)
+
+    def note_use(self, tensor: AbsentTensor) -> None:
+        """Note, in a probe, that the last stage needs the values of a tensor."""
+
+    def settled(self, result: Any) -> Any:
+        """Return what a step returned, with values for all tensors in it.
+
+        Raises:
+            UnsupportedError: If one is on another stage.
+        """
+        if not any(isinstance(leaf, AbsentTensor) for leaf in pytree.tree_leaves(result)):
+            return result
+        return pytree.tree_map(_value, result)
 
     def _all_chunks(self, hidden: Tensor, middle: Callable[[Tensor, int], Tensor]) -> Tensor:
         for chunk in range(self.num_chunks):

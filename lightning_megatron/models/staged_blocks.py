@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -13,23 +13,27 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.sequence_shard import whole_of
-from lightning_megatron.models.result_form import ResultForm, shapes_of
-from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
+from lightning_megatron.models.absent import AbsentTensor, filled
+from lightning_megatron.models.beside_blocks import HeldModule, LooseParameter, follow
+from lightning_megatron.models.crossings import Crossings
+from lightning_megatron.models.forms import Form
+from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone, StepPlan
 
 
 class StagedBlocks(PipelinedModule):
     """Stand in the place of a torch.nn.ModuleList or torch.nn.Sequential, and hold only this rank's blocks of it.
 
-    The code around it runs on every stage, as it was written. A block of an earlier stage gives what the received
-    hidden is, the last one of a stage ends the run. What was computed on another stage and does not travel is NaN here,
-    so that a model that passes more than the hidden from block to block cannot give a wrong number unseen.
+    The code around it runs on every stage, as it was written. Blocks of other stages give tensors without values. The
+    arguments of a stage's first block travel to it from the stage before, which ends its step there. Whatever else a
+    stage reads of earlier ones travels with them, if a probe of the first step has found it.
 
     Blocks are named by their index, as before.
 
     Args:
         name: Name of the list, for errors.
         source: The list; the blocks of other stages lose their values.
-        layers: The blocks of each chunk of this stage, by index.
+        twins: A copy of every block on the meta device.
+        layers: The blocks of each chunk of each stage, by index.
         mesh: The groups of this rank.
         ends: Modules beside the list that this stage alone holds, and whether with all that is in them.
     """
@@ -38,25 +42,34 @@ class StagedBlocks(PipelinedModule):
         self,
         name: str,
         source: nn.ModuleList | nn.Sequential,
-        layers: Sequence[range],
+        twins: Sequence[nn.Module],
+        layers: Sequence[Sequence[range]],
         mesh: ParallelMesh,
         ends: Sequence[tuple[nn.Module, bool]] = (),
     ) -> None:
         super().__init__(mesh)
-        self.name, self.layers, self.calls_in_turn = name, tuple(layers), isinstance(source, nn.Sequential)
+        self.name, self.layers, self.calls_in_turn = (
+            name,
+            tuple(layers[mesh.pp.rank]),
+            isinstance(source, nn.Sequential),
+        )
+        order = [layers[rank][chunk] for chunk in range(self.num_chunks) for rank in range(mesh.pp.size)]
+        self.crossings = Crossings([blocks.start for blocks in order], len(source))
         # Not registered: neither are parameters of this list.
-        self.ends, self.elsewhere = tuple(ends), dict[int, nn.Module]()
-        self._forms: dict[Any, Any] = {}
+        self.ends, self.elsewhere = tuple(ends), dict(enumerate(twins))
+        self.held: list[HeldModule] = []
+        self.loose: list[LooseParameter] = []
         for index, block in enumerate(source):
-            if any(index in chunk for chunk in layers):
+            if any(index in chunk for chunk in self.layers):
                 self.add_module(str(index), block)
             else:
-                self.elsewhere[index] = block.to("meta")
+                # Whoever else holds the block shall not keep its values alive.
+                block.to("meta")
         self.train(source.training)
 
     def __len__(self) -> int:
         """Count the blocks of all stages."""
-        return len(self._modules) + len(self.elsewhere)
+        return len(self.elsewhere)
 
     def __iter__(self) -> Iterator[Turn]:
         """List the blocks of all stages."""
@@ -68,16 +81,25 @@ class StagedBlocks(PipelinedModule):
 
     def block(self, index: int) -> nn.Module:
         """Return a block; one of another stage has no values."""
-        found = self._modules.get(str(index), self.elsewhere.get(index))
-        assert found is not None, "an index of the list"
-        return found
+        found = self._modules.get(str(index))
+        return self.elsewhere[index] if found is None else found
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StagedBlocks:
         for block in self.elsewhere.values():
-            _follow(block, fn)
-        self._forms.clear()
+            follow(block, fn)
+        beside: list[HeldModule | LooseParameter] = [*self.held, *self.loose]
+        for one in beside:
+            one.follow(fn)
+        self.forms.clear()
         super()._apply(fn, recurse)
+        return self
+
+    @override
+    def train(self, mode: bool = True) -> StagedBlocks:
+        for block in self.elsewhere.values():
+            block.train(mode)
+        super().train(mode)
         return self
 
     @override
@@ -99,6 +121,12 @@ class StagedBlocks(PipelinedModule):
             hidden = block(hidden)
         return hidden
 
+    @property
+    def here(self) -> int:
+        """Return the virtual stage that runs now."""
+        assert self.cursor is not None, "a step runs"
+        return self.cursor.chunk * self.mesh.pp.size + self.mesh.pp.rank
+
     def current(self) -> StageCursor:
         """Return what is to be run.
 
@@ -107,36 +135,78 @@ class StagedBlocks(PipelinedModule):
         """
         self.check_callable_whole()
         assert self.cursor is not None, "lists are cut only where there are several stages"
+        self.crossings.open(self.cursor, self.here)
         return self.cursor
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block if it is one of the current chunk.
+        """Run a block if it is one of the current virtual stage.
 
         Raises:
-            UnsupportedError: If it is not its turn, or the hidden changes its shape.
-            StageDone: After the last block of a stage that is not the last, and when probed.
+            UnsupportedError: If it is not its turn, or needs what is on another stage.
+            StageDone: At the first block of the next stage in the last call, and when probed, at that of this stage.
         """
-        cursor, hidden = self.current(), _hidden_in(self.name, args, kwargs)
+        cursor = self.current()
+        self._count(cursor, index)
+        stage, starts = self.crossings.stage_of(index), index in self.crossings.starts[1:]
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        name = f"{cursor.calls}:{self.name}.{index}"
         if cursor.probe:
-            cursor.boundary, cursor.dtype = hidden.shape, hidden.dtype
-            raise StageDone
-        if index == 0:
-            cursor.boundary, cursor.dtype = hidden.shape, hidden.dtype
+            self.crossings.enter(cursor, self.here, f"{name}:in", leaves, stage, starts)
+        elif stage == self.here:
+            leaves = self.crossings.arrive(cursor, f"{name}:in", leaves, stage) if starts else leaves
+            leaves = self._values(index, leaves)
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
+        elif starts and stage == self.here + 1:
+            self._leave(cursor, index, leaves, stage)
+        self.crossings.keep(cursor, f"{name}:in", leaves)
+        if cursor.probe or stage != self.here:
+            form = self.form_of(f"{self.name}.{index}", self.elsewhere[index], args, kwargs)
+            result = self.absent(form, f"{name}:out", f"the result of '{self.name}.{index}'", stage)
+        else:
+            result = self._run(index, args, kwargs)
+        cursor.may_stop = index == len(self) - 1
+        self.crossings.keep(cursor, f"{name}:out", pytree.tree_leaves(result))
+        return result
+
+    def _count(self, cursor: StageCursor, index: int) -> None:
+        if index == 0 and cursor.turn in (0, len(self)):
+            cursor.begin_call()
+            cursor.turn = 0
         if index != cursor.turn:
             raise UnsupportedError(
                 f"the blocks of {self.name!r} must be called once each, in order, where pp is above 1: {index} was "
-                f"called where it was the turn of {cursor.turn}. Call the model once in a step, without skipping "
-                "blocks, or use pp=1."
+                f"called where it was the turn of {cursor.turn}. Call all of them before the model is called again, "
+                "without skipping blocks, or use pp=1."
             )
         cursor.turn += 1
-        layers = self.layers[cursor.chunk]
-        if index < layers.start:
-            received = cursor.hidden if index == layers.start - 1 else None
-            return self._form(index, args, kwargs)(received, self.mesh.device)
-        output = self._run(index, args, kwargs)
-        if index == layers[-1] and not self.is_last_stage(cursor.chunk):
-            self._leave(cursor, output, index)
-        return output
+
+    def _values(self, index: int, leaves: Sequence[Any]) -> list[Any]:
+        why = f"block {index} of {self.name!r} reads it"
+        return [leaf.settle(why) if isinstance(leaf, AbsentTensor) else leaf for leaf in leaves]
+
+    def _leave(self, cursor: StageCursor, index: int, leaves: Sequence[Any], stage: int) -> None:
+        plan = cursor.plan
+        assert plan is not None, "only a probe has no plan"
+        why = f"block {index} of {self.name!r} reads it on the next stage"
+        for number in plan.inputs[cursor.calls, stage]:
+            leaf = leaves[number]
+            found = leaf.settle(why) if isinstance(leaf, AbsentTensor) else leaf
+            if not isinstance(found, Tensor):
+                raise UnsupportedError(
+                    f"the blocks of {self.name!r} must take as many tensors in every step where pp is above 1: block "
+                    f"{index} took {type(found).__name__} in place of one. Another stage waits for it. Use pp=1."
+                )
+            cursor.sent.append(whole_of(found))
+        if cursor.is_last_call:
+            for point in plan.extras.get(stage, ()):
+                cursor.sent.append(self._known(cursor, point))
+            raise StageDone
+
+    def _known(self, cursor: StageCursor, point: str) -> Tensor:
+        for one in self.loose:
+            if point == one.point and self.here == 0:
+                return one.value
+        return whole_of(cursor.known[point])
 
     def _run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.training:
@@ -146,28 +216,66 @@ class StagedBlocks(PipelinedModule):
         with self.mesh.random.fork("replicated"):
             return self.block(index)(*args, **kwargs)
 
-    def _leave(self, cursor: StageCursor, output: Any, index: int) -> None:
-        hidden = whole_of(_first_tensor(self.name, output))
-        if (hidden.shape, hidden.dtype) != (cursor.boundary, cursor.dtype):
+    def form_of(self, name: str, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+        """Return the form of what a module gives that has no values here.
+
+        Raises:
+            UnsupportedError: If it depends on values.
+        """
+        try:
+            return self.forms.of_module(twin, self.mesh.device, args, kwargs)
+        except (RuntimeError, NotImplementedError) as error:
             raise UnsupportedError(
-                f"the blocks of {self.name!r} must keep the shape of the hidden, because the next stage has to know it "
-                f"before: {tuple(cursor.boundary or ())} in {cursor.dtype} went in, block {index} gave "
-                f"{tuple(hidden.shape)} in {hidden.dtype}. Use pp=1."
-            )
-        cursor.output = hidden
-        raise StageDone
+                f"{name!r} must give results whose shapes follow from those of its inputs, because another stage "
+                f"computes them: without values it fails with {error}. Use pp=1."
+            ) from error
 
-    def _form(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ResultForm:
-        block = self.block(index)
-        key = (type(block), shapes_of((args, kwargs)))
-        if key not in self._forms:
-            self._forms[key] = ResultForm(f"{self.name}.{index}", self._without_values(index), args, kwargs)
-        found: ResultForm = self._forms[key]
-        return found
+    def absent(self, form: Form, point: str, name: str, stage: int) -> Any:
+        """Return a result without values, or the values where they have come.
 
-    def _without_values(self, index: int) -> nn.Module:
-        # A block that another chunk of this rank holds is cut, and communicates; all blocks are of one form.
-        return self.elsewhere.get(index, next(iter(self.elsewhere.values())))
+        Args:
+            form: Its form.
+            point: The name under which its leaves travel.
+            name: What it is, for errors.
+            stage: The virtual stage that computes it.
+        """
+        cursor = self.current()
+
+        def one(leaf: Tensor, n: int) -> Tensor:
+            place = f"{point}:{n}"
+            if place in cursor.known:
+                return cursor.known[place]
+            result = AbsentTensor.of(leaf, self, name, place)
+            self.crossings.make(cursor, place, result, stage)
+            return result
+
+        return filled(form, one)
+
+    @override
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        cursor = self.current()
+        held: list[HeldModule | LooseParameter] = [*self.held, *self.loose]
+        beside = [one for one in held if cursor.probe or one.stage != self.here]
+        for one in beside:
+            one.hide()
+        for parameter in self.loose:
+            self.crossings.make(cursor, parameter.point, parameter.absent, 0)
+        try:
+            yield
+        finally:
+            for one in reversed(beside):
+                one.show()
+
+    @override
+    def note_use(self, tensor: AbsentTensor) -> None:
+        cursor = self.current()
+        if cursor.probe and cursor.plan is None:
+            self.crossings.need(cursor, tensor, self.crossings.last)
+
+    @override
+    def plan_of(self, cursor: StageCursor, result: Any) -> StepPlan:
+        return self.crossings.plan(cursor, pytree.tree_leaves(result))
 
 
 class Turn:
@@ -190,73 +298,3 @@ class Turn:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._blocks.block(self._index), name)
-
-
-class Elsewhere(nn.Module):
-    """Stand for a module beside the blocks whose parameters another stage holds.
-
-    Before the blocks it gives what has the right shape, full of NaN; after them it is not reached.
-
-    Args:
-        name: Name of the module, for errors.
-        source: The module; it loses its values.
-        blocks: The list.
-        is_before: Whether it is to be called before the blocks.
-    """
-
-    def __init__(self, name: str, source: nn.Module, blocks: StagedBlocks, is_before: bool) -> None:
-        super().__init__()
-        self.name, self.is_before = name, is_before
-        # Not registered: they are not parts of this module.
-        self._others: tuple[nn.Module, StagedBlocks] = (source.to("meta"), blocks)
-
-    @override
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Elsewhere:
-        _follow(self._others[0], fn)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_others" not in self.__dict__:
-                raise
-            return getattr(self._others[0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return NaN in the shapes of the module's results.
-
-        Raises:
-            UnsupportedError: If it is called on the other side of the blocks than it was taken for.
-        """
-        source, blocks = self._others
-        if blocks.current().turn == 0 and self.is_before:
-            return ResultForm(self.name, source, args, kwargs)(None, blocks.mesh.device)
-        side, here = ("before", "first") if not self.is_before else ("after", "last")
-        raise UnsupportedError(
-            f"{self.name!r} is called {side} the blocks {blocks.name!r}, but another stage holds it, because of where "
-            f"it was defined. Use the pipeline_plan {{{blocks.name!r}: 'blocks', {self.name!r}: {here!r}}}."
-        )
-
-
-def _follow(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Give a module without values the types that a conversion gives to others, and leave it where it is."""
-    module._apply(lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype))
-
-
-def _hidden_in(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    return _tensor(name, args[0] if args else next(iter(kwargs.values()), None))
-
-
-def _first_tensor(name: str, output: Any) -> Tensor:
-    return _tensor(name, next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), None))
-
-
-def _tensor(name: str, found: Any) -> Tensor:
-    if isinstance(found, Tensor) and found.is_floating_point():
-        return found
-    raise UnsupportedError(
-        f"the first argument of the blocks of {name!r}, and the first tensor that they return, must be the hidden: "
-        f"{type(found).__name__} is there. It is what travels between stages. Use pp=1."
-    )

@@ -7,14 +7,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import PendingExchange, exchange
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
+from lightning_megatron.models.step_plan import StepPlan, wrong_calls
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.pipeline.step_plans import BoundaryForm, StepPlans, Trial, form_of
 from lightning_megatron.plan.schedule import Action, build_schedule
 from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import Compute, Program, Transfer, plan_transfers
@@ -64,9 +67,10 @@ class PipelineExecutor:
         self.observer: BackwardObserver | None = None
         #: Read by layers that attach losses; None if there are none.
         self.loss_weight: LossWeight | None = None
-        #: Shown what a backward pass is about to start from, and whether that is the loss.
-        self.inspector: Callable[[Tensor, bool], None] | None = None
+        #: Shown the node of the graph where a backward pass is about to start, and whether that is of the loss.
+        self.inspector: Callable[[Any, bool], None] | None = None
         self._programs: dict[tuple[int, bool], tuple[Program, Points]] = {}
+        self.plans = StepPlans(self.call)
 
     def run(
         self,
@@ -78,11 +82,12 @@ class PipelineExecutor:
         weight_of: WeightOf = lambda number: 1.0,
         run_backward: RunBackward = Tensor.backward,
         step: int = 0,
+        trial: Trial | None = None,
     ) -> list[Any]:
         """Run all microbatches.
 
         Args:
-            step_fn: Called with a microbatch's data; calls the model once and returns anything.
+            step_fn: Called with a microbatch's data; calls the model, equally often every time, and returns anything.
             microbatches: The same on all ranks of one data-parallel rank.
             backward: Whether to run the backward passes; they accumulate into ``.grad``.
             loss_of: Takes what ``step_fn`` returned and the microbatch's number; returns the scalar to run backward
@@ -91,6 +96,9 @@ class PipelineExecutor:
                 that layers attach; asked on the last stage.
             run_backward: Runs the backward pass from what ``loss_of`` returned, on the last stage.
             step: Number of this run, for the random streams; every batch has its own (batches).
+            trial: Names what ``step_fn`` does. In the first run of a name, and in every run without one, the step is
+                tried out once without values, to find out how often it calls the model, and what each stage needs of
+                those before.
 
         Returns:
             What ``step_fn`` returned for each microbatch, on the last stage; an empty list on the others.
@@ -99,6 +107,9 @@ class PipelineExecutor:
         layers attach losses, the weight of a microbatch's loss beside every gradient.
         """
         run = _Run(self, step_fn, microbatches, loss_of, weight_of, run_backward, step, backward)
+        if self.model is not None and self.mesh.pp.size > 1:
+            run.seek(0)
+            run.plan = self.plans.of(trial or Trial(), self.model, step_fn, microbatches[0])
         program, points = self._program(len(microbatches), backward)
         observer, num_actions = self.observer if backward else None, 0
         for instruction in program.instructions(self.mesh.pp.rank):
@@ -149,27 +160,16 @@ class PipelineExecutor:
         cursor = self.model.cursor
         return cursor.probe or cursor.chunk != (self.model.num_chunks - 1 if self.mesh.pp.is_last else 0)
 
-    def boundary(self, step_fn: StepFn, microbatch: Microbatch) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and type of what travels between stages for a microbatch.
-
-        The user's step is called up to the model, which knows the answer from its inputs; every rank can do so by
-        itself because every rank of a data-parallel rank has the same microbatch.
-        """
-        cursor = StageCursor(chunk=0, hidden=None, probe=True)
-        self.call(step_fn, microbatch, cursor)
-        if cursor.boundary is None or cursor.dtype is None:
-            raise UnsupportedError(_NOT_CALLED)
-        return cursor.boundary, cursor.dtype
-
     def call(self, step_fn: StepFn, microbatch: Microbatch, cursor: StageCursor | None) -> tuple[Any, bool]:
         """Call the user's step with the model set to one stage; return its result and whether it ran to its end."""
         if self.model is None or cursor is None:
             return step_fn(microbatch.data), True
         self.model.cursor = cursor
         try:
-            # All stages and chunks, and the trial of a boundary, run what precedes the model, with the same draws.
-            with self.mesh.random.fork_default():
-                return step_fn(microbatch.data), True
+            # All stages and chunks, and a trial, run what precedes the model, with the same draws.
+            with self.mesh.random.fork_default(), self.model.hidden():
+                result = step_fn(microbatch.data)
+                return result if cursor.probe else self.model.settled(result), True
         except StageDone:
             return None, False
         finally:
@@ -208,11 +208,16 @@ class _Run:
         self.results: list[Any] = []
         self._axis = executor.mesh.pp
         self._last_chunk = executor.model.num_chunks - 1 if executor.model is not None else 0
-        self._inputs: dict[_Unit, Tensor] = {}
-        self._outputs: dict[_Unit, Tensor | None] = {}
-        self._gradients: dict[_Unit, Tensor] = {}
+        self.plan = StepPlan()
+        self._inputs: dict[_Unit, list[Tensor]] = {}
+        self._losses: dict[_Unit, Tensor | None] = {}
+        self._outputs: dict[_Unit, list[Tensor]] = {}
+        self._edges: dict[_Unit, list[GradientEdge | None]] = {}
+        #: Shapes and types of the gradients that will come.
+        self._sent: dict[_Unit, Sequence[BoundaryForm]] = {}
+        self._gradients: dict[_Unit, list[Tensor]] = {}
         self._arrivals: dict[tuple[str, _Unit], PendingExchange] = {}
-        self._boundaries: dict[Any, tuple[torch.Size, torch.dtype]] = {}
+        self._boundaries: dict[Any, list[BoundaryForm]] = {}
         self._pending: list[PendingExchange] = []
         told = executor.loss_weight if backward else None
         self._weights = MicrobatchWeights(told, executor.mesh.device)
@@ -229,14 +234,15 @@ class _Run:
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Start the transfers of one exchange; whoever needs a received tensor waits for it."""
-        outgoing = [(self._outgoing(transfer), transfer.peer) for transfer in sends]
-        incoming = [(self._buffer(transfer), transfer.peer) for transfer in receives]
+        outgoing = [(tensor, transfer.peer) for transfer in sends for tensor in self._outgoing(transfer)]
+        buffers = [self._buffers(transfer) for transfer in receives]
+        incoming = [(one, transfer.peer) for transfer, made in zip(receives, buffers, strict=True) for one in made]
         weights = self._weights
         pending = exchange(outgoing + weights.beside(sends), incoming + weights.beside(receives), self._axis)
         self._pending = [one for one in self._pending if not one.is_done()] + [pending]
-        for transfer, (buffer, _) in zip(receives, incoming, strict=True):
+        for transfer, made in zip(receives, buffers, strict=True):
             unit = (transfer.chunk, transfer.microbatch)
-            (self._inputs if transfer.kind == "F" else self._gradients)[unit] = buffer
+            (self._inputs if transfer.kind == "F" else self._gradients)[unit] = made
             self._arrivals[transfer.kind, unit] = pending
 
     def finish(self) -> None:
@@ -247,109 +253,84 @@ class _Run:
     def _forward(self, unit: _Unit) -> None:
         chunk, number = unit
         microbatch = self.microbatches[number]
-        self._seek(number)
+        self.seek(number)
         self._weights.begin(number)
         cursor = None
         if self._axis.size > 1:
-            hidden = self._arrived("F", unit, self._inputs)
-            if hidden is not None:
-                hidden.requires_grad_(self.backward)
-            cursor = StageCursor(chunk=chunk, hidden=hidden)
+            received = self._arrived("F", unit, self._inputs)
+            for tensor in received if self.backward else ():
+                tensor.requires_grad_(tensor.is_floating_point())
+            cursor = StageCursor(chunk, received, plan=self.plan)
         result, ended = self.executor.call(self.step_fn, microbatch, cursor)
         is_last = self._axis.is_last and chunk == self._last_chunk
-        if ended != is_last:
-            raise UnsupportedError(_NOT_CALLED)
+        if cursor is not None and (ended != is_last or cursor.calls != self.plan.num_calls):
+            raise UnsupportedError(wrong_calls(self.plan.num_calls, cursor.calls))
         if is_last:
             self.results.append(result)
-            self._outputs[unit] = self.loss_of(result, number) if self.backward and self.loss_of is not None else None
+            self._losses[unit] = self.loss_of(result, number) if self.backward and self.loss_of is not None else None
             if self.backward:
                 self._weights.fill(number, self.weight_of(number))
-        else:
-            assert cursor is not None, "a stage that is not the last one has a cursor"
-            self._outputs[unit] = cursor.output
+        elif cursor is not None:
+            self._outputs[unit] = cursor.sent
         if not self.backward:
             self._inputs.pop(unit, None)
 
     def _backward(self, unit: _Unit) -> None:
         # A layer that runs again for its activations attaches its losses again.
         self._weights.begin(unit[1])
-        output, gradient = self._outputs.pop(unit), self._arrived("B", unit, self._gradients)
-        if gradient is not None:
-            self._gradients.pop(unit)
-        if output is not None and self.executor.inspector is not None:
-            self.executor.inspector(output, gradient is None)
-        if output is not None and gradient is None:
-            self.run_backward(output)
-        elif output is not None and output.requires_grad:
-            # The output of a stage whose parameters are all frozen needs no gradient.
-            _send_back(output, gradient)
-        hidden = self._inputs.pop(unit, None)
-        if hidden is not None:
-            self._gradients[unit] = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+        loss = self._losses.pop(unit, None)
+        if loss is not None:
+            self._inspect(loss.grad_fn, True)
+            self.run_backward(loss)
+        gradients = self._arrived("B", unit, self._gradients)
+        self._gradients.pop(unit, None)
+        # The output of a stage whose parameters are all frozen needs no gradient.
+        both = zip(self._edges.pop(unit, ()), gradients, strict=True)
+        pairs = [(edge, gradient) for edge, gradient in both if edge is not None]
+        for edge, _ in pairs:
+            self._inspect(edge.node, False)
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        received = [one for one in self._inputs.pop(unit, ()) if one.is_floating_point()]
+        self._gradients[unit] = [torch.zeros_like(one) if one.grad is None else one.grad for one in received]
 
-    def _outgoing(self, transfer: Transfer) -> Tensor:
+    def _inspect(self, node: Any, is_loss: bool) -> None:
+        if self.executor.inspector is not None:
+            self.executor.inspector(node, is_loss)
+
+    def _outgoing(self, transfer: Transfer) -> list[Tensor]:
         unit = (transfer.chunk, transfer.microbatch)
         if transfer.kind == "B":
-            return self._gradients.pop(unit).contiguous()
-        output = self._outputs[unit]
-        assert output is not None, "a stage that is not the last one always has an output"
-        sent = output.detach().contiguous()
+            return [gradient.contiguous() for gradient in self._gradients.pop(unit)]
+        # The graph needs the outputs' places in it, never their values: the next stage has those now.
+        outputs = self._outputs.pop(unit)
         if self.backward:
-            # The graph needs the output's identity, never its values: the next stage has those now.
-            output.data = output.new_empty(1)
-        else:
-            del self._outputs[unit]
-        return sent
+            floating = [output for output in outputs if output.is_floating_point()]
+            self._sent[unit] = [(output.shape, output.dtype) for output in floating]
+            self._edges[unit] = [get_gradient_edge(one) if one.requires_grad else None for one in floating]
+        return [output.detach().contiguous() for output in outputs]
 
-    def _buffer(self, transfer: Transfer) -> Tensor:
+    def _buffers(self, transfer: Transfer) -> list[Tensor]:
+        device, unit = self.executor.mesh.device, (transfer.chunk, transfer.microbatch)
+        forms = self._sent.pop(unit) if transfer.kind == "B" else self._forms(transfer)
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
+
+    def _forms(self, transfer: Transfer) -> Sequence[BoundaryForm]:
         microbatch = self.microbatches[transfer.microbatch]
         # Not kept for the next run: that may be another step, or call the model with another part of such a batch.
-        form = _form_of(microbatch.data)
-        if form not in self._boundaries:
-            self._seek(transfer.microbatch)
-            self._boundaries[form] = self.executor.boundary(self.step_fn, microbatch)
-        shape, dtype = self._boundaries[form]
-        return torch.empty(shape, dtype=dtype, device=self.executor.mesh.device)
+        key = transfer.chunk, form_of(microbatch.data)
+        if key not in self._boundaries:
+            self.seek(transfer.microbatch)
+            self._boundaries[key] = self.executor.plans.forms(self.step_fn, microbatch, self.plan, transfer.chunk)
+        return self._boundaries[key]
 
-    def _seek(self, number: int) -> None:
+    def seek(self, number: int) -> None:
+        """Move the random streams to the start of a microbatch."""
         mesh = self.executor.mesh
         mesh.random.begin_microbatch(self.step, number * mesh.dp.size + mesh.dp.rank)
 
-    def _arrived(self, kind: str, unit: _Unit, where: dict[_Unit, Tensor]) -> Tensor | None:
+    def _arrived(self, kind: str, unit: _Unit, where: dict[_Unit, list[Tensor]]) -> list[Tensor]:
         pending = self._arrivals.pop((kind, unit), None)
         if pending is not None:
             pending.wait()
-        return where.get(unit)
-
-
-def _send_back(output: Tensor, gradient: Tensor | None) -> None:
-    # torch.autograd.backward compares the shapes of output and gradient, but the output's values have been freed.
-    torch.autograd.Variable._execution_engine.run_backward(
-        (output,),
-        (gradient,),
-        keep_graph=False,
-        create_graph=False,
-        inputs=(),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
-
-
-def _form_of(node: Any) -> Any:
-    """Describe the shapes and numbers in a nest of containers by a hashable value."""
-    if isinstance(node, Tensor):
-        return tuple(node.shape)
-    if hasattr(node, "items"):
-        return tuple((key, _form_of(value)) for key, value in node.items())
-    if isinstance(node, (list, tuple)):
-        return tuple(_form_of(value) for value in node)
-    if hasattr(node, "__dataclass_fields__"):
-        return tuple((name, _form_of(getattr(node, name))) for name in node.__dataclass_fields__)
-    return node if isinstance(node, (int, float)) else type(node)
-
-
-_NOT_CALLED = (
-    "with more than one pipeline stage, a step must call the pipelined model exactly once: the call is where a stage "
-    "takes over its input and where all stages but the last one leave the step. Call it once, unconditionally, or use "
-    "pp=1."
-)
+        return where.get(unit, [])

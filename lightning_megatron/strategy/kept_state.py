@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.absent import AbsentTensor
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.strategy.parameter_readers import first_overridden
 from lightning_megatron.strategy.parcel import pack, unpack
@@ -197,7 +198,11 @@ class KeptState:
             ):
                 continue
             skipped = _MODULE_ATTRIBUTES if part is self._module else _PART_ATTRIBUTES
-            values |= {(name, False, key): value for key, value in vars(part).items() if key not in skipped}
+            values |= {
+                (name, False, key): value
+                for key, value in vars(part).items()
+                if key not in skipped and not isinstance(value, AbsentTensor)
+            }
             values |= {(name, True, key): value for key, value in part._buffers.items()}
         return values
 

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_megatron.models.absent import AbsentTensor
 from lightning_megatron.strategy.outputs import Weight, stack_scalars, total_weight, weighted_mean
 
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
@@ -118,6 +119,8 @@ class Recorder:
             options.pop("metric_attribute", None)
             self._keep_metric(name, value, options)
             return
+        if isinstance(value, AbsentTensor):
+            value = value.read_at_end("it is logged")
         if self.is_muted:
             return
         tensor = _scalar(name, value)

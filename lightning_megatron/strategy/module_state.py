@@ -14,6 +14,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_megatron.models.absent import AbsentTensor
+
 #: Packages whose objects steps only read, beside their modules.
 _READ_ONLY = frozenset({"builtins", "torch", "lightning", "lightning_fabric", "transformers", "tokenizers", "logging"})
 _PACKAGE = __name__.partition(".")[0]
@@ -121,7 +123,7 @@ class _Held:
 
     def now(self) -> dict[str, Any]:
         """Return what the dictionary holds now."""
-        return {key: value for key, value in self.held.items() if key not in self.skipped}
+        return _values(self.held, self.skipped)
 
 
 def _dictionaries(module: nn.Module) -> Iterator[_Held]:
@@ -131,8 +133,12 @@ def _dictionaries(module: nn.Module) -> Iterator[_Held]:
         is_watched = not isinstance(part, Metric) and not type(part).__module__.startswith(_PACKAGE)
         skipped = _OF_LIGHTNING if isinstance(part, LightningModule) else _OF_MODULES
         for held, left_out in ((vars(part), skipped), (part._buffers, frozenset[str]())):
-            kept = {key: value for key, value in held.items() if key not in left_out}
-            yield _Held(prefix, held, left_out, is_watched, kept)
+            yield _Held(prefix, held, left_out, is_watched, _values(held, left_out))
+
+
+def _values(held: dict[str, Any], skipped: frozenset[str]) -> dict[str, Any]:
+    """Return what a dictionary holds that has values here."""
+    return {key: value for key, value in held.items() if key not in skipped and not isinstance(value, AbsentTensor)}
 
 
 def _kind(value: Any) -> str:

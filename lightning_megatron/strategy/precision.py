@@ -161,7 +161,7 @@ class MegatronPrecision(Precision):
         assert self._state is not None, "modules step while they are trained"
         self._state.note("loss", tensor)
         if self._state.replicas.inspector is not None:
-            self._state.replicas.inspector(tensor, True)
+            self._state.replicas.inspector(tensor.grad_fn, True)
         with self._state.backward_by_hand(self.loss_scale):
             scaled = tensor * self.loss_factor if self.loss_scale else tensor
             super().backward(scaled, model, optimizer, *args, **kwargs)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.training.gradients import GradientReducer
@@ -41,7 +42,7 @@ class ReplicaCheck:
         self._num_steps: Counter[frozenset[str]] = Counter()
 
     @property
-    def inspector(self) -> Callable[[Tensor, bool], None] | None:
+    def inspector(self) -> Callable[[Any, bool], None] | None:
         """Return who looks at graphs before their backward pass, if replicas are compared at the next step."""
         return self._use.inspect if self._is_due(min(self._num_steps.values(), default=0)) else None
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, split_batch
+from lightning_megatron.pipeline.step_plans import Trial
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.strategy.kept_state import KeptState
 from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.log_replay import LogReplay
 from lightning_megatron.strategy.microbatch_check import MicrobatchTrials
 from lightning_megatron.strategy.microbatch_losses import MicrobatchLosses, unit_of
+from lightning_megatron.strategy.module_state import ModuleState
 from lightning_megatron.strategy.outputs import Weight, merge_outputs, token_counts_in, total_weight
 from lightning_megatron.strategy.weight_reads import WeightReads
 
@@ -120,7 +123,8 @@ class StepRunner:
                 module.log(name, value, on_step=True, on_epoch=False)
             with nullcontext() if around is not None else torch.no_grad():
                 outputs = self._run(
-                    module.training_step,
+                    module,
+                    "training_step",
                     microbatches,
                     args,
                     recorder,
@@ -174,7 +178,7 @@ class StepRunner:
         self._kept.begin()
         with self._replay.record(module) as recorder:
             outputs = self._run(
-                getattr(module, name), microbatches, args, recorder, step, guard=self.reads.guard(module, name)
+                module, name, microbatches, args, recorder, step, guard=self.reads.guard(module, name)
             )
         counts = None if name == "predict_step" else token_counts_in(outputs)
         merged = self._merged(outputs, microbatches, counts)
@@ -207,12 +211,8 @@ class StepRunner:
             return
 
         def run(parts: Sequence[Microbatch], recorder: Recorder, begin: Callable[[], None]) -> list[Any]:
-            def step_fn(*arguments: Any) -> Any:
-                begin()
-                return getattr(module, key[0])(*arguments)
-
             with self._replay.record(module, recorder):
-                return self._run(step_fn, list(parts), args, recorder, step)
+                return self._run(module, key[0], list(parts), args, recorder, step, begin=begin)
 
         self._trials.check(key, batch, microbatches, run)
 
@@ -230,7 +230,8 @@ class StepRunner:
 
     def _run(
         self,
-        step_fn: Callable[..., Any],
+        module: LightningModule,
+        name: str,
         microbatches: list[Microbatch],
         args: tuple[Any, ...],
         recorder: Recorder,
@@ -238,17 +239,20 @@ class StepRunner:
         losses: MicrobatchLosses | None = None,
         around: AroundBackward | None = None,
         guard: AbstractContextManager[Any] | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         sizes = {id(part.data): part.num_samples for part in microbatches}
+        step_fn, trial = getattr(module, name), Trial(name, partial(_kept_state, module))
         guard = nullcontext() if guard is None else guard
 
         def run_one(data: Any) -> Any:
             recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
+            begin()
             with guard, self._kept.trial() if self._executor.is_repeated else nullcontext():
                 return step_fn(data, *args)
 
         if losses is None or around is None:
-            return self._executor.run(run_one, microbatches, backward=False, step=step)
+            return self._executor.run(run_one, microbatches, backward=False, step=step, trial=trial)
         if self._mesh.pp.size > 1:
             around.forget()
 
@@ -265,6 +269,7 @@ class StepRunner:
             weight_of=losses.weight_of,
             run_backward=around.run,
             step=step,
+            trial=trial,
         )
 
     def _merged(self, outputs: list[Any], microbatches: list[Microbatch], counts: list[Weight] | None) -> Any:
@@ -300,3 +305,13 @@ class StepRunner:
                 "ranks and batches are averaged over tokens or over samples, never both. Return 0 for a batch "
                 "without a valid token."
             )
+
+
+@contextmanager
+def _kept_state(module: LightningModule) -> Iterator[None]:
+    """Put back, after the block, what the module holds beside its parameters."""
+    state = ModuleState(module)
+    try:
+        yield
+    finally:
+        state.restore()

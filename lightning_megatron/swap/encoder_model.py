@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
+from lightning_megatron.models.absent import AbsentTensor
 from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
 from lightning_megatron.swap.adapter import IGNORED, ReplacedModel, lengthened
 from lightning_megatron.swap.outputs import EncoderOutput, MaskedLMOutput
@@ -114,6 +115,9 @@ class HuggingFaceEncoder(ReplacedModel):
         mesh, vocabulary = self.layers.mesh, self.layers.config.vocab_size
 
         def gather() -> Tensor:
+            if isinstance(shard, AbsentTensor):
+                # Nothing is there to gather, and its shape is that of the whole.
+                return shard[:length].transpose(0, 1)
             return gather_from_axis(shard[:length], mesh.tp, dim=-1)[..., :vocabulary].transpose(0, 1)
 
         return MaskedLMOutput(loss, gather)

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import broadcast_, gather_from_axis
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.models.absent import AbsentTensor
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.relay import run_in_turn
 from lightning_megatron.swap.adapter import IGNORED, ReplacedModel, lengthened
@@ -30,6 +31,11 @@ class LabelledGPT(GPT):
         if labels is None:
             return None, logits
         return super()._result(logits, labels, label_smoothing, ignore_index), logits
+
+    @override
+    def _unknown(self, num_sequences: int, length: int, has_losses: bool) -> Any:
+        losses = super()._unknown(num_sequences, length, True) if has_losses else None
+        return losses, super()._unknown(num_sequences, length, False).transpose(0, 1)
 
 
 class HuggingFaceLM(ReplacedModel):
@@ -141,6 +147,9 @@ class HuggingFaceLM(ReplacedModel):
         return 0, -length % (self.gpt.mesh.tp.size if self.gpt.mesh.sequence_parallel else 1)
 
     def _gather(self, shard: Tensor) -> Tensor:
+        if isinstance(shard, AbsentTensor):
+            # Nothing is there to gather, and its shape is that of the whole.
+            return shard.transpose(0, 1)
         full = gather_from_axis(shard, self.gpt.mesh.tp, dim=-1)
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
 

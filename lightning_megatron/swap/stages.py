@@ -8,13 +8,13 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
-from lightning_megatron.models.staged_blocks import Elsewhere, StagedBlocks
+from lightning_megatron.models.beside_blocks import Elsewhere, HeldModule, LooseParameter, twin_of
+from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.plan.legal_values import one_of
 from lightning_megatron.plan.stages import split_layers
 from lightning_megatron.swap.plan import Place, check_kind
@@ -48,18 +48,22 @@ class Stages:
 
     Args:
         blocks: The list of blocks.
-        layers: Blocks of every chunk of this stage.
+        layers: Blocks of every chunk of every stage.
         ends: Modules beside the list that have parameters.
-        loose: Parameters of the modules around the list themselves, and their names in those; the first stage's.
+        loose: Parameters of the modules around the list themselves: module, name in it, name in all; the first stage's.
         ties: Name of a parameter of the last stage, and of that of the first which it is.
+        twins: Copies without values of the blocks, as they are before anything is cut over tp.
+        end_twins: Such copies of the modules beside the list.
         mesh: The groups of this rank.
     """
 
     blocks: Place
-    layers: tuple[range, ...]
+    layers: tuple[tuple[range, ...], ...]
     ends: tuple[End, ...]
-    loose: tuple[tuple[nn.Module, str], ...]
+    loose: tuple[tuple[nn.Module, str, str], ...]
     ties: Mapping[str, str]
+    twins: tuple[nn.Module, ...]
+    end_twins: tuple[nn.Module, ...]
     mesh: ParallelMesh
 
     def is_here(self, name: str) -> bool:
@@ -67,7 +71,7 @@ class Stages:
         prefix = f"{self.blocks.name}."
         if name.startswith(prefix):
             index = int(name.removeprefix(prefix).partition(".")[0])
-            return any(index in layers for layers in self.layers)
+            return any(index in layers for layers in self.layers[self.mesh.pp.rank])
         return not any(f"{name}.".startswith(f"{end.place.name}.") for end in self.ends if not self._holds(end))
 
     def _holds(self, end: End) -> bool:
@@ -79,24 +83,24 @@ class Stages:
         # What has been swapped is in the module, and no more at its place.
         source: Any = root.get_submodule(self.blocks.name)
         own = [(root.get_submodule(end.place.name), True) for end in self.ends if self._holds(end)]
-        own += [(owner, False) for owner, _ in self.loose if self.mesh.pp.is_first]
-        staged = StagedBlocks(self.blocks.name, source, self.layers, self.mesh, own)
+        own += [(owner, False) for owner, _, _ in self.loose if self.mesh.pp.is_first]
+        staged = StagedBlocks(self.blocks.name, source, self.twins, self.layers, self.mesh, own)
         setattr(root.get_submodule(self.blocks.name.rpartition(".")[0]), self.blocks.key, staged)
-        for end in self.ends:
-            if not self._holds(end):
-                setattr(
-                    end.place.parent, end.place.key, Elsewhere(end.place.name, end.place.module, staged, end.is_before)
-                )
-        for owner, key in () if self.mesh.pp.is_first else self.loose:
-            parameter: Any = owner._parameters.pop(key)
-            owner.register_buffer(key, torch.full_like(parameter.detach(), torch.nan), persistent=False)
+        for end, twin in zip(self.ends, self.end_twins, strict=True):
+            stand_in, place = Elsewhere(end.place.name, twin, staged, end.is_before), end.place
+            if self._holds(end):
+                staged.held.append(HeldModule(place.parent, place.key, stand_in, staged))
+            else:
+                place.module.to("meta")
+                setattr(place.parent, place.key, stand_in)
+        staged.loose += [LooseParameter(*one, staged, self.mesh.pp.is_first) for one in self.loose]
         for copy, original in self.ties.items() if self.mesh.pp.is_last else ():
             parameter = root.get_parameter(copy)
             set_shard_spec(parameter, shard_spec_of(parameter, self.mesh.tp.rank).tied(original))
         return self._record(before, sum(p.numel() for p in staged.parameters()))
 
     def _record(self, before: int, now: int) -> SwapRecord:
-        held = ", ".join(f"{layers.start} to {layers[-1]}" for layers in self.layers)
+        held = ", ".join(f"{layers.start} to {layers[-1]}" for layers in self.layers[self.mesh.pp.rank])
         first, last = (
             ", ".join(end.place.name for end in self.ends if end.is_before == is_before) or "nothing else"
             for is_before in (True, False)
@@ -132,9 +136,17 @@ def plan_stages(
     around = _around(root, blocks.name)
     ends = tuple(_ends(around, blocks, plan))
     _check_sides(places, blocks, ends, plan)
-    loose = tuple((module, key) for _, module in around for key, p in module._parameters.items() if p is not None)
+    loose = tuple(
+        (module, key, f"{prefix}.{key}" if prefix else key)
+        for prefix, module in around
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    )
     owners = _Owners(blocks.name, layers, ends, frozenset(id(module) for _, module in around))
-    return Stages(blocks, layers[mesh.pp.rank], ends, loose, _ties(root, owners, kinds), mesh)
+    ties = _ties(root, owners, kinds)
+    twins = tuple(twin_of(block) for block in blocks.module.children())
+    end_twins = tuple(twin_of(end.place.module) for end in ends)
+    return Stages(blocks, tuple(layers), ends, loose, ties, twins, end_twins, mesh)
 
 
 def check_pipeline_plan(places: Sequence[Place], plan: Mapping[str, str]) -> None:

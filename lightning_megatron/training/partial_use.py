@@ -43,20 +43,20 @@ class PartialUse:
         )
         self.found: set[str] = set()
 
-    def inspect(self, output: Tensor, is_loss: bool = True) -> None:
-        """Look at the graph behind a tensor that a backward pass is about to start from.
+    def inspect(self, node: Any, is_loss: bool = True) -> None:
+        """Look at the graph that a backward pass is about to run through.
 
         Args:
-            output: The loss, or what a pipeline stage sends on.
+            node: Where it starts: that of the loss, or of what a pipeline stage sends on; None if there is no graph.
             is_loss: Whether it is the loss.
 
         Raises:
             ParallelPlanError: If the gradient of a parameter would be neither complete nor a part of a sum.
         """
-        if not self._names or output.grad_fn is None:
+        if not self._names or node is None:
             return
         start: Region = "unknown" if not is_loss and self._mesh.sequence_parallel else "whole"
-        for parameter, regions in _leaves(output.grad_fn, start).values():
+        for parameter, regions in _leaves(node, start).values():
             name = self._names.get(id(parameter))
             if name is not None and "unknown" not in regions:
                 self._judge(name, parameter, regions)

@@ -16,10 +16,10 @@ def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **oth
     """Run every virtual stage one after the other, forward and backward; return the losses on every rank."""
     mesh = model.mesh
     pp, stages = mesh.pp, mesh.pp.size * model.num_chunks
-    model.cursor = StageCursor(0, None, probe=True)
+    model.cursor = StageCursor(0, probe=True)
     with pytest.raises(StageDone):
         model(tokens, labels, **others)
-    shape, dtype = model.cursor.boundary, model.cursor.dtype
+    ((shape, dtype),) = model.cursor.forms
     assert (shape, dtype) == model.boundary(labels), "a probe reports the boundary"
     inputs, outputs = {}, {}
     losses = torch.zeros(labels.shape, dtype=torch.float64)
@@ -33,12 +33,12 @@ def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **oth
         if pp.rank != owner:
             continue
         inputs[chunk] = hidden.requires_grad_() if stage else None
-        model.cursor = StageCursor(chunk, inputs[chunk])
+        model.cursor = StageCursor(chunk, [inputs[chunk]] if stage else [])
         try:
             outputs[chunk] = model(tokens, labels, label_smoothing=0.1, **others)
             losses = outputs[chunk].detach().clone()
         except StageDone:
-            outputs[chunk] = model.cursor.output
+            (outputs[chunk],) = model.cursor.sent
     for stage in reversed(range(stages)):
         chunk, owner = divmod(stage, pp.size)
         received = torch.zeros(shape, dtype=dtype)

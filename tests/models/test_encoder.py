@@ -104,16 +104,14 @@ def test_an_encoder_draws_new_dropout_at_every_call() -> None:
 
 def in_stages(model: Encoder, rows: EncoderInput) -> Tensor:
     """Run the two chunks of a model in one process one after the other."""
-    model.cursor = StageCursor(chunk=0, hidden=None)
+    model.cursor = StageCursor(chunk=0)
     with pytest.raises(StageDone):
         model(rows)
-    assert model.cursor.output is not None
-    probe = StageCursor(chunk=0, hidden=None, probe=True)
-    hidden, model.cursor = model.cursor.output, probe
+    sent, model.cursor = model.cursor.sent, StageCursor(chunk=0, probe=True)
     with pytest.raises(StageDone):
         model(rows)
-    assert (probe.boundary, probe.dtype) == (hidden.shape, hidden.dtype)
-    model.cursor = StageCursor(chunk=1, hidden=hidden)
+    assert model.cursor.forms == [(sent[0].shape, sent[0].dtype)]
+    model.cursor = StageCursor(chunk=1, received=sent)
     return model(rows).pooled
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_megatron import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.models.staged_blocks import StagedBlocks
+from lightning_megatron.models.step_plan import StepPlan
 from lightning_megatron.swap import parallelize
 from tests.swap.parts import mesh_of
 
@@ -85,30 +86,40 @@ def test_what_does_not_fit_is_refused_with_the_legal_values() -> None:
 
 def run(model: Any, staged: StagedBlocks, **cursor: Any) -> tuple[Any, StageCursor]:
     """Run a stage."""
-    staged.cursor = StageCursor(chunk=0, **{"hidden": None, **cursor})
+    staged.cursor = StageCursor(chunk=0, **cursor)
     try:
-        return model(torch.zeros(2, 3, dtype=torch.long)), staged.cursor
+        with staged.hidden():
+            return staged.settled(model(torch.zeros(2, 3, dtype=torch.long))), staged.cursor
     except StageDone:
         return None, staged.cursor
 
 
-def test_stages_take_turns_and_what_does_not_travel_is_nan() -> None:
+def plan_of(model: Any, staged: StagedBlocks) -> StepPlan:
+    """Return what a trial finds out."""
+    staged.cursor = cursor = StageCursor(chunk=0, probe=True, plan=None)
+    with staged.hidden():
+        result = model(torch.zeros(2, 3, dtype=torch.long))
+    return staged.plan_of(cursor, result)
+
+
+def test_stages_take_turns_and_what_they_need_travels() -> None:
     torch.manual_seed(0)
     first, last, whole = Model(), Model(), Model()
     for model in (first, last):
         model.load_state_dict(whole.state_dict())
-    head, tail = cut(first, BLOCKS), cut(last, {**BLOCKS, "*.norm": "last"}, 1)
-    for model, staged in ((first, head), (last, tail)):
-        _, cursor = run(model, staged, probe=True)
-        assert (cursor.boundary, cursor.dtype) == (torch.Size((2, 3, 8)), torch.float32)
-    _, cursor = run(first, head)
-    assert cursor.output is not None
-    result, _ = run(last, tail, hidden=cursor.output.detach())
-    # The embedding's sum is not among what travels.
-    assert result.isnan().all()
-    last.words.forward = lambda tokens: whole.words(tokens)
-    result, _ = run(last, tail, hidden=cursor.output.detach())
+    norm_last = {**BLOCKS, "*.norm": "last"}
+    head, tail = cut(first, norm_last), cut(last, norm_last, 1)
+    plan = plan_of(first, head)
+    assert plan == plan_of(last, tail)
+    # The embedding's sum is added to the logits.
+    assert (plan.num_calls, plan.inputs) == (1, {(1, 1): (0,)})
+    assert plan.extras == {1: ("model.words#1:out:0",)}
+    _, probe = run(last, tail, probe=True, plan=plan)
+    assert probe.forms == [(torch.Size((2, 3, 8)), torch.float32)] * 2
+    _, cursor = run(first, head, plan=plan)
+    result, _ = run(last, tail, received=[one.detach() for one in cursor.sent], plan=plan)
     torch.testing.assert_close(result, whole(torch.zeros(2, 3, dtype=torch.long)))
+    assert [name for name, _ in first.named_parameters()][:1] == ["words.weight"]
 
 
 def test_calls_that_a_stage_cannot_answer_are_refused() -> None:
@@ -116,12 +127,12 @@ def test_calls_that_a_stage_cannot_answer_are_refused() -> None:
     staged = cut(model, BLOCKS, 1)
     with pytest.raises(UnsupportedError, match="cannot be called by itself"):
         model(torch.zeros(2, 3, dtype=torch.long))
-    hidden = torch.zeros(2, 3, 8)
+    hidden, plan = torch.zeros(2, 3, 8), StepPlan(1, {(1, 1): (0,)})
     with pytest.raises(UnsupportedError, match=r"'model.norm' is called after the blocks.*'model.norm': 'last'"):
-        run(model, staged, hidden=hidden)
+        run(model, staged, received=[hidden], plan=plan)
     model.skips = (1,)
     with pytest.raises(UnsupportedError, match="2 was called where it was the turn of 1"):
-        run(model, staged, hidden=hidden)
+        run(model, staged, received=[hidden], plan=plan)
 
 
 def test_hugging_face_models_say_what_their_stages_are() -> None:

@@ -1,0 +1,285 @@
+"""Tensors that another pipeline stage computes: they have a shape here, and no values."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.models.forms import Form
+
+if TYPE_CHECKING:
+    from lightning_megatron.models.stage import PipelinedModule
+
+#: Attributes and methods that need a shape and a type alone.
+_OF_FORMS = frozenset(
+    {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "itemsize", "nbytes"}
+    | {"is_cuda", "is_cpu", "is_mps", "is_xla", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr", "is_mkldnn"}
+    | {"is_quantized", "is_nested", "retains_grad", "output_nr", "names", "size", "dim", "ndimension", "numel"}
+    | {"nelement", "stride", "is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_neg"}
+    | {"is_contiguous", "__len__", "storage_offset", "is_inference", "is_conj", "__hash__", "requires_grad_"}
+)  # fmt: skip
+#: Functions that make tensors of a form.
+_OF_SHAPES = frozenset(
+    {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
+    | {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
+)
+_HERE = Path(__file__).parents[1]
+_TORCH = Path(torch.__file__).parent
+
+
+class AbsentTensor(Tensor):
+    """Stand for a tensor whose values are on another pipeline stage.
+
+    Functions of it are such tensors, too, until its values have come: then they are computed. What needs values before
+    that raises, so that no number is ever made up.
+
+    Args:
+        form: Shape, type and device.
+        owner: The model that is cut into stages.
+        name: What it is, for errors.
+        point: Names the value among those that can travel; None if it has no name.
+        recipe: How it is computed from others; None if it is not.
+        leaf: Which leaf of the recipe's result.
+    """
+
+    owner: PipelinedModule
+    title: str
+    point: str | None
+    recipe: Recipe | None
+    leaf: int
+    #: Set where the tensor has come.
+    value: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        form: Tensor,
+        owner: PipelinedModule,
+        name: str,
+        point: str | None = None,
+        recipe: Recipe | None = None,
+        leaf: int = 0,
+    ) -> AbsentTensor:
+        """Return a tensor of a form without values."""
+        device = owner.mesh.device if form.is_meta else form.device
+        result: AbsentTensor = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=device)
+        result.owner, result.title, result.point = owner, name, point
+        result.recipe, result.leaf, result.value = recipe, leaf, None
+        return result
+
+    def settled(self) -> Tensor | None:
+        """Return the tensor if its values have come, or can be computed from those that have.
+
+        Raises:
+            UnsupportedError: If random numbers would have to be drawn a second time for it.
+        """
+        cursor = self.owner.cursor
+        if self.value is None and cursor is not None and not cursor.probe:
+            if self.point is not None and self.point in cursor.known:
+                return cursor.known[self.point]
+            if self.recipe is not None and cursor.has_arrived:
+                self.value = self.recipe.leaf_of_result(self)
+        return self.value
+
+    def settle(self, why: str) -> Tensor:
+        """Return the tensor with its values.
+
+        Args:
+            why: What needs them.
+
+        Raises:
+            UnsupportedError: If they have not come.
+        """
+        found = self.settled()
+        if found is None:
+            self._refuse(why)
+        return found
+
+    def read_at_end(self, why: str) -> Tensor:
+        """Return the tensor with its values on the last stage, which needs them; elsewhere without.
+
+        Args:
+            why: What needs them.
+
+        Raises:
+            UnsupportedError: If they have not come there.
+        """
+        cursor = self.owner.cursor
+        if cursor is not None and cursor.probe:
+            self.owner.note_use(self)
+        elif cursor is None or self.owner.is_last_stage(cursor.chunk):
+            return self.settle(why)
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        if name in _OF_FORMS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+        values = [leaf.settled() if isinstance(leaf, AbsentTensor) else leaf for leaf in leaves]
+        absent = [leaf for leaf, value in zip(leaves, values, strict=True) if value is None and leaf is not None]
+        if not absent:
+            args, kwargs = pytree.tree_unflatten(values, structure)
+            return func(*args, **kwargs)
+        first = absent[0]
+        if name in _OF_SHAPES and isinstance(args[0], AbsentTensor) and len(absent) == 1:
+            shaped = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            return func(shaped, *args[1:], **kwargs)
+        if _writes(name, kwargs):
+            first._refuse(f"{name} writes it into a tensor in place")
+        return first._derived(func, name, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        leaves = pytree.tree_leaves((args, dict(kwargs or {})))
+        next(leaf for leaf in leaves if isinstance(leaf, AbsentTensor))._refuse(f"{func} reads it")
+
+    def _derived(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            form = self.owner.forms.of_call(func, args, kwargs)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+            self._refuse(f"{name} needs its values")
+        if not any(isinstance(leaf, Tensor) for leaf in form.leaves):
+            # Numbers and strings about shapes need nothing else; what is printed must not look like a result.
+            if name in ("__repr__", "__str__"):
+                return f"a tensor of another pipeline stage ({self.title})"
+            if name == "__format__":
+                self._refuse("it is printed")
+        recipe = Recipe(func, args, kwargs, form.is_random)
+        return filled(form, lambda leaf, n: AbsentTensor.of(leaf, self.owner, self.title, recipe=recipe, leaf=n))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Return its name."""
+        return f"a tensor of another pipeline stage ({self.title})"
+
+    def __format__(self, _: str) -> str:
+        """Refuse to be printed as a number."""
+        return self._refuse("it is printed")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return itself, for there is nothing to copy."""
+        return self
+
+    def _refuse(self, why: str) -> NoReturn:
+        cursor = self.owner.cursor
+        if cursor is not None and cursor.may_stop:
+            self.owner.note_use(self)
+            cursor.stop_probe()
+        refuse(self, why)
+
+
+class Recipe:
+    """Know how tensors are computed from others.
+
+    Args:
+        function: What computes them.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        is_random: Whether it draws random numbers.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_random: bool
+    ) -> None:
+        self.function, self.args, self.kwargs, self.is_random = function, args, kwargs, is_random
+        self._result: Sequence[Any] | None = None
+
+    @property
+    def sources(self) -> list[AbsentTensor]:
+        """List the tensors without values that it reads."""
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
+        return [leaf for leaf in leaves if isinstance(leaf, AbsentTensor)]
+
+    def leaf_of_result(self, wanted: AbsentTensor) -> Tensor | None:
+        """Return a leaf of the result if everything that it is made of has come; None otherwise.
+
+        Raises:
+            UnsupportedError: If it is random.
+        """
+        if self._result is None:
+            leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
+            values = [leaf.settled() if isinstance(leaf, AbsentTensor) else leaf for leaf in leaves]
+            if any(value is None and leaf is not None for value, leaf in zip(values, leaves, strict=True)):
+                return None
+            if self.is_random:
+                refuse(wanted, f"random numbers were drawn for it ({_name_of(self.function)})")
+            args, kwargs = pytree.tree_unflatten(values, structure)
+            self._result = pytree.tree_leaves(self.function(*args, **kwargs))
+        found: Tensor = self._result[wanted.leaf]
+        return found
+
+
+def filled(form: Form, absent: Callable[[Tensor, int], Any]) -> Any:
+    """Return a result of a form.
+
+    Args:
+        form: The form.
+        absent: Makes what takes the place of a tensor, from its form and the number of the leaf.
+    """
+    leaves = [absent(leaf, n) if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(form.leaves)]
+    return pytree.tree_unflatten(leaves, form.structure)
+
+
+def check_present(*tensors: Tensor | None) -> None:
+    """Refuse inputs of a model that another stage computes, such as the result of an earlier call.
+
+    Raises:
+        UnsupportedError: If a tensor has no values.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, AbsentTensor):
+            refuse(tensor, "the first stage would read it")
+
+
+def refuse(absent: AbsentTensor, why: str) -> NoReturn:
+    """Raise, with the name of a tensor without values and the line of the user's code.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"{absent.title} cannot be used here with pp above 1, because another pipeline stage computes it and {why}: "
+        f"{line_of_user()}. What the blocks take and give travels between stages, and so does what is computed from it "
+        "without random numbers and without writing in place. Change that line, or use pp=1."
+    )
+
+
+def line_of_user() -> str:
+    """Return the innermost line that is neither this package's nor torch's."""
+    for frame, number in traceback.walk_stack(sys._getframe()):
+        path = Path(frame.f_code.co_filename)
+        if _HERE not in path.parents and _TORCH not in path.parents and path.name != "contextlib.py":
+            summary = traceback.extract_stack(frame, limit=1)[0]
+            return f"{path}:{number} in {frame.f_code.co_name}: {summary.line}"
+    return "in code without a file"
+
+
+def _name_of(func: Any) -> str:
+    name: str = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute: str = getattr(getattr(func, "__self__", None), "__name__", name)
+        return attribute if name == "__get__" or attribute == "requires_grad" else "__setattr__"
+    return name
+
+
+def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    if kwargs.get("out") is not None or kwargs.get("inplace") is True or name in ("__setitem__", "__setattr__"):
+        return True
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__index__", "__invert__", "__int__")
+    return name.endswith("_")

@@ -1,0 +1,233 @@
+"""What is beside a list of blocks that is cut into stages: modules and parameters of the first or the last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.models.absent import AbsentTensor
+
+if TYPE_CHECKING:
+    from lightning_megatron.models.staged_blocks import StagedBlocks
+
+
+class Elsewhere(nn.Module):
+    """Stand for a module beside the blocks whose parameters another stage holds.
+
+    It gives tensors without values, in the shapes of the module's results.
+
+    Args:
+        name: Name of the module, for errors.
+        source: The module, on the meta device.
+        blocks: The list.
+        is_before: Whether it is to be called before the blocks.
+    """
+
+    def __init__(self, name: str, source: nn.Module, blocks: StagedBlocks, is_before: bool) -> None:
+        super().__init__()
+        self.name, self.is_before = name, is_before
+        # Not registered: they are not parts of this module.
+        self._others: tuple[nn.Module, StagedBlocks] = (source, blocks)
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Elsewhere:
+        follow(self._others[0], fn)
+        return self
+
+    @override
+    def train(self, mode: bool = True) -> Elsewhere:
+        self._others[0].train(mode)
+        super().train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the module; a tensor of it has no values here."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_others" not in self.__dict__:
+                raise
+        source, blocks = self._others
+        found = getattr(source, name)
+        if isinstance(found, nn.Module):
+            return Elsewhere(f"{self.name}.{name}", found, blocks, self.is_before)
+        if isinstance(found, Tensor):
+            return AbsentTensor.of(found, blocks, f"the tensor {self.name}.{name}")
+        return found
+
+    def __len__(self) -> int:
+        """Count the parts of a list."""
+        return len(self._others[0])  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """List stand-ins for the parts of a list."""
+        source, blocks = self._others
+        for index, part in enumerate(source):  # type: ignore[arg-type, var-annotated]
+            yield Elsewhere(f"{self.name}.{index}", part, blocks, self.is_before)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a stand-in for a part of a list, or several."""
+        source, blocks = self._others
+        if isinstance(key, slice):
+            return list(self)[key]
+        return Elsewhere(f"{self.name}.{key}", source[key], blocks, self.is_before)  # type: ignore[index]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return tensors without values in the shapes of the module's results.
+
+        Raises:
+            UnsupportedError: If it is called on the other side of the blocks than it was taken for, or between them.
+        """
+        source, blocks = self._others
+        cursor = blocks.current()
+        self._check_side(blocks)
+        stage = 0 if self.is_before else blocks.crossings.last
+        leaves = pytree.tree_leaves((args, kwargs))
+        if cursor.probe and cursor.plan is None:
+            try:
+                for leaf in leaves:
+                    blocks.crossings.need(cursor, leaf, stage)
+            except UnsupportedError as error:
+                raise self._wrong_side(blocks, "after") if cursor.turn and self.is_before else error from None
+        form = blocks.form_of(self.name, source, args, kwargs)
+        return blocks.absent(form, cursor.use_of(self.name), f"the result of {self.name!r}", stage)
+
+    def _check_side(self, blocks: StagedBlocks) -> None:
+        cursor = blocks.current()
+        if 0 < cursor.turn < len(blocks):
+            raise UnsupportedError(
+                f"{self.name!r} is called between the blocks {blocks.name!r}, of which every stage has some: one stage "
+                "alone holds its parameters. Make a module of every block and what belongs to it, and name the list of "
+                "those in pipeline_plan, or use pp=1."
+            )
+        is_over = cursor.turn == len(blocks) and (cursor.is_last_call and not cursor.probe)
+        if is_over if self.is_before else cursor.turn == 0:
+            raise self._wrong_side(blocks, "after" if self.is_before else "before")
+
+    def _wrong_side(self, blocks: StagedBlocks, side: str) -> UnsupportedError:
+        here = "last" if side == "after" else "first"
+        return UnsupportedError(
+            f"{self.name!r} is called {side} the blocks {blocks.name!r}, but another stage holds it, because of "
+            f"where it was defined. Use the pipeline_plan {{{blocks.name!r}: 'blocks', {self.name!r}: {here!r}}}."
+        )
+
+
+class HeldModule:
+    """Know a module beside the blocks that this stage holds, and what stands for it in a probe.
+
+    Args:
+        parent: The module around it.
+        key: Its name there.
+        stand_in: What gives tensors without values.
+        blocks: The list.
+    """
+
+    def __init__(self, parent: nn.Module, key: str, stand_in: Elsewhere, blocks: StagedBlocks) -> None:
+        self._parent, self._key, self._stand_in, self._blocks = parent, key, stand_in, blocks
+        self.stage = 0 if stand_in.is_before else blocks.crossings.last
+        module: Any = parent._modules[key]
+        self._module: nn.Module = module
+        module.register_forward_pre_hook(self._settle, with_kwargs=True)
+        module.register_forward_hook(self._keep)
+
+    def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Take the type that a conversion gives to others."""
+        self._stand_in._apply(fn)
+
+    def hide(self) -> None:
+        """Let the stand-in be called."""
+        self._parent._modules[self._key] = self._stand_in
+
+    def show(self) -> None:
+        """Let the module be called again."""
+        self._parent._modules[self._key] = self._module
+
+    def _settle(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        why = f"{self._stand_in.name!r} reads it"
+        found: tuple[Any, Any] = pytree.tree_map(
+            lambda leaf: leaf.settle(why) if isinstance(leaf, AbsentTensor) else leaf, (args, kwargs)
+        )
+        return found
+
+    def _keep(self, module: nn.Module, args: Any, result: Any) -> None:
+        cursor = self._blocks.cursor
+        if cursor is not None:
+            point = cursor.use_of(self._stand_in.name)
+            self._blocks.crossings.keep(cursor, point, pytree.tree_leaves(result))
+
+
+class LooseParameter:
+    """Know a parameter of a module around the blocks, which the first stage holds.
+
+    Args:
+        owner: The module.
+        key: Its name there.
+        name: Its name in the whole.
+        blocks: The list.
+        is_held: Whether this stage is the first.
+    """
+
+    def __init__(self, owner: nn.Module, key: str, name: str, blocks: StagedBlocks, is_held: bool) -> None:
+        self._owner, self._key, self._blocks, self._is_held = owner, key, blocks, is_held
+        self.point, self.stage = f"parameter:{name}", 0
+        self._order: list[tuple[str, nn.Parameter | None]] = []
+        parameter: Any = owner._parameters[key]
+        self._form = torch.empty_like(parameter.detach(), device="meta")
+        self._name = f"the parameter {name!r}"
+        self.absent = AbsentTensor.of(self._form, blocks, self._name, self.point)
+        if not is_held:
+            self.hide()
+
+    @property
+    def value(self) -> Tensor:
+        """Return the parameter."""
+        found: Tensor = getattr(self._owner, self._key)
+        return found
+
+    def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Take the type that a conversion gives to others."""
+        self._form = self._form.to(fn(torch.empty(0, dtype=self._form.dtype)).dtype)
+        if not self._is_held:
+            self.hide()
+
+    def hide(self) -> None:
+        """Let code that reads the parameter find a tensor without values."""
+        if self._is_held:
+            self._order = list(self._owner._parameters.items())
+        self._owner._parameters.pop(self._key, None)
+        self.absent = AbsentTensor.of(self._form, self._blocks, self._name, self.point)
+        self._owner.__dict__[self._key] = self.absent
+
+    def show(self) -> None:
+        """Let the parameter be found again."""
+        if self._is_held:
+            del self._owner.__dict__[self._key]
+            self._owner._parameters.clear()
+            self._owner._parameters.update(self._order)
+
+
+def follow(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Give a module without values the types that a conversion gives to others, and leave it where it is."""
+    module._apply(lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype) if tensor.is_meta else tensor)
+
+
+def twin_of(module: nn.Module) -> nn.Module:
+    """Return a copy of a module without values, which costs no memory."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None and id(tensor) not in memo and key in part._parameters:
+                memo[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+            elif tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = torch.empty_like(tensor, device="meta")
+        if hasattr(part, "config"):
+            # Shared by all blocks, and only read.
+            memo[id(part.config)] = part.config
+    return deepcopy(module, memo)

@@ -1,0 +1,123 @@
+"""Shapes and types of what functions and modules return, inferred from those of their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: Values that can be part of a key as they are.
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size, type(None), type(Ellipsis))
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """Describe a result.
+
+    Args:
+        leaves: Its leaves; tensors have a shape, a type and a device, and no values.
+        structure: How leaves make the result.
+        is_random: Whether random numbers were drawn for it.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: pytree.TreeSpec
+    is_random: bool
+
+
+class Forms:
+    """Infer and remember forms of results."""
+
+    def __init__(self) -> None:
+        self._mode: FakeTensorMode | None = None
+        self._known: dict[Any, Form] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forms:
+        """Return an empty one: what is remembered belongs to the modules that were called."""
+        return Forms()
+
+    def clear(self) -> None:
+        """Forget everything, because modules have changed."""
+        self._known.clear()
+
+    def of_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Form:
+        """Return the form of what a function returns.
+
+        Raises:
+            RuntimeError: If it depends on values, or the function fails.
+        """
+        return self._of(function, function, args, kwargs)
+
+    def of_module(self, module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Form:
+        """Return the form of what a module without values returns, as if its parameters were on a device.
+
+        Raises:
+            RuntimeError: If it depends on values, or the module fails.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            # A buffer on the CPU may hold values that choose shapes.
+            empty = {
+                name: torch.empty(one.shape, dtype=one.dtype, device=device)
+                for name, one in tensors.items()
+                if one.is_meta
+            }
+            return functional_call(module, empty, args, kwargs)
+
+        return self._of((id(module), module.training), call, args, kwargs)
+
+    def _of(self, name: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Form:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        parts = [_key_of(leaf) for leaf in leaves]
+        key = None if any(part is None for part in parts) else (name, structure, tuple(parts))
+        if key is not None and key in self._known:
+            return self._known[key]
+        self._mode = self._mode or FakeTensorMode(allow_non_fake_inputs=True)
+        draws = _Draws()
+        with torch.no_grad(), self._mode, draws:
+            args, kwargs = pytree.tree_unflatten([_without_values(leaf) for leaf in leaves], structure)
+            found, result = pytree.tree_flatten(function(*args, **kwargs))
+        form = Form(tuple(found), result, draws.found)
+        if key is not None:
+            self._known[key] = form
+        return form
+
+
+class _Draws(TorchDispatchMode):
+    """Notice whether random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _without_values(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
+        return leaf
+    if type(leaf) is Tensor and leaf.numel() == 1 and leaf.device.type == "cpu":
+        # Single numbers choose sizes and places.
+        return leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+
+
+def _key_of(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device
+    if isinstance(leaf, slice):
+        bounds = leaf.start, leaf.stop, leaf.step
+        return ("slice", *bounds) if all(isinstance(one, (int, type(None))) for one in bounds) else None
+    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else None

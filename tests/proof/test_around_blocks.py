@@ -1,0 +1,86 @@
+"""Code around blocks that are cut into stages trains as on one process, or is refused with the name and the line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+
+from lightning_megatron import UnsupportedError
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.microbatch import split_batch
+from lightning_megatron.swap import parallelize
+from tests.proof import around_blocks
+from tests.proof.around_blocks import BLOCKS, loader
+from tests.proof.fine_tuning import trainer_of
+from tests.swap.parts import mesh_of
+from tests.world import run_world
+
+EQUAL = (
+    "ResidualInLoop", "ResidualAround", "SkipFromInput", "SkipsBetween", "TwoStreams", "EarlyLoss", "CalledTwice",
+)  # fmt: skip
+REFUSED = {
+    "NormsBetween": ("'body.norms.0' is called between the blocks 'body.blocks'", "Make a module of every block"),
+    "WrittenInPlace": ("the result of 'body.blocks.0'", "__setitem__ writes it", "x[:, 0] = 0.0"),
+    "ReadByTheHost": ("the result of 'body.blocks.0'", "if x.abs().max() > 1e6"),
+    "DropoutBeside": ("the result of 'body.enter'", "random numbers are drawn for it"),
+}
+
+
+def fit(kind: str, layout: dict[str, Any] | None, devices: int) -> tuple[list[float], float, dict[str, Any]]:
+    """Train a kind; return the losses, the last of validation, and the parameters that are here."""
+    seed_everything(1, verbose=False)
+    known = getattr(around_blocks, kind)
+    is_module = issubclass(known, around_blocks.Train)
+    module = known("ResidualAround") if is_module else around_blocks.Train(kind)
+    trainer = trainer_of(layout, devices, 2, max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(module, loader(), loader(4))
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    return module.losses, float(trainer.callback_metrics["val_loss"]), weights
+
+
+def fit_all(rank: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in EQUAL:
+        for name, layout in LAYOUTS.items():
+            found[kind, name] = fit(kind, {**layout, "pipeline_plan": BLOCKS}, size)
+    with pytest.raises(UnsupportedError, match="'body.norms.0' is called between the blocks"):
+        fit("NormsBetween", {"pp": 2, "pipeline_plan": BLOCKS}, size)
+    return found
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {"pp2": {"pp": 2}, "pp2 vpp2": {"pp": 2, "vpp": 2}}
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
+    return run_world(fit_all, 2)
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+def test_code_around_blocks_trains_as_one_process_does(kind: str, reports: list[dict[str, Any]]) -> None:
+    losses, val_loss, weights = fit(kind, None, 1)
+    assert losses[-1] != losses[0]
+    for report in reports:
+        for name in LAYOUTS:
+            found, val_found, here = report[kind, name]
+            assert found == pytest.approx(losses, abs=1e-12), name
+            assert val_found == pytest.approx(val_loss, abs=1e-12), name
+            for key, value in here.items():
+                torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("pp_rank", [0, 1])
+def test_what_cannot_travel_is_refused_on_every_stage(kind: str, pp_rank: int) -> None:
+    module = around_blocks.Train(kind)
+    module.configure_model()
+    mesh = mesh_of(pp=2, pp_rank=pp_rank)
+    parallelize(module, mesh, None, BLOCKS)
+    executor = PipelineExecutor(mesh, module.body.blocks)
+    with pytest.raises(UnsupportedError) as caught:
+        executor.run(module.loss_of, split_batch(next(iter(loader())), 2), backward=True)
+    for part in REFUSED[kind]:
+        assert part in str(caught.value)
