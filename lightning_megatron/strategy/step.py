@@ -177,9 +177,7 @@ class StepRunner:
             self._try(module, key, batch, microbatches, args, step)
         self._kept.begin()
         with self._replay.record(module) as recorder:
-            outputs = self._run(
-                module, name, microbatches, args, recorder, step, guard=self.reads.guard(module, name)
-            )
+            outputs = self._run(module, name, microbatches, args, recorder, step, guard=self.reads.guard(module, name))
         counts = None if name == "predict_step" else token_counts_in(outputs)
         merged = self._merged(outputs, microbatches, counts)
         if name != "predict_step":
