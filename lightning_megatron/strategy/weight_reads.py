@@ -18,7 +18,7 @@ import lightning_megatron
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.models.stage import named_layers, pipelined_modules
 
 #: Attributes of a tensor through which its values can be read.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -59,13 +59,13 @@ class WeightReads:
             return nullcontext()
         self._seen.add(step)
         # A compiler would see the guard, and compile for it.
-        if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules()):
+        if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for _, part in named_layers(module)):
             return nullcontext()
         return _Guard(module, step, dict(self._incomplete(module)))
 
     def _incomplete(self, module: nn.Module) -> Iterator[tuple[int, tuple[str, str]]]:
         """Yield the parameters that stand for more than this rank has: identity, name and reason."""
-        staged = [part for part in module.modules() if isinstance(part, PipelinedModule)]
+        staged = [model for _, model in pipelined_modules(module)]
         inside = {id(parameter) for part in staged for parameter in part.parameters()}
         for name, parameter in module.named_parameters():
             if self._mesh.tp.size > 1 and shard_spec_of(parameter).full_shape != tuple(parameter.shape):

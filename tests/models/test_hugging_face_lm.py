@@ -200,7 +200,7 @@ def test_data_with_more_tokens_than_the_model_are_refused(folder: str) -> None:
 def train_with_experts(rank: int, size: int, folder: str) -> tuple[dict[str, float], float, bool]:
     """Train with experts that two ranks share, and without a balancing loss; return also its mean in the last step."""
     module = learning(folder, **BALANCED)
-    losses = train(module, {"ep": 2, "microbatch_size": 1}, size)
+    losses = train(module, {"ep": 2, "microbatch_size": 1, "check_microbatches": False}, size)
     statistics = module.trainer.strategy.expert_statistics
     without = train(learning(folder, token_weighted=False), {"ep": 2, "microbatch_size": 1}, size)
     return losses, float(statistics[0].balance_loss), losses == without
@@ -209,7 +209,8 @@ def train_with_experts(rank: int, size: int, folder: str) -> tuple[dict[str, flo
 def test_experts_are_balanced_as_the_settings_say(tmp_path: Path) -> None:
     folder = save(tmp_path / "mixtral", "mixtral")
     module = learning(folder, **BALANCED)
-    expected = train(module, {"microbatch_size": 1})
+    # Sequences weigh alike, whatever number of labels they have.
+    expected = train(module, {"microbatch_size": 1, "check_microbatches": False})
     for losses, balance, is_same in run_world(train_with_experts, 2, folder):
         assert losses == pytest.approx(expected, abs=1e-4)
         assert balance == pytest.approx(float(module.trainer.strategy.expert_statistics[0].balance_loss), abs=1e-4)

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_megatron.extras import import_extra
+from lightning_megatron.swap.families.expert_names import SETTINGS
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +44,14 @@ def passed_over(names: Iterable[str], model_type: object) -> frozenset[str]:
         names: Fields of a configuration.
         model_type: Its type, such as ``llama``; without one, or without transformers, nothing is known of the others.
     """
-    others = frozenset(names) - HARMLESS
+    # A setting of this package that the family has no use for is a mistake, whatever Hugging Face does.
+    names = frozenset(names) - {SETTINGS}
+    others = names - HARMLESS
     declared, code = _known_of(model_type) if others and isinstance(model_type, str) else (None, "")
     if declared is None:
-        return frozenset(names) - others
+        return names - others
     read = {name for name in others if re.search(rf"\bconfig\.{re.escape(name)}\b|[\"']{re.escape(name)}[\"']", code)}
-    return frozenset(names) - read - declared
+    return names - read - declared
 
 
 @cache
