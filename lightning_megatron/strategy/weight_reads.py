@@ -18,7 +18,7 @@ import lightning_megatron
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.models.stage import named_layers, pipelined_modules
+from lightning_megatron.models.stage import PipelinedModule, named_layers, pipelined_modules
 
 #: Attributes of a tensor through which its values can be read.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
