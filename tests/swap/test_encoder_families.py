@@ -213,7 +213,6 @@ def test_an_encoder_inside_a_module_of_ones_own_is_replaced() -> None:
         ("bert classes", {"problem_type": "ranking"}, "problem_type of a BERT"),
         ("bert classes", {"num_labels": 7}, "num_labels must be the number of id2label"),
         ("bert", {"output_hidden_states": True}, "output_hidden_states of a BERT"),
-        ("bert", {"new_field": 3}, "new_field of a BERT"),
     ],
 )
 def test_what_we_lack_is_refused_by_name(case: str, change: dict[str, Any], message: str) -> None:

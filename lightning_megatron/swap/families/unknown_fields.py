@@ -13,7 +13,6 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_megatron.extras import import_extra
-from lightning_megatron.swap.families.expert_names import SETTINGS
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +43,12 @@ def passed_over(names: Iterable[str], model_type: object) -> frozenset[str]:
         names: Fields of a configuration.
         model_type: Its type, such as ``llama``; without one, or without transformers, nothing is known of the others.
     """
-    # A setting of this package that the family has no use for is a mistake, whatever Hugging Face does.
-    names = frozenset(names) - {SETTINGS}
-    others = names - HARMLESS
+    others = frozenset(names) - HARMLESS
     declared, code = _known_of(model_type) if others and isinstance(model_type, str) else (None, "")
     if declared is None:
-        return names - others
+        return frozenset(names) - others
     read = {name for name in others if re.search(rf"\bconfig\.{re.escape(name)}\b|[\"']{re.escape(name)}[\"']", code)}
-    return names - read - declared
+    return frozenset(names) - read - declared
 
 
 @cache
