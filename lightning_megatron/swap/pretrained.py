@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.deferred import GivingValues, Origin, defer
 from lightning_megatron.swap.families import find_family
 from lightning_megatron.swap.family_layers import build_layers
+from lightning_megatron.swap.late_import import when_imported
 from lightning_megatron.swap.low_rank import plain_name
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 from lightning_megatron.swap.untouched import parts_of
@@ -35,23 +36,25 @@ def building_on_meta() -> Iterator[None]:
     """Let models of the known families be built on the meta device by ``from_pretrained`` and ``from_config``.
 
     Weights are read from local folders only, when the model is swapped; everything else is built as always, adapters of
-    peft among it. It takes effect if transformers, and peft where it is used, have been imported before.
+    peft among it. It takes effect for transformers whenever they are imported, for peft if it has been before.
     """
-    library: ModuleType | None = sys.modules.get("transformers")
-    if library is None:
+    with ExitStack() as stack:
+        # They take most of a second to import, which not every model needs.
+        stack.enter_context(when_imported("transformers.modeling_utils", lambda module: _build_later(module, stack)))
+        stack.enter_context(_giving_adapters_values())
+        stack.enter_context(GivingValues())
         yield
-        return
+
+
+def _build_later(library: Any, stack: ExitStack) -> None:
+    """Replace the ways in which models are built, until the stack is left."""
     base = library.PreTrainedModel
     before = {name: base.__dict__[name] for name in ("from_pretrained", "_from_config")}
     load, build = before["from_pretrained"].__func__, before["_from_config"].__func__
     base.from_pretrained = classmethod(lambda cls, *args, **kwargs: _from_pretrained(cls, load, args, kwargs))
     base._from_config = classmethod(lambda cls, config, **kwargs: _from_config(cls, build, config, kwargs))
-    try:
-        with _giving_adapters_values(), GivingValues():
-            yield
-    finally:
-        for name, method in before.items():
-            setattr(base, name, method)
+    for name, method in before.items():
+        stack.callback(setattr, base, name, method)
 
 
 @contextmanager

@@ -1,0 +1,158 @@
+"""Time what passes between the death of a rank and the first step of the training that torchrun starts again.
+
+    python -m benchmarks.restart --runs 3
+
+A tiny GPT trains on CPU processes and saves every second step; one rank is killed. Seconds are the middle ones of
+``--runs``, each those of the last rank.
+"""
+
+from __future__ import annotations
+
+import time
+
+_BEGUN = time.time()
+
+import argparse  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import statistics  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+#: Moments of a restart, in order: what a rank notes, and what has passed since the moment before.
+MOMENTS = {
+    "error": "the other rank notices",
+    "begun": "the other rank ends, torchrun starts processes, and Python",
+    "imported": "imports",
+    "fit": "Trainer, strategy, data",
+    "joined": "rendezvous, process groups",
+    "built": "model, optimizer",
+    "loaded": "checkpoint, dataloaders",
+    "stepped": "first step",
+}
+
+
+def note(folder: Path, moment: str, when: float | None = None) -> None:
+    """Append a moment of this rank to its log."""
+    line = json.dumps([moment, when or time.time(), os.getpid()]) + "\n"
+    with (folder / f"rank_{os.environ['RANK']}.jsonl").open("a") as file:
+        file.write(line)
+
+
+def train(folder: Path, steps: int) -> None:
+    """Train as one rank, noting its moments."""
+    note(folder, "begun", _BEGUN)
+    import torch
+    from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch.utils.data import DataLoader
+
+    from lightning_megatron import GPTConfig, MegatronStrategy
+    from lightning_megatron.models.causal_lm import CausalLM
+
+    note(folder, "imported")
+
+    class Notes(Callback):
+        def setup(self, *args: Any, **kwargs: Any) -> None:
+            note(folder, "joined")
+
+        def on_fit_start(self, *args: Any) -> None:
+            note(folder, "built")
+
+        def on_train_start(self, *args: Any) -> None:
+            note(folder, "loaded")
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            note(folder, "stepped")
+            time.sleep(0.05)
+
+        def on_exception(self, *args: Any) -> None:
+            note(folder, "error")
+
+    torch.set_num_threads(1)
+    config = GPTConfig.gpt2(vocab_size=64, max_seq_length=16, num_layers=2, hidden_size=16, num_heads=2)
+    tokens = torch.randint(64, (64, 17), generator=torch.Generator().manual_seed(1))
+    samples = [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=MegatronStrategy(),
+        max_steps=steps,
+        callbacks=[Notes(), ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_last=True)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    note(folder, "fit")
+    trainer.fit(CausalLM(config), DataLoader(samples, batch_size=2), ckpt_path="last")  # type: ignore[arg-type]
+
+
+def moments(folder: Path, rank: int) -> list[tuple[str, float, int]]:
+    """Read what a rank has noted: moment, time (seconds), process."""
+    path = folder / f"rank_{rank}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(moment, when, pid) for moment, when, pid in map(json.loads, lines)]
+
+
+def kill_one(folder: Path, ranks: int, steps: int) -> dict[str, float]:
+    """Run a job of which one rank is killed, and return the seconds of each part of its restart."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", str(ranks)]
+    own = ["-m", "benchmarks.restart", "--train", str(folder), "--steps", str(steps)]
+    with subprocess.Popen(
+        [sys.executable, *torchrun, *own],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "output.txt").open("w"),
+    ) as process:
+        while sum(moment == "stepped" for moment, *_ in moments(folder, ranks - 1)) < steps // 2:
+            if process.poll() is not None:
+                raise RuntimeError((folder / "output.txt").read_text()[-3000:])
+            time.sleep(0.01)
+        killed = time.time()
+        os.kill(moments(folder, ranks - 1)[-1][2], signal.SIGKILL)
+    return parts([moments(folder, rank) for rank in range(ranks)], killed)
+
+
+def parts(noted: list[list[tuple[str, float, int]]], killed: float) -> dict[str, float]:
+    """Return how long each part of a restart took for the last rank (seconds).
+
+    Args:
+        noted: What each rank has noted.
+        killed: When one was killed (seconds).
+    """
+    result, before = {}, killed
+    for moment, part in MOMENTS.items():
+        first = [next((w for m, w, _ in rank if m == moment and w > killed), None) for rank in noted]
+        times = [when for when in first if when is not None]
+        if times:
+            result[part] = max(times) - before
+            before = max(times)
+    return result
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train is not None:
+        train(options.train, options.steps)
+        return
+    found = []
+    for _ in range(options.runs):
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(kill_one(Path(folder), options.ranks, options.steps))
+    for part in MOMENTS.values():
+        print(f"{statistics.median(one.get(part, 0.0) for one in found):7.2f} s  {part}")
+    print(f"{statistics.median(sum(one.values()) for one in found):7.2f} s  together")
+
+
+if __name__ == "__main__":
+    main()
