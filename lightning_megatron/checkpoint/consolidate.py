@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,6 +27,7 @@ from lightning_megatron.checkpoint.metadata_checks import (
 from lightning_megatron.checkpoint.stored import SavedTensor, Stored
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.swap.class_tensors import ClassTensors, class_name_in, class_states
 from lightning_megatron.swap.foreign_names import to_foreign_names
 
 _STATE = re.compile(r"optimizer\.\d+\.state\.")
@@ -73,7 +74,7 @@ def consolidate(
             ``out`` is a directory.
         CorruptDataError: If it is damaged, naming the file.
         UnsupportedError: If it holds more than tensors and plain values, and ``unsafe`` is not set, or optimizer states
-            of a Hugging Face model, and ``weights_only`` is not.
+            that one process would not have, and ``weights_only`` is not.
     """
     verify_checkpoint(path)
     metadata = load_metadata(path, weights_only=not unsafe)
@@ -87,13 +88,7 @@ def consolidate(
     shapes = {name: one.shape for name, one in saved.items()}
     where = stored.checkpoint.file(METADATA)
     check_names(one_process, metadata.get(OPTIMIZERS, ()), shapes, where)
-    models = metadata.pop(HUGGING_FACE, {})
-    if models and not weights_only:
-        raise UnsupportedError(
-            f"optimizer states of a replaced Hugging Face model cannot be written as one file: {', '.join(models)} of "
-            f"{os.fspath(path)}. Their parameters are numbered otherwise there. Add --weights-only, or continue with "
-            "MegatronStrategy, which loads them in any layout."
-        )
+    models = ClassTensors.saved(metadata.pop(HUGGING_FACE, {}))
     metadata = without_training(metadata) if weights_only else metadata
     target = _new_file(out)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
@@ -108,12 +103,13 @@ def consolidate(
         aliases = one_process["aliases"]
         order = {name: aliases.get(name, name) for name in one_process["order"]}
         state = {name: tensors.get(f"{MODEL}{first}") for name, first in order.items()}
-        plain["state_dict"] = to_foreign_names(models, state) if models else state
+        plain["state_dict"] = to_foreign_names(models, state)
         if not weights_only and any(name.startswith(CURRENT) for name in names):
-            plain["current_model_state"] = {name: tensors.get(f"{CURRENT}{first}") for name, first in order.items()}
+            current = {name: tensors.get(f"{CURRENT}{first}") for name, first in order.items()}
+            plain["current_model_state"] = to_foreign_names(models, current)
         if not weights_only:
             plain["optimizer_states"] = [
-                _numbered(index, optimizer, one_process["numbering"][index], tensors)
+                _numbered(index, optimizer, one_process["numbering"][index], tensors, models)
                 for index, optimizer in enumerate(plain.pop(OPTIMIZERS, ()))
             ]
             _translate_precision(plain)
@@ -218,24 +214,43 @@ class _TensorsOnDisk:
 
 
 def _numbered(
-    index: int, optimizer: Mapping[str, Any], numbering: list[list[str]] | str, tensors: _TensorsOnDisk
+    index: int,
+    optimizer: Mapping[str, Any],
+    numbering: list[list[str]] | str,
+    tensors: _TensorsOnDisk,
+    models: Sequence[ClassTensors],
 ) -> dict[str, Any]:
     """Return an optimizer's state dict as torch has it, where parameters are numbers."""
     if isinstance(numbering, str):
         raise UnsupportedError(
             f"{numbering} Until then, write the weights alone (--weights-only): they do not depend on the order."
         )
-    number_of = {name: number for number, name in enumerate(name for names in numbering for name in names)}
-    state: dict[int, dict[str, Any]] = {}
+    # Parameters that are one in the class of a model have the place of the first.
+    groups = [list(dict.fromkeys(class_name_in(models, name) for name in names)) for names in numbering]
+    number_of: dict[str, int] = {}
+    for name in (name for names in groups for name in names):
+        if name in number_of:
+            raise UnsupportedError(
+                f"parameters that are one in the class of a Hugging Face model must be in one group of an optimizer: "
+                f"those of {name!r} are in several. One process has one group for all. Write the weights alone "
+                "(--weights-only)."
+            )
+        number_of[name] = len(number_of)
+    by_key: dict[str, dict[str, Any]] = {}
     for name, key, tensor in tensors.states_of(f"optimizer.{index}.state."):
-        state.setdefault(number_of[name], {})[key] = tensor
+        by_key.setdefault(key, {})[name] = tensor
     for name, plain in optimizer["values"].items():
-        state.setdefault(number_of[name], {}).update(plain)
-    groups = [
+        for key, value in plain.items():
+            by_key.setdefault(key, {})[name] = value
+    state: dict[int, dict[str, Any]] = {}
+    for key, states in by_key.items():
+        for name, value in class_states(models, key, states).items():
+            state.setdefault(number_of[name], {})[key] = value
+    param_groups = [
         {**group["hyperparameters"], "params": [number_of[name] for name in names]}
-        for group, names in zip(optimizer["groups"], numbering, strict=True)
+        for group, names in zip(optimizer["groups"], groups, strict=True)
     ]
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
+    return {"state": dict(sorted(state.items())), "param_groups": param_groups}
 
 
 def _without_division(metadata: Mapping[str, Any], dp: int) -> dict[str, Any]:

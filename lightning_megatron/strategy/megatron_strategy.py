@@ -37,7 +37,7 @@ from lightning_megatron.strategy.weight_averaging import (
     averaging_callback,
 )
 from lightning_megatron.strategy.weight_changes import only_steps_change_weights
-from lightning_megatron.swap.foreign_names import refuse_foreign_states, to_own_names
+from lightning_megatron.swap.foreign_names import to_own_names
 
 
 class MegatronStrategy(ModelStrategy):
@@ -340,11 +340,10 @@ class MegatronStrategy(ModelStrategy):
         """Fill the optimizers from the file of another strategy; load_checkpoint has filled them from a directory."""
         if "optimizer_states" in checkpoint:
             assert self._state is not None, "setup has run"
-            refuse_foreign_states(self.user_module)
             self._make_groups(checkpoint)
             main, full = self._state.main, checkpoint["state_dict"]
             for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                plain_checkpoint.load_optimizer(optimizer, saved, full, main, self.mesh)
+                plain_checkpoint.load_optimizer(optimizer, saved, full, self.user_module, main, self.mesh)
 
     def _make_groups(self, checkpoint: Mapping[str, Any]) -> None:
         """Give the optimizers the groups that callbacks had added to them by the time of a checkpoint."""

@@ -15,6 +15,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.plan.shards import padded_vocab_size
 from lightning_megatron.strategy.name_order import gather_parts, merge_orders, order_groups
+from lightning_megatron.swap.class_tensors import ClassTensors, in_class_order
 from lightning_megatron.training.main_parameters import MainParameters
 
 #: Tensors of a GPT or an Encoder whose rows are the vocabulary.
@@ -66,7 +67,7 @@ def describe_for_one_process(
         for optimizer in optimizers
     ]
     stages = gather_parts((names, aliases, padded_rows(module), groups, empty), mesh)
-    order = merge_orders([stage[0] for stage in stages])
+    order = in_class_order(ClassTensors.all_of(module), merge_orders([stage[0] for stage in stages]))
     return {
         "order": order,
         "aliases": _merged([stage[1] for stage in stages]),

@@ -15,6 +15,7 @@ from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.name_order import gather_parts, named_numbers, order_groups
+from lightning_megatron.swap.class_tensors import ClassTensors, class_name_in, own_state, owner_of
 from lightning_megatron.training.main_parameters import MainParameters, MainSlice
 from lightning_megatron.training.shared_gradients import original_name
 
@@ -53,14 +54,20 @@ def load_state_dict(
 
 
 def load_optimizer(
-    optimizer: Optimizer, saved: Mapping[str, Any], full: Mapping[str, Any], main: MainParameters, mesh: ParallelMesh
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    full: Mapping[str, Any],
+    module: LightningModule,
+    main: MainParameters,
+    mesh: ParallelMesh,
 ) -> None:
     """Continue an optimizer from torch's state dict of it, whose parameters are numbers.
 
     Args:
         optimizer: One over the mains.
         saved: ``state`` and ``param_groups`` as torch writes them.
-        full: The full tensors of the model by name, in the order of its modules.
+        full: The full tensors of the module by name, in the order of its modules, as they are in the file.
+        module: The module; of Hugging Face models in it that have been replaced, the file has the class's tensors.
         main: This rank's parameters.
         mesh: The groups of this rank.
 
@@ -70,7 +77,9 @@ def load_optimizer(
 
     Communication: one gather of names over pp, or over the world if ep is above 1, and one of failures over the world.
     """
-    names_here = [[name for name in names if main.spec(name).tied_to is None] for names in main.names_of(optimizer)]
+    models = ClassTensors.all_of(module)
+    untied = [[name for name in names if main.spec(name).tied_to is None] for names in main.names_of(optimizer)]
+    names_here = [list(dict.fromkeys(class_name_in(models, name) for name in names)) for names in untied]
     names = order_groups(gather_parts(names_here, mesh), full)
     groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
     if len(groups) != len(names):
@@ -87,11 +96,12 @@ def load_optimizer(
     for piece, on_device in _pieces_of(optimizer, main):
         tied_to = main.spec(piece.name).tied_to
         name = piece.name if tied_to is None else original_name(piece.name, tied_to, state_of.keys()) or piece.name
-        before = optimizer.state.get(piece.main, {})
+        before, model, whole = optimizer.state.get(piece.main, {}), owner_of(models, name), class_name_in(models, name)
         try:
-            state = {
-                key: _cut(piece, name, key, value, before.get(key), on_device) for key, value in state_of[name].items()
-            }
+            state = {}
+            for key, value in state_of[whole].items():
+                own = own_state(model, name, key, value, full[whole].shape)
+                state[key] = _cut(piece, name, key, own, before.get(key), on_device)
         except UnsupportedError as error:
             complaints.append(str(error))
             continue

@@ -35,6 +35,8 @@ class ReplacedModel(nn.Module):
     #: How configuration and tensors of the two correspond, and what peft had put into the model.
     family: Family
     adapter: Adapter | None
+    #: Names of the parameters that the class has, in its order; a shared one has all its names.
+    class_order: tuple[str, ...]
 
     @property
     def body(self) -> GPT | Encoder:

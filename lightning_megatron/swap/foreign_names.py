@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.swap.families import Family, family_of
+from lightning_megatron.swap.class_tensors import ClassTensors, class_name_in, owner_of
+from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.families.expert_names import is_of_training
 from lightning_megatron.swap.load import full_tensors
 from lightning_megatron.swap.low_rank import Adapter, full_factors, without_adapters
-from lightning_megatron.swap.packed import pack
 from lightning_megatron.swap.replaced import replaced_models
 
 
@@ -47,60 +47,37 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def refuse_foreign_states(module: nn.Module) -> None:
-    """Refuse to continue an optimizer of replaced models from another strategy's file.
-
-    Raises:
-        UnsupportedError: If there is one.
-    """
-    replaced = [name for name, _ in replaced_models(module)]
-    if replaced:
-        raise UnsupportedError(
-            f"a training of a replaced Hugging Face model ({', '.join(replaced)}) cannot continue from another "
-            "strategy's file: its optimizer numbers the parameters that the model had before. Save the weights with "
-            "save_pretrained and build the model from that folder, or continue with the strategy that saved."
-        )
-
-
-def to_foreign_names(models: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict in which replaced models have the tensors that they had before.
+def to_foreign_names(models: Sequence[ClassTensors], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict in which replaced models have the tensors of their classes, in the order that is given.
 
     Args:
-        models: Class and configuration of each model, by its name in the module.
+        models: The replaced models.
         state: Full tensors by the names of this package; those of vocabularies may have rows of padding.
+
+    Raises:
+        UnsupportedError: If modules were trained as a whole by peft, which keeps what they were before, too.
     """
-    found = dict(state)
-    for name, model in models.items():
-        prefix, family = f"{name}." if name else "", family_of(model["architecture"])
-        config, adapter = family.config(model["config"]), _adapter_of(model)
-        theirs: dict[str, Tensor] = {}
-        table = family.at_home(config)
-        for tensor in table:
-            key = f"{prefix}{_in_tree(tensor.target, adapter)}"
-            if key not in found and family.is_head(tensor.sources[0].name):
-                continue  # the model was built without its head
-            theirs |= tensor.split(found.pop(key)[: tensor.shape[0]])
-        found |= {f"{prefix}{_in_tree(key, adapter)}": part for key, part in pack(theirs, family.packed).items()}
-        for one in () if adapter is None else adapter.maps_at_home(table):
-            for factor in (one.a, one.b):
-                own = factor.split(found.pop(f"{prefix}{factor.target}"))
-                assert adapter is not None, "there are factors of adapters alone"
-                found |= {f"{prefix}{adapter.own_name(key)}": part for key, part in own.items()}
-        for key in [key for key in found if key.startswith(prefix) and is_of_training(key)]:
-            del found[key]
-        _add_aliases(found, prefix, family, config, adapter)
+    parts: dict[str, list[str]] = {}
+    for name in state:
+        if not any(name.startswith(model.prefix) and is_of_training(name) for model in models):
+            parts.setdefault(class_name_in(models, name), []).append(name)
+    found: dict[str, Tensor] = {}
+    for name, members in parts.items():
+        model = owner_of(models, members[0])
+        found[name] = state[name] if model is None else model.joined({one: state[one] for one in members})
+    for model in models:
+        _refuse_saved_modules(model.adapter)
+        _add_aliases(found, model.prefix, model.family, model.config, model.adapter)
     return found
 
 
-def _adapter_of(model: Mapping[str, Any]) -> Adapter | None:
-    adapter = Adapter(**model["adapter"]) if "adapter" in model else None
+def _refuse_saved_modules(adapter: Adapter | None) -> None:
     if adapter is not None and adapter.saved:
         raise UnsupportedError(
             f"modules that peft trains as a whole cannot be written as one file: {', '.join(adapter.saved)}. It keeps "
             "them as they were before, too, and that is gone. Write the adapter or the merged model with "
             "`lightning-megatron convert`."
         )
-    return adapter
 
 
 def _in_tree(name: str, adapter: Adapter | None) -> str:

@@ -78,7 +78,7 @@ def take_over(
         share_buffer(source.get_submodule(module), name, owner, key)
     _pair_modules(source, model, named)
     set_computed_by(source, model)
-    vars(source).update(family=family, adapter=adapter)
+    vars(source).update(family=family, adapter=adapter, class_order=tuple(trained))
 
 
 def _paths(source: nn.Module, family: Family) -> dict[str, str]:

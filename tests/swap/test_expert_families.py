@@ -19,6 +19,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.swap.apply import parallelize
+from lightning_megatron.swap.class_tensors import ClassTensors
 from lightning_megatron.swap.export import export_folder, foreign_tensors
 from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.families.expert_names import ExpertNames
@@ -166,7 +167,9 @@ def test_a_state_dict_for_other_strategies_has_the_tensors_of_the_class() -> Non
     table = family.at_home(ours("qwen3_moe"))
     own = full_tensors(twin.state_dict(), family, ours("qwen3_moe"), torch.float32, table)
     found = {f"model.{name}": tensor for name, tensor in own}
-    back = to_foreign_names({"model": {"architecture": family.architecture, "config": config}}, found)
+    back = to_foreign_names(
+        ClassTensors.saved({"model": {"architecture": family.architecture, "config": config}}), found
+    )
     expected = twin.state_dict()
     assert back.keys() == {f"model.{name}" for name in expected}
     assert all(torch.equal(back[f"model.{name}"], tensor) for name, tensor in expected.items())
@@ -321,7 +324,7 @@ def test_what_routers_remember_of_a_step_is_in_no_file_of_other_strategies() -> 
     kept = {name for name in own if name.endswith("step_shares")}
     assert len(kept) == 2
     models = {"model": {"architecture": "MixtralForCausalLM", "config": twin.config.to_dict()}}
-    theirs = to_foreign_names(models, own)
+    theirs = to_foreign_names(ClassTensors.saved(models), own)
     assert theirs.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in theirs.items())
     assert to_own_names(root, theirs).keys() == own.keys()

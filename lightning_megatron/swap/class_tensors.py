@@ -1,0 +1,260 @@
+"""Tensors of a replaced model beside those of its class: most are the same, others are stored otherwise, or joined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.swap.families import Family, family_of
+from lightning_megatron.swap.load import RenamedTensors
+from lightning_megatron.swap.low_rank import Adapter, is_factor, plain_name
+from lightning_megatron.swap.mapping import TensorMap, TensorsInMemory, named
+from lightning_megatron.swap.packed import pack, places
+from lightning_megatron.swap.replaced import replaced_models
+
+
+@dataclass(frozen=True)
+class ClassTensors:
+    """Convert parameters of one replaced model, and what an optimizer keeps for them, to those of its class and back.
+
+    Names are those of the module around the model.
+
+    Args:
+        prefix: What the names of the model's tensors begin with.
+        family: How they are cut.
+        config: Configuration of the model.
+        adapter: Its adapter, if it has one.
+        order: Names of the class's parameters in the class's order, without the prefix; empty if it is not known.
+    """
+
+    prefix: str
+    family: Family
+    config: Any
+    adapter: Adapter | None = None
+    order: tuple[str, ...] = ()
+
+    @classmethod
+    def all_of(cls, module: nn.Module) -> list[ClassTensors]:
+        """Return those of all replaced models inside a module."""
+        return [
+            cls(_prefix(name), part.family, part.body.config, part.adapter, part.class_order)
+            for name, part in replaced_models(module)
+        ]
+
+    @classmethod
+    def saved(cls, models: Mapping[str, Mapping[str, Any]]) -> list[ClassTensors]:
+        """Return those of the replaced models of a checkpoint.
+
+        Args:
+            models: Class, configuration and adapter of each model, by its name in the module.
+        """
+        found = []
+        for name, model in models.items():
+            family = family_of(model["architecture"])
+            adapter = Adapter(**model["adapter"]) if "adapter" in model else None
+            found.append(cls(_prefix(name), family, family.config(model["config"]), adapter))
+        return found
+
+    def has(self, name: str) -> bool:
+        """Return whether a tensor is one of the model's that the class has, too."""
+        return name.startswith(self.prefix) and self._key(name) in self._maps
+
+    def class_name(self, name: str) -> str:
+        """Return the tensor of the class that a tensor of the model is, or is one of a stack of."""
+        return name.rpartition(".")[0] if self._is_of_stack(name) else name
+
+    def place(self, name: str) -> int:
+        """Return the place of a parameter in the order of the class; the last one if that does not have it."""
+        own = self.class_name(name) if self.has(name) else name
+        return self._places.get(own.removeprefix(self.prefix), len(self.order))
+
+    def is_alike(self, name: str) -> bool:
+        """Return whether a tensor of the model is stored as the class stores it."""
+        tensor = self._maps[self._key(name)]
+        (first, *others) = tensor.sources
+        is_cut = bool(others) or first.is_transposed or first.strip is not None or first.first > 0
+        return not is_cut and self._class_tensor(tensor) == first.name
+
+    def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Return the tensor of the class that full tensors of the model make.
+
+        Args:
+            parts: All of one :meth:`class_name`, by name; a vocabulary may have rows of padding.
+
+        Raises:
+            CheckpointMismatchError: If one of them is missing.
+        """
+        theirs: dict[str, Tensor] = {}
+        for name, full in parts.items():
+            tensor = self._maps[self._key(name)]
+            theirs |= tensor.split(full[: tensor.shape[0]])
+        first = next(iter(parts))
+        members = self._members[self._class_tensor(self._maps[self._key(first)])]
+        missing = set(members) - {self._key(name) for name in parts}
+        if missing:
+            raise CheckpointMismatchError(
+                f"a tensor that {self.family.architecture} has in one must have all its parts: {named(missing)} of "
+                f"{self.class_name(first)!r} missing. What the others would be there is not known. Save them together."
+            )
+        (found,) = pack(theirs, self.family.packed).values()
+        return found
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return a full tensor of the model from the tensor of the class that it is in."""
+        tensor = self._maps[self._key(name)]
+        key = self._class_tensor(tensor)
+        reader = TensorsInMemory({key: whole})
+        own = dict(places(key, key, reader, self.family.packed))
+        return tensor.full(RenamedTensors(reader, own), whole.dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the full shape of a tensor of the model (elements)."""
+        return self._maps[self._key(name)].shape
+
+    @cached_property
+    def _maps(self) -> dict[str, TensorMap]:
+        table = self.family.at_home(self.config)
+        maps = {tensor.target: tensor for tensor in table}
+        for one in () if self.adapter is None else self.adapter.maps_at_home(table):
+            maps |= {one.a.target: one.a, one.b.target: one.b}
+        return maps
+
+    @cached_property
+    def _members(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for target, tensor in self._maps.items():
+            found.setdefault(self._class_tensor(tensor), []).append(target)
+        return found
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.order)}
+
+    def _key(self, name: str) -> str:
+        own = name.removeprefix(self.prefix)
+        return own if is_factor(own) else self.family.present_name(plain_name(own))
+
+    def _is_of_stack(self, name: str) -> bool:
+        source = self._maps[self._key(name)].sources[0].name
+        return any(rule.is_stack and rule.place(source) is not None for rule in self.family.packed)
+
+    def _class_tensor(self, tensor: TensorMap) -> str:
+        """Return the name that the table's rules have for the tensor of the class."""
+        source = tensor.sources[0].name
+        found = (place for rule in self.family.packed if (place := rule.place(source)) is not None)
+        return next((whole for whole, _, _ in found), source)
+
+
+def class_name_in(models: Sequence[ClassTensors], name: str) -> str:
+    """Return the name that a parameter has where the models are those of their classes.
+
+    Args:
+        models: The replaced models of the module.
+        name: The parameter; those outside of the models keep their names.
+    """
+    model = owner_of(models, name)
+    return name if model is None else model.class_name(name)
+
+
+def in_class_order(models: Sequence[ClassTensors], names: Sequence[str]) -> list[str]:
+    """Return names with those of every replaced model in the order of its class, at the places that they had.
+
+    Args:
+        models: The replaced models of the module.
+        names: Names of its tensors.
+    """
+    ordered = list(names)
+    for model in models:
+        held = [number for number, name in enumerate(names) if name.startswith(model.prefix)]
+        own = sorted((names[number] for number in held), key=model.place)
+        for number, name in zip(held, own, strict=True):
+            ordered[number] = name
+    return ordered
+
+
+def class_states(models: Sequence[ClassTensors], key: str, states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer keeps where the models are those of their classes.
+
+    Args:
+        models: The replaced models of the module.
+        key: What is kept, such as ``exp_avg``.
+        states: Full tensors, or plain values, by parameter.
+
+    Raises:
+        UnsupportedError: If values of parameters that are one there differ, or a state of one that is stored otherwise
+            there is neither shaped like it nor a scalar.
+        CheckpointMismatchError: If a part of a parameter has no state.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in states:
+        groups.setdefault(class_name_in(models, name), []).append(name)
+    return {name: _class_state(models, key, {one: states[one] for one in own}) for name, own in groups.items()}
+
+
+def own_state(model: ClassTensors | None, name: str, key: str, value: Any, shape: Sequence[int]) -> Any:
+    """Return what an optimizer keeps for a parameter of a replaced model, from what it keeps for that of the class.
+
+    Args:
+        model: The model; None for parameters outside of all.
+        name: The parameter.
+        key: What is kept, such as ``exp_avg``.
+        value: The full tensor, or a plain value.
+        shape: Of the parameter of the class (elements).
+
+    Raises:
+        UnsupportedError: If it is neither shaped like a parameter that is stored otherwise there, nor a scalar.
+    """
+    if model is None or model.is_alike(name) or not isinstance(value, Tensor) or not value.dim():
+        return value
+    if tuple(value.shape) != tuple(shape):
+        raise _other_shape(key, name, value, shape)
+    return model.part(name, value)
+
+
+def owner_of(models: Sequence[ClassTensors], name: str) -> ClassTensors | None:
+    """Return the replaced model that a parameter is of; None if it is of none."""
+    return next((model for model in models if model.has(name)), None)
+
+
+def _class_state(models: Sequence[ClassTensors], key: str, states: Mapping[str, Any]) -> Any:
+    name, value = next(iter(states.items()))
+    model = owner_of(models, name)
+    if model is None or model.is_alike(name):
+        return value
+    if isinstance(value, Tensor) and value.dim():
+        for one, tensor in states.items():
+            if tuple(tensor.shape) != model.shape(one):
+                raise _other_shape(key, one, tensor, model.shape(one))
+        return model.joined(states)
+    differing = [one for one, other in states.items() if not _is_same(value, other)]
+    if differing:
+        raise UnsupportedError(
+            f"parameters that are one in {model.family.architecture} must have equal scalars: {key!r} is {value} of "
+            f"{name!r} and {states[differing[0]]} of {differing[0]!r}. One process has one for all. Write the weights "
+            "alone (--weights-only)."
+        )
+    return value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _other_shape(key: str, name: str, value: Tensor, shape: Sequence[int]) -> UnsupportedError:
+    return UnsupportedError(
+        f"optimizer state must be shaped like its parameter or be a scalar to be stored otherwise: {key!r} of {name!r} "
+        f"has shape {tuple(value.shape)}, the parameter {tuple(shape)}. Where its elements would go is not known. Use "
+        "an element-wise optimizer such as AdamW, or the weights alone."
+    )
+
+
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""

@@ -1,0 +1,133 @@
+"""Optimizer states of replaced Hugging Face models go to one process of plain Lightning, and come from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.checkpoint.consolidate import consolidate
+from tests.swap import expert_models
+from tests.swap.test_language_models import exact_twin
+from tests.world import run_world
+
+peft = pytest.importorskip("peft")
+
+V, STEPS, SAVED_AFTER = 53, 4, 2
+TP, PP = {"tp": 2}, {"pp": 2, "microbatch_size": 2}
+#: Each case with the layouts that it is trained in; ``gpt2`` stores projections transposed, ``gpt_neox`` rows of one
+#: head after the other, and ``mixtral`` all experts of a layer in one tensor.
+LAYOUTS: dict[str, dict[str, dict[str, int]]] = {
+    "llama": {"tp": TP, "pp": PP},
+    "gpt2": {"tp": TP, "pp": PP},
+    "gpt_neox": {"tp": TP, "pp": PP},
+    "mixtral": {"tp": TP, "pp": PP, "ep": {**TP, "ep": 2, "etp": 1}},
+    "llama with an adapter": {"tp": TP, "pp": PP},
+    "gpt_neox with an adapter": {"tp": TP},
+}
+
+
+class Texts(Dataset):
+    """Give the same four texts to every step, because Lightning's own strategies start an epoch again."""
+
+    def __len__(self) -> int:
+        return 4 * STEPS
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(0, V, (8,), generator=torch.Generator().manual_seed(index % 4))
+
+
+class FineTune(LightningModule):
+    """Train with and without weight decay, by names as scripts for Hugging Face models do."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        name = case.removesuffix(" with an adapter")
+        model: Any = expert_models.exact_twin_of(name, num_hidden_layers=2) if name == "mixtral" else exact_twin(name)
+        if case != name:
+            targets = "all-linear" if name == "llama" else ["query_key_value", "dense"]
+            config = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights="gaussian")
+            torch.manual_seed(3)
+            model = peft.get_peft_model(model, config).double()
+        self.model = model.eval()
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        logits = self.model(input_ids=batch).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        small = [p for name, p in self.named_parameters() if "norm" in name or "bias" in name or "ln_" in name]
+        others = [p for p in self.parameters() if all(p is not one for one in small)]
+        groups = [{"params": others, "weight_decay": 0.3}, {"params": small, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def trained(case: str, layout: dict[str, int] | None, devices: int, steps: int, path: Path | None = None) -> Trainer:
+    """Return the trainer of a run, from its start or from a checkpoint."""
+    seed_everything(1, verbose=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="auto" if layout is None else MegatronStrategy(**layout),
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(FineTune(case), DataLoader(Texts(), batch_size=4), ckpt_path=path)
+    return trainer
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    module: Any = trainer.lightning_module
+    return list(module.losses)
+
+
+def train_in_parts(rank: int, size: int, folder: Path) -> dict[tuple[str, str], list[float]]:
+    """Save a training of every case and layout, and return the losses of one that goes on from one process's file."""
+    found = {}
+    for case, layouts in LAYOUTS.items():
+        for name, layout in layouts.items():
+            trained(case, layout, size, SAVED_AFTER).save_checkpoint(folder / f"{case}.{name}")
+            found[case, name] = losses_of(trained(case, layout, size, STEPS, folder / f"{case}.ckpt"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save the first steps of every case in one process."""
+    path = tmp_path_factory.mktemp("states")
+    for case in LAYOUTS:
+        trained(case, None, 1, SAVED_AFTER).save_checkpoint(path / f"{case}.ckpt")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[tuple[str, str], list[float]]]:
+    return run_world(train_in_parts, 2, folder)
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_a_training_goes_on_in_one_process_and_back(case: str, folder: Path, ranks: Any) -> None:
+    whole = losses_of(trained(case, None, 1, STEPS))
+    assert whole[0] > whole[-1]
+    for name in LAYOUTS[case]:
+        file = folder / f"{case}.{name}.ckpt"
+        consolidate(folder / f"{case}.{name}", file)
+        found = losses_of(trained(case, None, 1, STEPS, file))
+        assert found == pytest.approx(whole[SAVED_AFTER:], abs=1e-9), f"{name} to one process"
+        for losses in ranks:
+            assert losses[case, name] == pytest.approx(whole[SAVED_AFTER:], abs=1e-9), f"one process to {name}"
