@@ -54,6 +54,8 @@ class GPT(LayeredModule):
     def __init__(self, config: GPTConfig, mesh: ParallelMesh | None = None, seed: int | None = None) -> None:
         super().__init__(config, mesh, seed)
         self._rotary = RotaryTables(config.rotary_size, config.rotary_base, config.rotary_scaling)
+        #: Where a call puts the input of every layer and the output of the last norm; None keeps none of them.
+        self.hidden_states: list[Tensor] | None = None
 
     def _build(self) -> None:
         config, mesh = self.config, self.mesh
@@ -154,12 +156,18 @@ class GPT(LayeredModule):
                 masks[window] = attention_mask(
                     span, window, seq_length, dtype=dtype_of_products(hidden), device=hidden.device
                 )
+            self._keep(hidden)
             hidden = self.layers[str(index)](hidden, rotary, self.recompute, masks[window])
         return hidden
+
+    def _keep(self, hidden: Tensor) -> None:
+        if self.hidden_states is not None:
+            self.hidden_states.append(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
+        self._keep(hidden)
         if self.head is not None:
             return self.head(hidden)
         assert self.embedding is not None, "a tied head without its own weight is on the embedding's rank"

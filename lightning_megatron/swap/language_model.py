@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import broadcast_, gather_from_axis
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.absent import AbsentTensor
 from lightning_megatron.models.gpt import GPT
@@ -65,9 +66,10 @@ class HuggingFaceLM(ReplacedModel):
         num_items_in_batch: Tensor | int | None = None,
         shift_labels: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         **others: Any,
     ) -> CausalLMOutput:
-        """Return an output with ``loss``, if there are labels, and ``logits``.
+        """Return an output with ``loss``, if there are labels, ``logits``, and ``hidden_states``, if they are wanted.
 
         Shapes: input_ids, attention_mask, position_ids and labels ``(B, S)``; inputs_embeds ``(B, S, D)``; logits
         ``(B, S, V)``.
@@ -85,6 +87,8 @@ class HuggingFaceLM(ReplacedModel):
             num_items_in_batch: Divide the summed loss by this number instead of the number of labels (tokens).
             shift_labels: Labels that are shifted already.
             cu_seq_lens_q: Borders of sequences that are packed into one row, as flash attention takes them.
+            output_hidden_states: Whether to return the input of every layer and the output of the last norm; with one
+                pipeline stage.
             others: Must ask for nothing.
 
         Raises:
@@ -96,6 +100,11 @@ class HuggingFaceLM(ReplacedModel):
             every rank has the result: call it on all of them.
         """
         _refuse({"past_key_values": past_key_values, **others})
+        if output_hidden_states and self.gpt.mesh.pp.size > 1:
+            raise UnsupportedError(
+                f"output_hidden_states cannot be given with pp ({self.gpt.mesh.pp.size}) above 1, because each stage "
+                "has the states of its own layers. Leave it out, or use pp=1."
+            )
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             raise UnsupportedError(
@@ -122,8 +131,16 @@ class HuggingFaceLM(ReplacedModel):
 
         if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
             return self._from_last_stage(run, given.shape[0], kept.stop - kept.start, shift_labels is not None)
-        loss, shard = run()
-        return CausalLMOutput(loss, lambda: self._gather(shard))
+        if not output_hidden_states:
+            loss, shard = run()
+            return CausalLMOutput(loss, lambda: self._gather(shard))
+        kept_states = self.gpt.hidden_states = []
+        try:
+            loss, shard = run()
+        finally:
+            self.gpt.hidden_states = None
+        states = tuple(whole_sequences(one, self.gpt.mesh)[: len(given), :length] for one in kept_states)
+        return CausalLMOutput(loss, lambda: self._gather(shard), states)
 
     def _from_last_stage(
         self, run: Callable[[], tuple[Tensor | None, Tensor]], num_sequences: int, length: int, has_labels: bool
@@ -152,6 +169,16 @@ class HuggingFaceLM(ReplacedModel):
             return shard.transpose(0, 1)
         full = gather_from_axis(shard, self.gpt.mesh.tp, dim=-1)
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
+
+
+def whole_sequences(hidden: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Return hidden states on every tensor-parallel rank, for what all of them compute alike.
+
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, S, D)``.
+    Communication: under sequence parallelism an all-gather over tp forward, none backward.
+    """
+    full = gather_from_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
+    return full.transpose(0, 1)
 
 
 def span_of(

@@ -11,7 +11,7 @@ from torch import Tensor
 class _Output:
     """Give the entries that are there by name, by position and in order."""
 
-    hidden_states: None = None
+    hidden_states: tuple[Tensor, ...] | None = None
     attentions: None = None
 
     def keys(self) -> tuple[str, ...]:
@@ -40,12 +40,19 @@ class CausalLMOutput(_Output):
     Args:
         loss: Mean over the labels; None without labels.
         gather: Returns the logits ``(B, S, V)``; called at the first use, on all tensor-parallel ranks or none.
+        hidden_states: Input of every layer and output of the last norm, each ``(B, S, D)``; None if nobody asked.
     """
 
     past_key_values: None = None
 
-    def __init__(self, loss: Tensor | None, gather: Callable[[], Tensor]) -> None:
+    def __init__(
+        self,
+        loss: Tensor | None,
+        gather: Callable[[], Tensor],
+        hidden_states: tuple[Tensor, ...] | None = None,
+    ) -> None:
         self.loss, self._gather = loss, gather
+        self.hidden_states = hidden_states
         self._logits: Tensor | None = None
         self._is_spent = False
         if loss is not None and loss.requires_grad:
@@ -73,7 +80,8 @@ class CausalLMOutput(_Output):
 
     def keys(self) -> tuple[str, ...]:
         """List the entries that are there."""
-        return ("logits",) if self.loss is None else ("loss", "logits")
+        names = ("logits",) if self.loss is None else ("loss", "logits")
+        return names if self.hidden_states is None else (*names, "hidden_states")
 
 
 class MaskedLMOutput(CausalLMOutput):

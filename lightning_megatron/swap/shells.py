@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import gather_from_axis
+from lightning_megatron.layers.embedding import VocabParallelEmbedding
 
 #: Attributes of a shell that are no modules of its tree.
 _COUNTERPARTS, _BUFFER_OWNERS, _PATH = "counterparts", "buffer_owners", "path_in_model"
@@ -24,13 +26,21 @@ class Shell(nn.Module):
     """
 
     @override
-    def forward(self, *_: Any, **__: Any) -> Any:
-        """Refuse to compute.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Look tokens up where this is a token embedding, and refuse to compute anything else.
+
+        Shapes: tokens ``(B, S)``; output ``(B, S, D)``, whole on every rank.
 
         Raises:
-            UnsupportedError: Always.
+            UnsupportedError: If this is another part of the model, or another stage holds the embedding.
         """
-        self._refuse("cannot be called by itself", "Call the whole model")
+        for part in vars(self).get(_COUNTERPARTS, ()):
+            if isinstance(part, VocabParallelEmbedding) and len(args) == 1 and not kwargs:
+                hidden = part(args[0])
+                full = gather_from_axis(hidden, part.mesh.tp, dim=0) if part.mesh.sequence_parallel else hidden
+                # Some classes scale their vectors by themselves.
+                return full.transpose(0, 1) * getattr(self, "scalar_embed_scale", 1.0)
+        return self._refuse("cannot be called by itself", "Call the whole model")
 
     @override
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -175,7 +175,8 @@ def _buffers(
 def _pair_modules(source: nn.Module, model: nn.Module, named: Sequence[_Named]) -> None:
     """Let every layer have the mode of the innermost module of the tree that holds all of its parameters."""
     around: dict[str, list[list[str]]] = {}
-    for one in named:
+    # Of a parameter with several names, such as that of a tied head, the first one counts.
+    for one in {id(one.parameter): one for one in reversed(named)}.values():
         owners = one.owner.split(".")
         for length in range(1, len(owners) + 1):
             around.setdefault(".".join(owners[:length]), []).append(one.path.split(".")[:-1])

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.parameter_stack import ParameterStack
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
-from tests.oracles import assert_equal
+from tests.oracles import assert_equal, gather_full
 from tests.swap.encoders import CASES as ENCODERS
 from tests.swap.encoders import encoder_of
 from tests.swap.families import CASES, V, twin_of
@@ -212,3 +213,48 @@ def test_save_pretrained_writes_the_whole_model_from_all_ranks(tmp_path: Path) -
         swapped(twin_of("llama")).save_pretrained(tmp_path / "new", variant="fp16")
     with pytest.raises(UnsupportedError, match=r"max_shard_size must be"):
         swapped(twin_of("llama")).save_pretrained(tmp_path / "new", max_shard_size="much")
+
+
+def check_states(mesh: ParallelMesh) -> None:
+    for case in ("llama", "gpt2", "gemma"):
+        twin = exact_twin(case)
+        model = swapped(exact_twin(case), mesh)
+        theirs = twin(input_ids=TOKENS, output_hidden_states=True)
+        ours = model(input_ids=TOKENS, output_hidden_states=True)
+        assert ours.keys() == ("logits", "hidden_states")
+        assert len(ours.hidden_states) == len(theirs.hidden_states)
+        for layer, (one, other) in enumerate(zip(ours.hidden_states, theirs.hidden_states, strict=True)):
+            assert_equal(one, other, f"{case}: hidden states {layer}", 1e-9)
+        assert model(input_ids=TOKENS).hidden_states is None
+        vectors = [each.get_input_embeddings()(TOKENS) for each in (model, twin)]
+        assert_equal(vectors[0], vectors[1], f"{case}: vectors", 1e-9)
+        logits = [each(inputs_embeds=2 * one).logits for each, one in zip((model, twin), vectors, strict=True)]
+        assert_equal(logits[0], logits[1], f"{case}: from vectors", 1e-9)
+        for each in (model, twin):
+            each.zero_grad()
+            state = each(inputs_embeds=each.get_input_embeddings()(TOKENS), output_hidden_states=True).hidden_states[2]
+            state.square().sum().backward()
+        for name, parameter in model.named_parameters():
+            expected = twin.get_parameter(name).grad
+            is_stored_otherwise = any(part in name for part in PACKED)
+            if expected is None or is_stored_otherwise:
+                continue
+            spec = shard_spec_of(parameter, mesh.tp.rank)
+            found = gather_full(parameter.grad, spec, mesh, sum_copies=spec.partial)
+            assert_equal(found, expected, f"{case}: gradient of {name}", 1e-8)
+
+
+def check_states_on_ranks(rank: int, size: int) -> None:
+    for shares_sequence in (False, True):
+        mesh = ParallelMesh.create(ParallelLayout(size, tp=size), sequence_parallel=shares_sequence)
+        check_states(mesh)
+        mesh.destroy()
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=size))
+    with pytest.raises(UnsupportedError, match=r"output_hidden_states cannot be given with pp"):
+        swapped(exact_twin("llama"), mesh)(input_ids=TOKENS, output_hidden_states=True)
+    mesh.destroy()
+
+
+def test_hidden_states_and_token_vectors_are_those_of_hugging_face() -> None:
+    check_states(ParallelMesh.single())
+    run_world(check_states_on_ranks, 2)
