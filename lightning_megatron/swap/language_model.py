@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.relay import run_in_turn
 from lightning_megatron.swap.adapter import IGNORED, ReplacedModel, lengthened
 from lightning_megatron.swap.outputs import CausalLMOutput
+
+T = TypeVar("T")
 
 #: Arguments of Hugging Face's call that say how to compute and not what; a swapped model chooses by itself.
 _IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_q", "max_length_k", "cu_seq_lens_k"})
@@ -100,11 +102,6 @@ class HuggingFaceLM(ReplacedModel):
             every rank has the result: call it on all of them.
         """
         _refuse({"past_key_values": past_key_values, **others})
-        if output_hidden_states and self.gpt.mesh.pp.size > 1:
-            raise UnsupportedError(
-                f"output_hidden_states cannot be given with pp ({self.gpt.mesh.pp.size}) above 1, because each stage "
-                "has the states of its own layers. Leave it out, or use pp=1."
-            )
         given = input_ids if input_ids is not None else inputs_embeds
         if given is None or (input_ids is not None and inputs_embeds is not None):
             raise UnsupportedError(
@@ -134,13 +131,24 @@ class HuggingFaceLM(ReplacedModel):
         if not output_hidden_states:
             loss, shard = run()
             return CausalLMOutput(loss, lambda: self._gather(shard))
-        kept_states = self.gpt.hidden_states = []
-        try:
-            loss, shard = run()
-        finally:
-            self.gpt.hidden_states = None
-        states = tuple(whole_sequences(one, self.gpt.mesh)[: len(given), :length] for one in kept_states)
+        (loss, shard), states = self._with_states(run)
+        states = tuple(one[: len(given), :length] for one in states)
         return CausalLMOutput(loss, lambda: self._gather(shard), states)
+
+    def _with_states(self, run: Callable[[], T]) -> tuple[T, tuple[Tensor, ...]]:
+        """Run the model and return the states of all its layers, too."""
+        gpt = self.gpt
+        if gpt.mesh.pp.size > 1:
+            raise UnsupportedError(
+                f"output_hidden_states cannot be given with pp ({gpt.mesh.pp.size}) above 1, because each stage has "
+                "the states of its own layers. Leave it out, or use pp=1."
+            )
+        gpt.hidden_states = states = list[Tensor]()
+        try:
+            result = run()
+        finally:
+            gpt.hidden_states = None
+        return result, tuple(whole_sequences(one, gpt.mesh) for one in states)
 
     def _from_last_stage(
         self, run: Callable[[], tuple[Tensor | None, Tensor]], num_sequences: int, length: int, has_labels: bool
