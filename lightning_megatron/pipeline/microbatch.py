@@ -109,6 +109,19 @@ def samples_in(batch: Any) -> int:
     return 1 if first is None or first.dim() == 0 else first.shape[0]
 
 
+def own_containers(batch: Any) -> Any:
+    """Return a batch in containers of its own, with the same tensors, for a step that may take entries out of them."""
+    if isinstance(batch, Mapping):
+        return _rebuilt_mapping(batch, own_containers)
+    if _is_sequence(batch):
+        parts = [own_containers(value) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        held = {one.name: own_containers(getattr(batch, one.name)) for one in fields(batch) if one.init}
+        return replace(batch, **held)
+    return batch
+
+
 def _agreed_size(batch: Any) -> int:
     sizes = {path: tensor.shape[0] for path, tensor in _tensors(batch, "batch") if tensor.dim()}
     if not sizes:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cut, neighbours_of
+from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cut, neighbours_of, own_containers
 from lightning_megatron.strategy.buffers import BatchStatistics
 from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.module_state import ModuleState
@@ -194,7 +194,9 @@ class _Trial:
 
         try:
             with gradients, steady:
-                return self._run_step(parts, recorder, begin)
+                # A step may take entries out of its batch, which runs again.
+                tried = [Microbatch(own_containers(part.data), part.num_samples) for part in parts]
+                return self._run_step(tried, recorder, begin)
         except Exception as error:
             raise self._noted(error, parts)  # noqa: B904
         finally:

@@ -18,7 +18,7 @@ from lightning_megatron.groups.collectives import all_reduce_, broadcast_object
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, split_batch
+from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, own_containers, split_batch
 from lightning_megatron.pipeline.step_plans import Trial
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.strategy.kept_state import KeptState
@@ -247,7 +247,8 @@ class StepRunner:
             recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
             begin()
             with guard, self._kept.trial() if self._executor.is_repeated else nullcontext():
-                return step_fn(data, *args)
+                # A step may take entries out of its batch, and stages try it out before they run it.
+                return step_fn(own_containers(data) if self._mesh.pp.size > 1 else data, *args)
 
         if losses is None or around is None:
             return self._executor.run(run_one, microbatches, backward=False, step=step, trial=trial)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.pipeline.microbatch import Microbatch, split_batch
+from lightning_megatron.pipeline.microbatch import Microbatch, own_containers, split_batch
 
 
 class Pair(NamedTuple):
@@ -107,3 +107,14 @@ def test_mappings_that_need_more_than_items_and_named_tuples_of_the_batchs_lengt
     assert first["missing"] == []
     assert first["about"] == About("train", 5)
     assert batch["x"].tolist() == [0, 1]
+
+
+def test_containers_of_their_own_hold_the_same_tensors() -> None:
+    batch = {"tokens": torch.arange(4), "more": [torch.ones(2), ("text", torch.zeros(1))]}
+    again = own_containers(batch)
+    assert again["tokens"] is batch["tokens"]
+    assert again["more"][1][1] is batch["more"][1][1]
+    again.pop("tokens")
+    again["more"].clear()
+    assert batch.keys() == {"tokens", "more"}
+    assert len(batch["more"]) == 2
