@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -24,19 +25,21 @@ def derive_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class Position:
-    """Name the place in training that a draw belongs to: step, microbatch of that step over all data ranks, layer.
+    """Name the place in training that a draw belongs to: step, microbatch over all data ranks, layer, run of the layer.
 
     Args:
         step: The optimizer step (steps).
         microbatch: Number of the microbatch within the step (microbatches).
         layer: Number of the layer in the whole model (layers).
         is_replay: Whether it is the second time, for activations that were not kept. Draws do not depend on it.
+        run: How many times the layer has run before in the microbatch, where a step calls the model several times.
     """
 
     step: int = 0
     microbatch: int = 0
     layer: int = 0
     is_replay: bool = False
+    run: int = 0
 
 
 class RandomStreams:
@@ -47,9 +50,9 @@ class RandomStreams:
     * ``expert``: different on every expert-parallel and expert-tensor-parallel rank.
 
     All of them differ by data-parallel rank through the microbatch number and by context-parallel rank. What a stream
-    draws is a function of (seed, stream, coordinates, step, microbatch, layer, draws so far in that layer): the order
-    in which a pipeline runs its microbatches, the stage that holds a layer, and activation recomputation do not change
-    it.
+    draws is a function of (seed, stream, coordinates, step, microbatch, layer, run of the layer, draws so far in that
+    run): the order in which a pipeline runs its microbatches, the stage that holds a layer, and activation
+    recomputation do not change it.
 
     Args:
         seed: The seed of the run, equal on all ranks.
@@ -74,6 +77,7 @@ class RandomStreams:
             "expert": (cp, ep, etp),
         }
         self._states: dict[tuple[StreamName, str], torch.Tensor] = {}
+        self._runs: Counter[int] = Counter()
 
     def begin_microbatch(self, step: int, microbatch: int) -> None:
         """Move every stream to the start of a microbatch.
@@ -82,6 +86,7 @@ class RandomStreams:
             step: The optimizer step (steps).
             microbatch: Number of the microbatch within the step, unique over the data-parallel ranks (microbatches).
         """
+        self._runs.clear()
         self.seek(0, Position(step, microbatch))
 
     def seek(self, layer: int, position: Position | None = None) -> Position:
@@ -89,9 +94,13 @@ class RandomStreams:
 
         Args:
             layer: Number of the layer in the whole model: 0 is the embedding (layers).
-            position: Take step and microbatch from here instead of from the current position; recomputation passes the
-                position at which the layer first ran, because other microbatches have run since.
+            position: Take step, microbatch and run from here instead of from the current position; recomputation passes
+                the position at which the layer first ran, because other microbatches have run since. Without, and
+                outside of a replay, another run of the layer begins.
         """
+        if position is None and not self.position.is_replay:
+            position = replace(self.position, run=self._runs[layer])
+            self._runs[layer] += 1
         self.position = replace(position or self.position, layer=layer)
         self._states.clear()
         return self.position
@@ -145,7 +154,8 @@ class RandomStreams:
 
     def _seed_of(self, name: StreamName, purpose: str = "") -> int:
         here, words = self.position, (purpose,) if purpose else ()
-        return derive_seed(self.seed, name, *words, *self._coordinates[name], here.step, here.microbatch, here.layer)
+        place = here.step, here.microbatch, here.layer, *((here.run,) if here.run else ())
+        return derive_seed(self.seed, name, *words, *self._coordinates[name], *place)
 
     def _seed_default_generator(self, seed: int) -> None:
         if self.device.type == "cuda":

@@ -77,7 +77,10 @@ class _Replay:
     def __call__(self, *args: Any) -> Any:
         if not self.ran:
             self.ran = True
-            return self.function(*args)
+            result = self.function(*args)
+            # The function may have begun the layer.
+            self.position = self.random.position
+            return result
         interrupted = self.random.position
         self.random.seek(self.layer, replace(self.position, is_replay=True))
         try:

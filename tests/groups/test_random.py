@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,6 +47,24 @@ def test_draws_do_not_depend_on_the_order_of_layers_and_microbatches():
 
     places = list(itertools.product(range(3), range(4)))
     assert run(places) == run(places[::-1])
+
+
+def test_a_layer_that_runs_again_in_a_microbatch_draws_other_numbers():
+    streams = RandomStreams(9)
+    streams.begin_microbatch(1, 0)
+    found, positions = [], []
+    for layer in (3, 4, 3, 4):
+        positions.append(streams.seek(layer))
+        found.append(_draw(streams, "tensor"))
+    assert len(set(found)) == 4
+    streams.begin_microbatch(1, 0)
+    for layer, position, expected in zip((3, 4, 3, 4), positions, found, strict=True):
+        streams.seek(layer, replace(position, is_replay=True))
+        streams.seek(layer)
+        assert _draw(streams, "tensor") == expected
+    streams.begin_microbatch(1, 0)
+    streams.seek(3)
+    assert _draw(streams, "tensor") == found[0]
 
 
 def test_a_layer_replays_from_the_position_it_was_given():

@@ -121,6 +121,17 @@ class Masked(Train):
         return first.loss + second.loss + (first.logits - second.logits).pow(2).mean()
 
 
+class Dropped(InALoop):
+    """Compare two runs of one text that drop other elements, as R-Drop does."""
+
+    extra = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
+
+    def loss_of(self, tokens: Tensor) -> Tensor:
+        self.model.train()
+        first, second = (self.model(input_ids=tokens).logits for _ in range(2))
+        return (first - second).pow(2).mean()
+
+
 EQUAL = (Preference, InALoop, Contrast, Masked, Answers)
 
 
@@ -141,7 +152,13 @@ def fit(kind: type[Train], layout: dict[str, Any] | None, devices: int) -> tuple
 
 
 def fit_all(rank: int, size: int) -> dict[str, Any]:
-    return {kind.__name__: fit(kind, {"pp": 2}, size) for kind in EQUAL}
+    found = {kind.__name__: fit(kind, {"pp": 2}, size) for kind in EQUAL}
+    found |= {str(layout): fit(Dropped, layout, size) for layout in DROPPED}
+    return found
+
+
+#: With and without a run of every layer again in the backward pass.
+DROPPED: tuple[dict[str, Any], ...] = ({"pp": 2}, {"pp": 2, "recompute": "full"})
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +174,14 @@ def test_calls_of_a_model_in_stages_train_as_one_process_does(kind: type[Train],
         found, val_found = report[kind.__name__]
         assert found == pytest.approx(losses, abs=kind.tolerance)
         assert val_found == pytest.approx(val_loss, abs=kind.tolerance)
+
+
+def test_calls_of_one_text_drop_other_elements_alike_in_every_layout(reports: list[Any]) -> None:
+    losses, _ = fit(Dropped, {}, 1)
+    assert losses[0] > 1e-3
+    for report in reports:
+        for layout in DROPPED:
+            assert report[str(layout)][0] == pytest.approx(losses, abs=1e-9), layout
 
 
 def test_other_calls_than_in_the_first_step_are_refused() -> None:
