@@ -28,11 +28,12 @@ class Elsewhere(nn.Module):
         source: The module, on the meta device.
         blocks: The list.
         is_before: Whether it is to be called before the blocks.
+        end: Name of the module beside the blocks that it is in, where it is not that one.
     """
 
-    def __init__(self, name: str, source: nn.Module, blocks: StagedBlocks, is_before: bool) -> None:
+    def __init__(self, name: str, source: nn.Module, blocks: StagedBlocks, is_before: bool, end: str = "") -> None:
         super().__init__()
-        self.name, self.is_before = name, is_before
+        self.name, self.is_before, self.end = name, is_before, end or name
         # Not registered: they are not parts of this module.
         self._others: tuple[nn.Module, StagedBlocks] = (source, blocks)
 
@@ -57,10 +58,25 @@ class Elsewhere(nn.Module):
         source, blocks = self._others
         found = getattr(source, name)
         if isinstance(found, nn.Module):
-            return Elsewhere(f"{self.name}.{name}", found, blocks, self.is_before)
+            return Elsewhere(f"{self.name}.{name}", found, blocks, self.is_before, self.end)
         if isinstance(found, Tensor):
-            return AbsentTensor.of(found, blocks, f"the tensor {self.name}.{name}")
+            return self._tensor(f"{self.name}.{name}", found, blocks)
         return found
+
+    def _tensor(self, name: str, form: Tensor, blocks: StagedBlocks) -> Tensor:
+        """Return a parameter or buffer without values, or with those that have come."""
+        point, cursor = f"parameter:{name}", blocks.cursor
+        if cursor is not None and point in cursor.known:
+            return cursor.known[point]
+        result = AbsentTensor.of(form, blocks, f"the tensor {name!r}", point)
+        if cursor is not None:
+            blocks.crossings.make(cursor, point, result, 0 if self.is_before else blocks.crossings.last, at_start=True)
+        return result
+
+    @property
+    def source(self) -> nn.Module:
+        """Return the module without values."""
+        return self._others[0]
 
     def __len__(self) -> int:
         """Count the parts of a list."""
@@ -70,14 +86,14 @@ class Elsewhere(nn.Module):
         """List stand-ins for the parts of a list."""
         source, blocks = self._others
         for index, part in enumerate(source):  # type: ignore[arg-type, var-annotated]
-            yield Elsewhere(f"{self.name}.{index}", part, blocks, self.is_before)
+            yield Elsewhere(f"{self.name}.{index}", part, blocks, self.is_before, self.end)
 
     def __getitem__(self, key: Any) -> Any:
         """Return a stand-in for a part of a list, or several."""
         source, blocks = self._others
         if isinstance(key, slice):
             return list(self)[key]
-        return Elsewhere(f"{self.name}.{key}", source[key], blocks, self.is_before)  # type: ignore[index]
+        return Elsewhere(f"{self.name}.{key}", source[key], blocks, self.is_before, self.end)  # type: ignore[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return tensors without values in the shapes of the module's results.
@@ -115,7 +131,7 @@ class Elsewhere(nn.Module):
         here = "last" if side == "after" else "first"
         return UnsupportedError(
             f"{self.name!r} is called {side} the blocks {blocks.name!r}, but another stage holds it, because of "
-            f"where it was defined. Use the pipeline_plan {{{blocks.name!r}: 'blocks', {self.name!r}: {here!r}}}."
+            f"where it was defined. Use the pipeline_plan {blocks.plan | {self.end: here}}."
         )
 
 
@@ -148,6 +164,15 @@ class HeldModule:
     def show(self) -> None:
         """Let the module be called again."""
         self._parent._modules[self._key] = self._module
+
+    def tensor(self, name: str) -> Tensor | None:
+        """Return a parameter or buffer by its name in the whole; None if it is not in the module, or not whole."""
+        prefix, _, key = name.rpartition(".")
+        if not f"{prefix}.".startswith(f"{self._stand_in.name}."):
+            return None
+        inner = prefix.removeprefix(self._stand_in.name).removeprefix(".")
+        found: Any = getattr(self._module.get_submodule(inner), key)
+        return found if found.shape == getattr(self._stand_in.source.get_submodule(inner), key).shape else None
 
     def _settle(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         why = f"{self._stand_in.name!r} reads it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -43,12 +43,16 @@ class Crossings:
             cursor.known |= dict(zip(names, cursor.received[-len(names) :], strict=True))
             cursor.has_arrived = True
 
-    def make(self, cursor: StageCursor, point: str, tensor: AbsentTensor, stage: int) -> None:
-        """Note, in a probe, that a virtual stage makes a value."""
+    def make(
+        self, cursor: StageCursor, point: str, tensor: AbsentTensor, stage: int, *, at_start: bool = False
+    ) -> None:
+        """Note, in a probe, that a virtual stage makes a value, now or before the step."""
         if cursor.probe:
             cursor.known[point] = tensor
             if cursor.plan is None:
-                cursor.found.made[point] = Made(stage, cursor.calls, cursor.turn, line_of_user())
+                cursor.found.made[point] = Made(
+                    stage, *((0, 0) if at_start else (cursor.calls, cursor.turn)), line_of_user()
+                )
 
     def enter(
         self, cursor: StageCursor, here: int, prefix: str, leaves: Sequence[Any], stage: int, starts: bool
@@ -129,7 +133,7 @@ class Crossings:
         if leaf.point in found.made:
             made = found.made[leaf.point]
             if made.stage > stage:
-                refuse(leaf, "an earlier stage reads it")
+                self._refuse_later(leaf)
             if made.stage < stage:
                 found.needs.add((stage, leaf.point))
         elif leaf.recipe is None:
@@ -140,6 +144,17 @@ class Crossings:
             for source in leaf.recipe.sources:
                 self.need(cursor, source, stage)
 
+    def _refuse_later(self, leaf: AbsentTensor) -> None:
+        """Refuse what an earlier stage reads of a later one; a weight can be moved."""
+        kind, _, name = (leaf.point or "").partition(":")
+        if kind != "parameter":
+            refuse(leaf, "an earlier stage reads it")
+        plan = dict(getattr(leaf.owner, "plan", {})) | {name.rpartition(".")[0]: "first"}
+        raise UnsupportedError(
+            f"{leaf.title} is read before the blocks, but the last stage holds it, because of where it was defined: "
+            f"{line_of_user()}. Use the pipeline_plan {plan}."
+        )
+
     def _refuse_random(self, cursor: StageCursor, leaf: AbsentTensor, stage: int) -> None:
         """Refuse to draw numbers on two stages; one alone may."""
         makers = {cursor.found.made[p].stage for p in _points(leaf) if p in cursor.found.made}
@@ -147,12 +162,13 @@ class Crossings:
         if not makers <= {stage} and not any(id(source) in bound for source in _sources(leaf)):
             refuse(leaf, "random numbers are drawn for it, which a later stage reads, too")
 
-    def plan(self, cursor: StageCursor, result: Sequence[Any]) -> StepPlan:
+    def plan(self, cursor: StageCursor, result: Sequence[Any], in_force: Mapping[str, str]) -> StepPlan:
         """Return what a probe has found out.
 
         Args:
             cursor: That of the probe.
             result: Leaves of what the step returned.
+            in_force: The pipeline_plan that is in force.
 
         Raises:
             UnsupportedError: If a stage needs what an earlier one has not computed when it passes on.
@@ -162,11 +178,12 @@ class Crossings:
         found, extras = cursor.found, dict[int, list[str]]()
         for stage, point in sorted(found.needs):
             made = found.made[point]
-            ends = self.starts[made.stage + 1]
-            if made.call == cursor.calls and made.turn > ends:
+            border = self.starts[made.stage + 1]
+            if made.call == cursor.calls and made.turn > border:
                 raise UnsupportedError(
                     f"{cursor.known[point].title} is made after the blocks of the stage that makes it: {made.line}. "  # type: ignore[attr-defined]
-                    "That stage has passed on by then. Give the module the kind 'last' in pipeline_plan, or use pp=1."
+                    "That stage has passed on by then. Use the pipeline_plan "
+                    f"{dict(in_force) | {point.partition('#')[0]: 'last'}}, or pp=1."
                 )
             for boundary in range(made.stage + 1, stage + 1):
                 names = extras.setdefault(boundary, [])

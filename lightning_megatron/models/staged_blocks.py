@@ -57,6 +57,8 @@ class StagedBlocks(PipelinedModule):
         self.crossings = Crossings([blocks.start for blocks in order], len(source))
         # Not registered: neither are parameters of this list.
         self.ends, self.elsewhere = tuple(ends), dict(enumerate(twins))
+        #: What would cut the module as it is cut, for errors.
+        self.plan = {name: "blocks"}
         self.held: list[HeldModule] = []
         self.loose: list[LooseParameter] = []
         for index, block in enumerate(source):
@@ -206,6 +208,15 @@ class StagedBlocks(PipelinedModule):
         for one in self.loose:
             if point == one.point and self.here == 0:
                 return one.value
+        name = point.removeprefix("parameter:")
+        for found in (held.tensor(name) for held in self.held if name != point and held.stage == self.here):
+            if found is not None:
+                return found
+        if point not in cursor.known:
+            raise UnsupportedError(
+                f"{point!r} must travel to a later stage, and is not whole here or not known by this name: a part of a "
+                "module beside the blocks was called, or a weight that is cut over tp is read. Use pp=1."
+            )
         return whole_of(cursor.known[point])
 
     def _run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,7 +286,7 @@ class StagedBlocks(PipelinedModule):
 
     @override
     def plan_of(self, cursor: StageCursor, result: Any) -> StepPlan:
-        return self.crossings.plan(cursor, pytree.tree_leaves(result))
+        return self.crossings.plan(cursor, pytree.tree_leaves(result), self.plan)
 
 
 class Turn:

@@ -24,6 +24,7 @@ from lightning_megatron.strategy.options import StrategyOptions
 from lightning_megatron.strategy.parameter_readers import backward_observer
 from lightning_megatron.strategy.private import train_dataloaders
 from lightning_megatron.strategy.sizes import check_batch_size, check_last_batch, check_optimization
+from lightning_megatron.swap.stages import suggested_plan
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +63,21 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
         names = ", ".join(name for name, _ in found) or "none"
         raise UnsupportedError(
             f"pp ({mesh.pp.size}) above 1 needs exactly one model that can be cut into stages: "
-            f"{type(module).__name__} has {names}. Other modules have stages where their blocks are in a list. Name "
-            "that in pipeline_plan, build a lightning_megatron.GPT with mesh=self.device_mesh in configure_model, or "
-            "use pp=1."
+            f"{type(module).__name__} has {names}. {_way_out(module, mesh) if not found else 'Use pp=1.'}"
         )
     return found[0][1]
+
+
+def _way_out(module: LightningModule, mesh: ParallelMesh) -> str:
+    """Say what would give a module stages."""
+    plan = suggested_plan(module, mesh.layout)
+    if plan is None:
+        return (
+            f"Other modules have stages where their blocks are in a list: no nn.ModuleList or nn.Sequential here has "
+            f"{mesh.layout.pp * mesh.layout.vpp} blocks of one kind, so that no pipeline_plan would do. Use pp=1 with "
+            "tp or dp, or a model of such blocks, such as lightning_megatron.GPT with mesh=self.device_mesh."
+        )
+    return f"Its blocks are in a list: use the pipeline_plan {plan}, or pp=1."
 
 
 def check_module(module: LightningModule, mesh: ParallelMesh) -> None:

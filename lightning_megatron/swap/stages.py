@@ -15,6 +15,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.models.beside_blocks import Elsewhere, HeldModule, LooseParameter, twin_of
 from lightning_megatron.models.staged_blocks import StagedBlocks
+from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import one_of
 from lightning_megatron.plan.stages import split_layers
 from lightning_megatron.swap.plan import Place, check_kind
@@ -36,10 +37,12 @@ class End:
     Args:
         place: The module.
         is_before: Whether it runs before the blocks.
+        is_said: Whether the plan says so, and not the order of definition.
     """
 
     place: Place
     is_before: bool
+    is_said: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,9 @@ class Stages:
         own += [(owner, False) for owner, _, _ in self.loose if self.mesh.pp.is_first]
         staged = StagedBlocks(self.blocks.name, source, self.twins, self.layers, self.mesh, own)
         setattr(root.get_submodule(self.blocks.name.rpartition(".")[0]), self.blocks.key, staged)
+        staged.plan = {self.blocks.name: "blocks"} | {
+            end.place.name: "first" if end.is_before else "last" for end in self.ends if end.is_said
+        }
         for end, twin in zip(self.ends, self.end_twins, strict=True):
             stand_in, place = Elsewhere(end.place.name, twin, staged, end.is_before), end.place
             if self._holds(end):
@@ -149,6 +155,26 @@ def plan_stages(
     return Stages(blocks, tuple(layers), ends, loose, ties, twins, end_twins, mesh)
 
 
+def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:
+    """Return a plan for a module without one: its list of blocks with the most parameters; None if no list suffices.
+
+    Where modules beside the list run on the other side of it than they were defined, the first step says so.
+
+    Args:
+        root: The module.
+        layout: Says how many blocks there have to be.
+    """
+    found: dict[str, int] = {}
+    for name, part in root.named_modules():
+        kinds = {type(block) for block in part.children()} if type(part) in (nn.ModuleList, nn.Sequential) else set()
+        within = any(name.startswith(f"{other}.") for other in found)
+        if len(kinds) == 1 and len(list(part.children())) >= layout.pp * layout.vpp and not within:
+            found[name] = sum(parameter.numel() for parameter in part.parameters())
+    # Of lists of equal size, as in an encoder and a decoder, the last one: it reads what others give.
+    best = max(reversed(found), key=lambda name: found[name], default=None)
+    return {best: "blocks"} if best is not None and found[best] else None
+
+
 def check_pipeline_plan(places: Sequence[Place], plan: Mapping[str, str]) -> None:
     """Refuse a plan that does not fit the module, also where there is one stage alone.
 
@@ -198,7 +224,7 @@ def _ends(around: Sequence[tuple[str, nn.Module]], blocks: Place, plan: Mapping[
                 is_before = False
             elif next(child.parameters(), None) is not None:
                 said = [kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)]
-                yield End(Place(name, module, key, child), said[-1] == "first" if said else is_before)
+                yield End(Place(name, module, key, child), said[-1] == "first" if said else is_before, bool(said))
 
 
 def _check_sides(places: Sequence[Place], blocks: Place, ends: Sequence[End], plan: Mapping[str, str]) -> None:
