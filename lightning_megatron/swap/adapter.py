@@ -20,7 +20,7 @@ from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.homes import home_table
 from lightning_megatron.swap.low_rank import Adapter, plain_name
 from lightning_megatron.swap.mapping import TensorMap
-from lightning_megatron.swap.save_pretrained import save_folder, unsupported_arguments
+from lightning_megatron.swap.save_pretrained import check_arguments, save_folder
 
 #: What Hugging Face's models ignore as a label.
 IGNORED = -100
@@ -109,12 +109,7 @@ class ReplacedModel(nn.Module):
 
         Communication: that of :func:`save_folder`.
         """
-        refused = list(unsupported_arguments(others))
-        if refused:
-            raise UnsupportedError(
-                f"save_pretrained of a model that is cut over ranks takes no {', '.join(refused)}. Rank 0 writes "
-                "safetensors files with what the other ranks send. Leave it out."
-            )
+        check_arguments(others)
         save_folder(self, save_directory, max_shard_size)
 
     def _table(self) -> tuple[TensorMap, ...]:

@@ -28,6 +28,7 @@ from lightning_megatron.swap.pretrained import give_values
 from lightning_megatron.swap.record import SwapRecord
 from lightning_megatron.swap.registry import BlockRule, rule_for, source_names, swapped
 from lightning_megatron.swap.rejoin import rejoin
+from lightning_megatron.swap.save_pretrained import save_from_all_ranks
 from lightning_megatron.swap.sequence import take_whole_inputs
 from lightning_megatron.swap.stages import Stages
 from lightning_megatron.swap.ties import NewHome, tie
@@ -117,9 +118,9 @@ def parallelize(
         kinds |= {f"{place.name}.{name}": kind for name, kind in own.kinds.items()}
     stages = find_stages(module, places, kinds, pipeline_plan, mesh, replaced)
     swaps = _chosen(places, kinds, mesh, has_stages=stages is not None)
-    for place in _first_names(places):
-        if is_hugging_face(place.module) and place.name not in replaced and not _is_inside(place, replaced):
-            give_values(place.module)
+    own_code = list(_with_own_code(places, replaced))
+    for model in own_code:
+        give_values(model)
     agree_on_values(module, places, mesh)
     built = _built(module, places, known, swaps, stages, mesh, shows_progress)
     records = [_kept_record(*one) for one in kept] + [_record(swap) for swap in built]
@@ -131,6 +132,7 @@ def parallelize(
     if stages is not None:
         records.append(stages.install(module))
     keep_wrappers(module)
+    save_from_all_ranks(own_code)
     return records + [_planned_record(*one, num) for one, num in zip(planned, before, strict=True)]
 
 
@@ -281,6 +283,13 @@ def _is_inside(place: Place, names: Sequence[str]) -> bool:
 def _known_model(place: Place, family: Family, mesh: ParallelMesh, shows_progress: bool) -> _Swap:
     model = swapped_model(place.name, place.module, family, mesh, shows_progress)
     return _Swap(place, "model", model.layers, note=model.note, finish=model.finish)
+
+
+def _with_own_code(places: Sequence[Place], replaced: Sequence[str]) -> Iterator[nn.Module]:
+    """List Hugging Face's models that are not replaced, those inside of others among them."""
+    for place in _first_names(places):
+        if is_hugging_face(place.module) and place.name not in replaced and not _is_inside(place, replaced):
+            yield place.module
 
 
 def _with_own_plans(

@@ -110,7 +110,52 @@ def export_folder(
         CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
         UnsupportedError: If there are weights already, or the configuration asks for something that we lack.
     """
-    config, place = family.config(hf_config), Path(folder)
+    config = family.config(hf_config)
+    place = _new_folder(folder)
+    table = family.at_home(config) if at_home else family.tensors(config)
+    shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
+    kept = {source.name: tensor.dtype for tensor in table if tensor.dtype is not None for source in tensor.sources}
+    writer = _Writer(place, max_file_bytes, shapes)
+    writer.write(foreign_tensors(full_tensors, family, config, table), dtype, kept)
+    found = writer.floating.most_common(1)
+    own = {"model_type": family.model_type, "architectures": [family.architecture]}
+    _write_config(place, {**hf_config, **own}, found[0][0] if found else torch.float32)
+    writer.publish()
+
+
+def export_as_it_is(
+    full_tensors: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    hf_config: Mapping[str, Any],
+    architecture: str,
+    folder: str | os.PathLike[str],
+    max_file_bytes: int = MAX_FILE_BYTES,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a model whose tensors have the names of its class such that ``from_pretrained`` gives the same tensors.
+
+    Args:
+        full_tensors: Names and full values, without padding; of a shared tensor one name.
+        shapes: Their shapes (elements).
+        hf_config: What ``config.to_dict()`` returns or ``config.json`` holds.
+        architecture: Name of the class.
+        folder: Where to; made if it is not there.
+        max_file_bytes: A file ends before the tensor that would exceed this (bytes).
+        dtype: Of the floating-point weights; None keeps what is given.
+
+    Raises:
+        UnsupportedError: If there are weights already.
+    """
+    place = _new_folder(folder)
+    writer = _Writer(place, max_file_bytes, shapes)
+    writer.write(full_tensors, dtype)
+    found = writer.floating.most_common(1)
+    _write_config(place, {**hf_config, "architectures": [architecture]}, found[0][0] if found else torch.float32)
+    writer.publish()
+
+
+def _new_folder(folder: str | os.PathLike[str]) -> Path:
+    place = Path(folder)
     present = sorted(path.name for pattern in ("*.safetensors", "*.bin", INDEX) for path in place.glob(pattern))
     if present:
         raise UnsupportedError(
@@ -118,15 +163,7 @@ def export_folder(
             "be mixed. Give another folder, or remove them."
         )
     place.mkdir(parents=True, exist_ok=True)
-    table = family.at_home(config) if at_home else family.tensors(config)
-    shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
-    kept = {source.name: tensor.dtype for tensor in table if tensor.dtype is not None for source in tensor.sources}
-    writer = _Writer(place, max_file_bytes, shapes)
-    writer.write(foreign_tensors(full_tensors, family, config, table), dtype, kept)
-    found = writer.floating.most_common(1)
-    written = _config(hf_config, family, found[0][0] if found else torch.float32)
-    _write(place / CONFIG, (json.dumps(written, indent=2, sort_keys=True, default=_plain) + "\n").encode())
-    writer.publish()
+    return place
 
 
 def export_adapter(
@@ -300,11 +337,12 @@ def _entry_size(name: str, shape: tuple[int, ...]) -> int:
     return len(json.dumps(entry).encode())
 
 
-def _config(hf_config: Mapping[str, Any], family: Family, dtype: torch.dtype) -> dict[str, Any]:
+def _write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
     # The code that an auto_map names is not in the folder, and settings of a training are not the model's.
     left = ("torch_dtype", "auto_map", SETTINGS)
-    kept = {name: value for name, value in hf_config.items() if not name.startswith("_") and name not in left}
-    return kept | {"model_type": family.model_type, "architectures": [family.architecture], "dtype": _plain(dtype)}
+    kept = {name: value for name, value in config.items() if not name.startswith("_") and name not in left}
+    content = json.dumps({**kept, "dtype": _plain(dtype)}, indent=2, sort_keys=True, default=_plain)
+    _write(folder / CONFIG, f"{content}\n".encode())
 
 
 def _plain(value: Any) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +17,11 @@ from lightning_megatron.groups.collectives import all_gather_objects, barrier
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import exchange
 from lightning_megatron.groups.shard_spec import Box, shard_spec_of
-from lightning_megatron.swap.export import MAX_FILE_BYTES, export_folder
+from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.swap.export import MAX_FILE_BYTES, export_as_it_is, export_folder
 from lightning_megatron.swap.families.expert_names import is_of_training
 from lightning_megatron.swap.low_rank import plain_name
+from lightning_megatron.swap.peft_layers import is_of_peft
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -44,20 +48,93 @@ def save_folder(model: Any, folder: str | os.PathLike[str], max_shard_size: int 
             "tensors are not those of the class. Save a checkpoint, and write the adapter, or the merged model, with "
             "`lightning-megatron convert`."
         )
-    mesh, config = model.mesh, model.body.config
     model.body.wait_for_parameters()
-    held = _held(model)
-    offers = {name: (one.dtype, [(box.offsets, box.sizes) for box in one.boxes]) for name, one in held.items()}
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = {plain_name(path): tensor for path, tensor in held.items()}
+    tensors = {model.family.present_name(n): tensor for n, tensor in named.items() if not is_of_training(n)}
+    limit = _limit(max_shard_size)
+
+    def write(full: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        export_folder(full, model.family, model.config.to_dict(), folder, limit, at_home=True)
+
+    _write_together(model, tensors, folder, model.mesh, write)
+
+
+def save_as_it_is(
+    model: Any, save_directory: str | os.PathLike[str], max_shard_size: int | str | None = None, **others: Any
+) -> None:
+    """Write a whole Hugging Face model that computes with its own code, of which ranks may hold parts.
+
+    Equal to Hugging Face's method with the same weights, which does it where every rank holds the whole model.
+
+    Args:
+        model: The model; where ranks hold parts, all of them call this together.
+        save_directory: Where to, on a file system of rank 0; it must not have weights yet.
+        max_shard_size: A file ends before the tensor that would exceed this (bytes, or text such as "5GB").
+        others: Further arguments of Hugging Face's method; where ranks hold parts, they must ask for nothing else.
+
+    Raises:
+        UnsupportedError: For other arguments, layers that peft has wrapped, and a folder with weights.
+
+    Communication: that of :func:`save_folder`, where ranks hold parts.
+    """
+    mesh = next((part.mesh for part in model.modules() if isinstance(getattr(part, "mesh", None), ParallelMesh)), None)
+    if mesh is None:
+        size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        type(model).save_pretrained(model, save_directory, **size, **others)
+        return
+    check_arguments(others)
+    if any(is_of_peft(part) for part in model.modules()):
+        raise UnsupportedError(
+            f"save_pretrained writes models without adapters: peft has wrapped layers of this {type(model).__name__}, "
+            "and ranks hold parts of it. Save a checkpoint, which holds all tensors by name."
+        )
+    for part in model.modules():
+        if isinstance(part, PipelinedModule):
+            part.wait_for_parameters()
+    limit = _limit(max_shard_size)
+
+    def write(full: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        config = json.loads(model.config.to_json_string(use_diff=False))
+        export_as_it_is(full, shapes, config, type(model).__name__, save_directory, limit)
+
+    _write_together(model, _tensors_of_class(model), save_directory, mesh, write)
+
+
+def save_from_all_ranks(models: Iterable[Any]) -> None:
+    """Let Hugging Face models that keep their own code write themselves whole, whatever ranks hold of them."""
+    for model in models:
+        vars(model)["save_pretrained"] = partial(save_as_it_is, model)
+
+
+def _tensors_of_class(model: Any) -> dict[str, Tensor]:
+    """Return what the files of a model have: every tensor under one name."""
+    tied, ignored = (getattr(model, name, None) or () for name in ("all_tied_weights_keys", "_keys_to_ignore_on_save"))
+    state = {name: one for name, one in model.state_dict(keep_vars=True).items() if name not in ignored}
+    first: dict[int, str] = {}
+    for name in sorted(state, key=lambda one: one in tied):
+        first.setdefault(id(state[name]), name)
+    return {name: one for name, one in state.items() if first[id(one)] == name}
+
+
+def _write_together(
+    model: Any,
+    tensors: Mapping[str, Tensor],
+    folder: str | os.PathLike[str],
+    mesh: ParallelMesh,
+    write: Callable[[Iterator[tuple[str, Tensor]], Mapping[str, tuple[int, ...]]], None],
+) -> None:
+    held = _held(tensors, mesh)
+    offers = {
+        name: (one.dtype, [(box.offsets, box.sizes) for box in one.boxes], one.shape) for name, one in held.items()
+    }
     everyone = all_gather_objects(offers, mesh.world_cpu)
-    shapes = {tensor.target: tensor.shape for tensor in model.family.at_home(config)}
-    names = [name for name in shapes if any(name in one for one in everyone)]
+    shapes = {name: offer[2] for offers in everyone for name, offer in offers.items()}
     if mesh.rank != 0:
-        for name in names:
+        for name in shapes:
             _send(held.get(name), mesh)
     else:
-        tensors = ((name, _gathered(name, shapes[name], held, everyone, mesh)) for name in names)
-        limit = MAX_FILE_BYTES if max_shard_size is None else _in_bytes(max_shard_size)
-        export_folder(tensors, model.family, model.config.to_dict(), folder, limit, at_home=True)
+        write(((name, _gathered(name, shapes[name], held, everyone, mesh)) for name in shapes), shapes)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)
     barrier(mesh.world_cpu)
@@ -65,25 +142,25 @@ def save_folder(model: Any, folder: str | os.PathLike[str], max_shard_size: int 
 
 @dataclass(frozen=True)
 class _Held:
-    """Hold the parts of a tensor that this rank gives, and its type."""
+    """Hold the parts of a tensor that this rank gives, its type, and the shape of the full tensor."""
 
     boxes: tuple[Box, ...]
     views: tuple[Tensor, ...]
     dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
-def _held(model: Any) -> dict[str, _Held]:
-    """List the parts of tensors that this rank gives, by the names of the class; every part is given by one rank."""
-    mesh, found = model.mesh, {}
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for path, tensor in tensors.items():
-        spec, name = shard_spec_of(tensor, mesh.tp.rank), plain_name(path)
-        if spec.tied_to is not None or is_of_training(name) or not mesh.copies(spec.is_expert).is_first:
+def _held(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, _Held]:
+    """List the parts of tensors that this rank gives, by name; of copies on the ranks of a stage, one gives."""
+    found = {}
+    for name, tensor in tensors.items():
+        spec = shard_spec_of(tensor, mesh.tp.rank)
+        if spec.tied_to is not None or not mesh.copies(spec.is_expert).is_first:
             continue
         pairs = [(box, view) for box, view in spec.local_views(tensor.detach()) if box.copy == 0]
         if pairs:
             boxes, views = zip(*pairs, strict=True)
-            found[model.family.present_name(name)] = _Held(boxes, views, tensor.dtype)
+            found[name] = _Held(boxes, views, tensor.dtype, spec.full_shape)
     return found
 
 
@@ -117,9 +194,9 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def _in_bytes(size: int | str) -> int:
-    if isinstance(size, int):
-        return size
+def _limit(size: int | str | None) -> int:
+    if size is None or isinstance(size, int):
+        return MAX_FILE_BYTES if size is None else size
     text = size.strip().upper()
     for unit, factor in sorted(_UNITS.items(), key=lambda one: -len(one[0])):
         number = text.removesuffix(unit).strip()
@@ -131,13 +208,21 @@ def _in_bytes(size: int | str) -> int:
     )
 
 
-def unsupported_arguments(given: Mapping[str, Any]) -> Iterator[str]:
-    """List the arguments of Hugging Face's ``save_pretrained`` that ask for something that is not done here.
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of Hugging Face's ``save_pretrained`` that ask for something that is not done here.
 
     Args:
         given: The arguments beside the folder and the size of files.
+
+    Raises:
+        UnsupportedError: Naming them.
     """
     harmless = {"is_main_process": True, "safe_serialization": True, "save_peft_format": True, "push_to_hub": False}
-    for name, value in given.items():
-        if value is not None and harmless.get(name, value is False) != value:
-            yield name
+    refused = [
+        name for name, value in given.items() if value is not None and harmless.get(name, value is False) != value
+    ]
+    if refused:
+        raise UnsupportedError(
+            f"save_pretrained of a model that is cut over ranks takes no {', '.join(refused)}. Rank 0 writes "
+            "safetensors files with what the other ranks send. Leave it out."
+        )
