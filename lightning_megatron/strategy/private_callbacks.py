@@ -173,7 +173,8 @@ def average_what_is_trained(trainer: Trainer, module: LightningModule) -> None:
 
 def traces_graph(logger: Logger) -> bool:
     """Return whether a logger runs the module on rank 0 alone, to draw its graph."""
-    return bool(getattr(logger, "_log_graph", False))
+    # The logger of a fast_dev_run has every attribute.
+    return getattr(logger, "_log_graph", False) is True
 
 
 def resets_weights(callback: Callback) -> bool:
