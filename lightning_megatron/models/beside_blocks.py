@@ -31,6 +31,11 @@ class Elsewhere(nn.Module):
         end: Name of the module beside the blocks that it is in, where it is not that one.
     """
 
+    def __new__(cls, name: str = "", source: nn.Module | None = None, *_: Any) -> Elsewhere:
+        """Return a stand-in that can be listed for a module that can, and for no other."""
+        is_list = cls is Elsewhere and hasattr(type(source), "__iter__")
+        return super().__new__(ElsewhereList if is_list else cls)
+
     def __init__(self, name: str, source: nn.Module, blocks: StagedBlocks, is_before: bool, end: str = "") -> None:
         super().__init__()
         self.name, self.is_before, self.end = name, is_before, end or name
@@ -78,23 +83,6 @@ class Elsewhere(nn.Module):
         """Return the module without values."""
         return self._others[0]
 
-    def __len__(self) -> int:
-        """Count the parts of a list."""
-        return len(self._others[0])  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        """List stand-ins for the parts of a list."""
-        source, blocks = self._others
-        for index, part in enumerate(source):  # type: ignore[arg-type, var-annotated]
-            yield Elsewhere(f"{self.name}.{index}", part, blocks, self.is_before, self.end)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Return a stand-in for a part of a list, or several."""
-        source, blocks = self._others
-        if isinstance(key, slice):
-            return list(self)[key]
-        return Elsewhere(f"{self.name}.{key}", source[key], blocks, self.is_before, self.end)  # type: ignore[index]
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return tensors without values in the shapes of the module's results.
 
@@ -133,6 +121,27 @@ class Elsewhere(nn.Module):
             f"{self.name!r} is called {side} the blocks {blocks.name!r}, but another stage holds it, because of "
             f"where it was defined. Use the pipeline_plan {blocks.plan | {self.end: here}}."
         )
+
+
+class ElsewhereList(Elsewhere):
+    """Stand for a list of modules beside the blocks whose parameters another stage holds."""
+
+    def __len__(self) -> int:
+        """Count the parts of a list."""
+        return len(self._others[0])  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """List stand-ins for the parts of a list."""
+        source, blocks = self._others
+        for index, part in enumerate(source):  # type: ignore[arg-type, var-annotated]
+            yield Elsewhere(f"{self.name}.{index}", part, blocks, self.is_before, self.end)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a stand-in for a part of a list, or several."""
+        source, blocks = self._others
+        if isinstance(key, slice):
+            return list(self)[key]
+        return Elsewhere(f"{self.name}.{key}", source[key], blocks, self.is_before, self.end)  # type: ignore[index]
 
 
 class HeldModule:
