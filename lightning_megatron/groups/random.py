@@ -78,6 +78,7 @@ class RandomStreams:
         }
         self._states: dict[tuple[StreamName, str], torch.Tensor] = {}
         self._runs: Counter[int] = Counter()
+        self._repeats: Counter[int] = Counter()
 
     def begin_microbatch(self, step: int, microbatch: int) -> None:
         """Move every stream to the start of a microbatch.
@@ -87,6 +88,7 @@ class RandomStreams:
             microbatch: Number of the microbatch within the step, unique over the data-parallel ranks (microbatches).
         """
         self._runs.clear()
+        self._repeats.clear()
         self.seek(0, Position(step, microbatch))
 
     def seek(self, layer: int, position: Position | None = None) -> Position:
@@ -99,11 +101,19 @@ class RandomStreams:
                 outside of a replay, another run of the layer begins.
         """
         if position is None and not self.position.is_replay:
-            position = replace(self.position, run=self._runs[layer])
-            self._runs[layer] += 1
+            position = replace(self.position, run=self._next_run(layer))
         self.position = replace(position or self.position, layer=layer)
         self._states.clear()
         return self.position
+
+    def _next_run(self, layer: int) -> int:
+        """Count a run of a layer, and return its number."""
+        if torch._C._current_graph_task_id() == -1:
+            self._runs[layer] += 1
+            return self._runs[layer] - 1
+        # A checkpoint of torch runs it again inside a backward pass, which goes through the latest run first.
+        self._repeats[layer] += 1
+        return max(self._runs[layer] - self._repeats[layer], 0)
 
     @contextmanager
     def fork(self, name: StreamName, purpose: str = "") -> Iterator[None]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.groups.random import RandomStreams, derive_seed
 
@@ -65,6 +66,24 @@ def test_a_layer_that_runs_again_in_a_microbatch_draws_other_numbers():
     streams.begin_microbatch(1, 0)
     streams.seek(3)
     assert _draw(streams, "tensor") == found[0]
+
+
+def test_a_checkpoint_of_torch_repeats_the_draws_of_every_run():
+    streams = RandomStreams(9)
+    streams.begin_microbatch(1, 0)
+
+    def drop(x):
+        streams.seek(3)
+        with streams.fork("replicated"):
+            # Squared, so that the backward pass needs what was computed.
+            return (x * torch.rand(8)).square().sqrt()
+
+    inputs = [torch.ones(8, requires_grad=True) for _ in range(3)]
+    outputs = [checkpoint(drop, x, use_reentrant=False) for x in inputs]
+    sum(output.sum() for output in outputs).backward()
+    assert not torch.equal(outputs[0], outputs[1])
+    for x, output in zip(inputs, outputs, strict=True):
+        torch.testing.assert_close(x.grad, output)
 
 
 def test_a_layer_replays_from_the_position_it_was_given():
