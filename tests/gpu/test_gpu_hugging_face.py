@@ -80,7 +80,8 @@ def larger_twin(case: str, device: torch.device) -> nn.Module:
 
 
 def check_distance(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    distance = float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-12))
+    found, expected = found.detach().double(), expected.detach().double()
+    distance = float((found - expected).norm() / expected.norm().clamp_min(1e-12))
     assert distance < tolerance, f"{what}: {distance:.1e} of its length away"
 
 
