@@ -107,7 +107,9 @@ class _Waiting:
             left = self._deadline - time.monotonic()
             try:
                 store.wait([key], timedelta(seconds=max(min(left, _LOOK), 0.001)))
-            except dist.DistStoreError as error:
+            except RuntimeError as error:
+                if not _is_timeout(error):
+                    raise
                 for other in others:
                     self._check_layout_of(other)
                 if left > 0:
@@ -137,9 +139,16 @@ def _wait_for_readers(store: dist.Store, ranks: Sequence[int], number: int) -> N
     others = [f"read/{rank}/{number}" for rank in ranks[1:]]
     try:
         store.wait(others, _READING)
-    except dist.DistStoreError:
+    except RuntimeError as error:
+        if not _is_timeout(error):
+            raise
         # Who has not read by now has failed by itself.
         return
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    """Return whether a store has waited in vain; one in a file has no error class of its own for that."""
+    return isinstance(error, dist.DistStoreError) or "timeout" in str(error).lower()
 
 
 def _complaint(everyone: Sequence[Fields], ranks: Sequence[str]) -> str | None:

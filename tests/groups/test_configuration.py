@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning_megatron import CausalLM, GPTConfig, MegatronStrategy, ParallelMesh
 from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.groups import fingerprint, mesh
-from lightning_megatron.groups.fingerprint import check_same_in_store
+from lightning_megatron.groups.fingerprint import _is_timeout, check_same_in_store
 from lightning_megatron.groups.sources import digest_of_sources, own_sources
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy import mesh_strategy
@@ -136,3 +136,11 @@ def _other_sources(rank: int, size: int) -> None:
 
 def test_hosts_with_other_sources_end_before_any_group_exists() -> None:
     run_world(_other_sources, 2)
+
+
+def test_a_store_in_a_file_waits_for_ranks_that_come_late(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    with pytest.raises(RuntimeError) as caught:
+        store.wait(["nothing"], timedelta(seconds=0.01))
+    assert _is_timeout(caught.value)
+    assert not _is_timeout(RuntimeError("Connection reset by peer"))

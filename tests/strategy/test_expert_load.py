@@ -49,7 +49,8 @@ def fit(folder: Path | str, callback: ExpertLoad | None = None, module: TinyLM |
     logger = options.pop("logger", CSVLogger(folder, name="", version=""))
     callbacks = [callback or ExpertLoad()]
     trainer = Trainer(**{**settings, **options}, strategy=strategy, logger=logger, callbacks=callbacks)
-    trainer.fit(module or module_of(), loader(batch_size=batch_size))
+    # Shuffled: one data rank and several then deal out the same order.
+    trainer.fit(module or module_of(), loader(batch_size=batch_size, shuffle=True))
 
 
 def logged(folder: Path | str) -> dict[int, dict[str, float]]:
