@@ -176,13 +176,28 @@ def test_a_checkpoint_of_a_replaced_model_gives_hugging_faces_own_its_weights(fo
     )
     for parameter, expected in zip(again.parameters(), module.parameters(), strict=True):
         assert torch.equal(parameter, expected)
-    with pytest.raises(UnsupportedError, match="Add --weights-only"):
-        consolidate(tmp_path / "one.ckpt", tmp_path / "plain.ckpt")
-    consolidate(tmp_path / "one.ckpt", tmp_path / "plain.ckpt", weights_only=True)
-    plain = HuggingFaceCausalLM.load_from_checkpoint(tmp_path / "plain.ckpt")
-    assert type(plain.model).__name__ == "LlamaForCausalLM"
     tokens = batch()["tokens"]
-    assert torch.allclose(plain.eval()(tokens), module.eval()(tokens), atol=1e-5)
+    for name, weights_only in {"plain.ckpt": False, "weights.ckpt": True}.items():
+        consolidate(tmp_path / "one.ckpt", tmp_path / name, weights_only=weights_only)
+        plain = HuggingFaceCausalLM.load_from_checkpoint(tmp_path / name)
+        assert type(plain.model).__name__ == "LlamaForCausalLM"
+        assert torch.allclose(plain.eval()(tokens), module.eval()(tokens), atol=1e-5)
+
+
+def test_plain_lightning_continues_a_training_of_a_replaced_model(folder: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    module, again, plain = learning(folder), learning(folder), learning(folder)
+    trainer = L.Trainer(strategy=MegatronStrategy(), max_steps=1, **options)
+    trainer.fit(module, Batches())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    consolidate(tmp_path / "one.ckpt", tmp_path / "plain.ckpt")
+    L.Trainer(strategy=MegatronStrategy(), max_steps=3, **options).fit(
+        again, Batches(), ckpt_path=tmp_path / "one.ckpt"
+    )
+    L.Trainer(max_steps=3, **options).fit(plain, Batches(), ckpt_path=tmp_path / "plain.ckpt")
+    for (name, parameter), (_, expected) in zip(again.named_parameters(), plain.named_parameters(), strict=True):
+        # The rows of the replaced model's vocabulary beyond V are padding.
+        assert torch.allclose(parameter[: len(expected)], expected, atol=1e-6), name
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
