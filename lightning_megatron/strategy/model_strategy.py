@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from lightning_megatron.strategy.private import (
     total_batch_index,
 )
 from lightning_megatron.strategy.private_callbacks import let_finetuning_know, record_module_names_again
+from lightning_megatron.strategy.raw_backward import surrounding_backward
 from lightning_megatron.strategy.scheduled_loop import Forget, install_scheduled_loop
 from lightning_megatron.strategy.signals import SignalAgreement
 from lightning_megatron.strategy.sizes import check_hosts, check_sizes
@@ -327,8 +329,10 @@ class ModelStrategy(MeshStrategy):
         if self._experts.loss_weight is not None:
             self._experts.loss_weight.value = self.precision_plugin.loss_factor
         assert self._steps is not None, "setup has run"
+        assert self._state is not None, "setup has run"
         guard = self._steps.reads.guard(self.user_module, "training_step")
-        with self.precision_plugin.train_step_context(), guard:
+        passes = surrounding_backward(partial(self._state.raw_backward, self.precision_plugin.loss_scale))
+        with self.precision_plugin.train_step_context(), guard, passes:
             output = self.user_module.training_step(*args, **kwargs)
         self._experts.finish_step()
         return output

@@ -106,6 +106,7 @@ class TrainingState:
         self._overflowed: frozenset[str] = frozenset()
         self._unfinished: frozenset[str] = frozenset()
         self._num_tokens: Tensor | None = None
+        self._is_in_backward = False
         self.step = 0
 
     @property
@@ -194,10 +195,34 @@ class TrainingState:
         """Run a backward pass of manual optimization inside the block; parameters show whole gradients after it.
 
         Sums over ranks are finished at once, as under ``ddp``, because user code may look at them or clip them; what
-        earlier passes have added up is kept apart until then, and added.
+        earlier passes have added up is kept apart until then, and added. A pass inside of another one belongs to it.
 
         Communication: that of :meth:`finish`, if there are several ranks.
         """
+        if self._is_in_backward:
+            yield
+            return
+        self._is_in_backward = True
+        try:
+            with self._shown_afterwards(loss_scale):
+                yield
+        finally:
+            self._is_in_backward = False
+
+    @contextmanager
+    def raw_backward(self, loss_scale: DynamicLossScale | None) -> Iterator[None]:
+        """Run a backward pass that user code has started itself, as :meth:`backward_by_hand` does.
+
+        Raises:
+            UnsupportedError: If losses are scaled.
+        """
+        if loss_scale is not None and not self._is_in_backward:
+            raise _needs_manual_backward(loss_scale)
+        with self.backward_by_hand(loss_scale):
+            yield
+
+    @contextmanager
+    def _shown_afterwards(self, loss_scale: DynamicLossScale | None) -> Iterator[None]:
         self.hide_gradients()
         names = frozenset(name for name in self.main.trained if self.main.is_trainable(name))
         if self.mesh.world.size == 1:
@@ -289,11 +314,7 @@ class TrainingState:
         if self._unfinished or not self._reducer.has_unreduced:
             return
         if loss_scale is not None:
-            raise UnsupportedError(
-                "precision 16-mixed needs self.manual_backward(loss): there are gradients of a plain loss.backward(), "
-                f"and the loss must be multiplied by the scale ({loss_scale.scale:g}) before. Without it small "
-                "gradients vanish. Call self.manual_backward(loss), or use precision bf16-mixed or 32-true."
-            )
+            raise _needs_manual_backward(loss_scale)
         self.gradients_changed()
 
     def _divide_by_tokens(self, names: frozenset[str]) -> None:
@@ -332,3 +353,11 @@ class TrainingState:
             for part in model.modules():
                 if isinstance(part, ParameterStack):
                     yield part
+
+
+def _needs_manual_backward(loss_scale: DynamicLossScale) -> UnsupportedError:
+    return UnsupportedError(
+        "precision 16-mixed needs self.manual_backward(loss): there are gradients of a plain loss.backward(), "
+        f"and the loss must be multiplied by the scale ({loss_scale.scale:g}) before. Without it small "
+        "gradients vanish. Call self.manual_backward(loss), or use precision bf16-mixed or 32-true."
+    )

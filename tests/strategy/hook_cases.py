@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
@@ -154,6 +155,35 @@ class AddsUpByHand(ByHand):
             self.zero_grad()
 
 
+class ClipsRawly(ByHand):
+    """Start the backward passes without Lightning."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.loss(batch).backward()
+        self.norms.append({name: float(norm) for name, norm in grad_norm(self, 2).items()})
+        torch.autograd.backward([0.5 * self.loss(batch)])
+        self.norms.append({"before": nn.utils.clip_grad_norm_(self.parameters(), 0.05).item()})
+        optimizer.step()
+
+
+class AddsUpRawly(ByHand):
+    """Mix both ways over batches, and recompute activations in a pass inside of the pass."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        hidden = checkpoint(self.net[0], batch[0].requires_grad_(), use_reentrant=True)
+        return nn.functional.mse_loss(self.net[1:](hidden), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.loss(batch).backward()
+        self.manual_backward(0.1 * self.loss(batch))
+        if batch_idx % 2:
+            nn.utils.clip_grad_value_(self.parameters(), 0.02)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
 class NeverForgets(ByHand):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.manual_backward(self.loss(batch))
@@ -188,13 +218,19 @@ USES: dict[str, tuple[type[Line], dict[str, Any]]] = {
     "gradients are written into while they accumulate": (WritesAfterBackward, {"accumulate_grad_batches": 2}),
     "clipped by hand": (ClipsByHand, {}),
     "added up by hand": (AddsUpByHand, {}),
+    "clipped after plain backward passes": (ClipsRawly, {}),
+    "added up by plain backward passes": (AddsUpRawly, {}),
     "never forgotten": (NeverForgets, {}),
     "toggled optimizers": (Turns, {}),
 }
 
 
+#: Cases that ``ddp`` cannot run, whose buckets know of one pass of ``manual_backward`` at a time.
+NOT_UNDER_DDP = ("clipped after plain backward passes", "added up by plain backward passes")
 #: Cases that read norms, and how the layers are cut for them.
-IN_PARTS = ("norms are logged", "the module clips", "the module lets Lightning clip", "clipped by hand")
+IN_PARTS = ("norms are logged", "the module clips", "the module lets Lightning clip", "clipped by hand",
+    "clipped after plain backward passes",
+)  # fmt: skip
 PLAN = {"net.0": "column", "net.2": "row"}
 
 
@@ -270,7 +306,8 @@ def two_ranks(rank: int, size: int) -> dict[str, Any]:
         def strategy(kind: str = kind) -> Any:
             return "ddp_find_unused_parameters_true" if kind == "ddp" else ours((rank, size))
 
-        found[kind] = {name: use(name, strategy(), (rank, size)) for name in USES}
+        names = [name for name in USES if kind == "ours" or name not in NOT_UNDER_DDP]
+        found[kind] = {name: use(name, strategy(), (rank, size)) for name in names}
         found[kind]["calls"] = order_of_calls(strategy(), (rank, size))
     found["tp2"] = {name: use(name, MegatronStrategy(tp=2, tensor_parallel_plan=PLAN))[1] for name in IN_PARTS}
     return found

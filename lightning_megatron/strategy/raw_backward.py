@@ -1,0 +1,41 @@
+"""Backward passes that user code starts itself, without ``manual_backward``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def surrounding_backward(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Run every backward pass that begins inside the block in a context of its own.
+
+    ``loss.backward()`` and ``torch.autograd.backward(...)`` are seen. Passes inside of such a pass, as those of
+    recomputed activations, belong to it.
+
+    Args:
+        around: Returns what one pass runs in.
+    """
+    original, is_inside = torch.autograd.backward, False
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        nonlocal is_inside
+        if is_inside:
+            original(*args, **kwargs)
+            return
+        is_inside = True
+        try:
+            with around():
+                original(*args, **kwargs)
+        finally:
+            is_inside = False
+
+    # Tensor.backward looks this function up by its name at every call.
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
