@@ -70,7 +70,7 @@ def check_split(weights: str, order: str) -> None:
         UnsupportedError: There are more than three, or one is no decimal number, or all are zero.
     """
     if len(weights.split(",")) > 3:
-        raise UnsupportedError(f"split weights are those of train, val and test, three at most: {weights!r}.")
+        raise UnsupportedError(f"split weights are those of train, val and test, three at most: {weights[:80]!r}.")
     # bounds of no documents: what is wrong with the text shows in them, too
     if order == "megatron":
         split_as_megatron(0, weights)

@@ -98,21 +98,25 @@ class TokenDataModule(LightningDataModule):
         if split is not None and (val or test or train is None):
             raise UnsupportedError("split divides `train` into all parts: give train, and leave val and test out.")
         if split is not None:
-            check_split(split, order)
+            check_split(given["split"], given["order"])
         self.prefixes: dict[Part, list[str]] = {
             "train": _prefixes(given["train"]),
             "val": _prefixes(given["val"]),
             "test": _prefixes(given["test"]),
         }
-        self.weights = list(train.values()) if isinstance(train, dict) else None
-        self.split, self.corpus, self.tokenizer_spec = split, corpus, tokenizer
+        self.weights = list(given["train"].values()) if isinstance(given["train"], dict) else None
+        self.split: str | None = given["split"]
+        self.corpus: Literal["speeches"] | None = given["corpus"]
+        self.tokenizer_spec: str | None = given["tokenizer"]
         self.seq_length: int = given["seq_length"]
         self.batch_size: int = given["batch_size"]
         self.num_workers: int = given["num_workers"]
         self.seed: int = given["seed"]
         self.train_samples: int | None = given["train_samples"]
-        self.order, self.mask_after_eod = order, mask_after_eod
-        self.data_dir, self.cache_dir, self.checksums = data_dir, cache_dir, checksums
+        self.order: Literal["passes", "megatron"] = given["order"]
+        self.mask_after_eod, self.checksums = mask_after_eod, checksums
+        self.data_dir: str = given["data_dir"]
+        self.cache_dir: str | None = given["cache_dir"]
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._restored: dict[str, Any] = {}
         self._files: dict[str, TokenFile] = {}

@@ -162,7 +162,7 @@ def split_range(count: int, weights: str) -> tuple[range, ...]:
     if not all(re.fullmatch(r"(\d{1,40}\.?\d{0,40}|\.\d{1,40})([eE][+-]?\d{1,3})?", part, re.ASCII) for part in parts):
         raise UnsupportedError(
             f"split weights must be decimal numbers, not negative, separated by commas, such as '980,15,5': "
-            f"{weights!r}."
+            f"{weights[:80]!r}."
         )
     shares = [Fraction(part) for part in parts]
     if sum(shares) == 0:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.hugging_face_folder import draw_model, load_model, read_config
 from lightning_megatron.models.token_module import TokenModule
 from lightning_megatron.plan.settings import settled_arguments
 
@@ -38,6 +37,9 @@ class HuggingFaceCausalLM(TokenModule):
 
     Raises:
         ParallelPlanError: For a value of another type or outside of its range.
+        CorruptDataError: If ``config.json`` is no JSON.
+        CheckpointMismatchError: If transformers refuses the folder, or it lacks weights of its model (in
+            ``configure_model``).
         UnsupportedError: If there is no such folder, or another strategy is to train with ``expert_settings``.
         MissingExtraError: If transformers is not installed.
     """
@@ -50,18 +52,14 @@ class HuggingFaceCausalLM(TokenModule):
         expert_settings: dict[str, Any] | None = None,
         **training: Any,
     ) -> None:
-        settled_arguments(HuggingFaceCausalLM.__init__, locals())
+        given = settled_arguments(HuggingFaceCausalLM.__init__, locals())
         super().__init__(**training)
-        self.path, self.from_scratch, self.dtype_name = path, from_scratch, dtype
+        self.path: str = given["path"]
+        self.from_scratch, self.dtype_name = from_scratch, dtype
         self.expert_settings = expert_settings
         self.save_hyperparameters()
-        if not (Path(path) / "config.json").is_file():
-            raise UnsupportedError(
-                f"path must be a local folder with config.json: {path!r} is none. Nothing is downloaded. Use a folder "
-                "that save_pretrained or `hf download` has written."
-            )
         # The strategy can spare ranks the whole model if the library is imported before configure_model.
-        self.config: Any = _library().AutoConfig.from_pretrained(path)
+        self.config: Any = read_config(self.path)
         if expert_settings is not None:
             # Where the family's rules look for them.
             self.config.expert_settings = expert_settings
@@ -82,14 +80,9 @@ class HuggingFaceCausalLM(TokenModule):
     def configure_model(self) -> None:
         """Build the model; called once for every fit, validate, test and predict."""
         if self.model is None:
-            library = _library().AutoModelForCausalLM
-            if self.from_scratch:
-                dtype = self.config.dtype if self.dtype_name == "auto" else getattr(torch, self.dtype_name)
-                model = library.from_config(self.config, dtype=dtype or torch.float32)
-            else:
-                model = library.from_pretrained(self.path, config=self.config, dtype=self.dtype_name)
+            build = draw_model if self.from_scratch else load_model
             # What is loaded comes without dropout.
-            self.model = model.train()
+            self.model = build(self.path, self.config, self.dtype_name).train()
 
     @override
     def on_fit_start(self) -> None:
@@ -125,7 +118,3 @@ class HuggingFaceCausalLM(TokenModule):
             use_cache=False,
         ).loss
         return loss
-
-
-def _library() -> Any:
-    return import_extra("transformers", "hf")

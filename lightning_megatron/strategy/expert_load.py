@@ -17,6 +17,7 @@ from lightning_megatron.experts.statistics import StepStatistics
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.plan.settings import settled_arguments
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.private import accumulates, is_logged, logged_step
 
@@ -49,8 +50,9 @@ class ExpertLoad(Callback):
     """
 
     def __init__(self, per_expert: bool = True, filename: str = "expert_load.png") -> None:
-        self.per_expert = per_expert
-        self.filename = filename
+        given = settled_arguments(ExpertLoad.__init__, locals())
+        self.per_expert: bool = given["per_expert"]
+        self.filename: str = given["filename"]
         #: What is drawn: the layers at the last logged step, and the load of their busiest experts at all of them.
         self._last: dict[int, dict[str, Tensor]] = {}
         self._busiest: dict[int, Tensor] = {}

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import MissingExtraError
 from lightning_megatron.extras import import_extra
+from lightning_megatron.plan.settings import settled_arguments
 
 Curve = list[tuple[int, float]]
 
@@ -33,10 +34,11 @@ class LossCurve(Callback):
         filename: str = "loss.png",
         unit: str = "nats per token",
     ) -> None:
-        self.train = train
-        self.val = val
-        self.filename = filename
-        self.unit = unit
+        given = settled_arguments(LossCurve.__init__, locals())
+        self.train: str = given["train"]
+        self.val: str = given["val"]
+        self.filename: str = given["filename"]
+        self.unit: str = given["unit"]
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

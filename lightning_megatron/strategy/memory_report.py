@@ -28,6 +28,7 @@ from lightning_megatron.plan.budget import (
     static_bytes,
 )
 from lightning_megatron.plan.kept_activations import KeptActivations, eager_activations, fused_activations
+from lightning_megatron.plan.settings import Count, settled_arguments
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 
 _STATIC = ("parameters", "gradients", "mains", "optimizer")
@@ -101,8 +102,8 @@ class MemoryReport(Callback):
     Communication: one gather of numbers over all ranks.
     """
 
-    def __init__(self, after_steps: int = 2) -> None:
-        self.after_steps = after_steps
+    def __init__(self, after_steps: Count = 2) -> None:
+        self.after_steps: int = settled_arguments(MemoryReport.__init__, locals())["after_steps"]
         #: What was printed, by stage; on every rank.
         self.reports: tuple[StageReport, ...] = ()
         self._first_step = 0

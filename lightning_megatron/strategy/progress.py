@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from typing_extensions import override
 
+from lightning_megatron.plan.settings import Index, settled_arguments
+
 
 def count_tokens(batch: Any) -> int:
     """Count the tokens of a batch: the elements of its first integer tensor with a batch and a sequence dimension.
@@ -82,8 +84,8 @@ class TokensProgressBar(TQDMProgressBar):
 
     BAR_FORMAT_STEPS = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}"
 
-    def __init__(self, refresh_rate: int = 10) -> None:
-        super().__init__(refresh_rate=refresh_rate)
+    def __init__(self, refresh_rate: Index = 10) -> None:
+        super().__init__(**settled_arguments(TokensProgressBar.__init__, locals()))
         self._rate = TokenRate()
         self._started_at = 0.0
         self._first_step = 0

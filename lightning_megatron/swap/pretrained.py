@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.extras import import_extra
 from lightning_megatron.swap.deferred import GivingValues, Origin, defer
 from lightning_megatron.swap.families import find_family
 from lightning_megatron.swap.family_layers import build_layers
@@ -29,6 +30,8 @@ _IRRELEVANT = frozenset(
     {"adapter_kwargs", "attn_implementation", "cache_dir", "code_revision", "force_download", "local_files_only"}
     | {"low_cpu_mem_usage", "proxies", "revision", "token", "trust_remote_code", "use_safetensors", "_from_auto"}
 )  # fmt: skip
+#: What ``from_pretrained`` returns beside the model if ``output_loading_info`` asks for it.
+_LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
 @contextmanager
@@ -167,18 +170,33 @@ def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], 
     config = given.pop("config", None)
     given.pop("pretrained_model_name_or_path", None)
     is_folder = len(args) <= 1 and isinstance(path, (str, Path)) and Path(path).is_dir()
-    if find_family(cls.__name__) is None or not is_folder or not SafetensorsFolder.exists_in(path):
+    if not is_folder or not SafetensorsFolder.exists_in(path):
         return load(cls, *args, **kwargs)
+    if find_family(cls.__name__) is None:
+        return _naming_files(path, lambda: load(cls, *args, **kwargs))
+    with_info = given.pop("output_loading_info", False)
     if config is None:
         # Fields of the configuration may be among the arguments.
         config, given = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **given)
     if given:
-        return load(cls, *args, **kwargs)
+        return _naming_files(path, lambda: load(cls, *args, **kwargs))
     if dtype in (None, "auto"):
         dtype = config.dtype or SafetensorsFolder(path).dtype
     model = cls._from_config(config, dtype=dtype)
     setattr(model, _FOLDER, str(path))
     _deferred(model, str(path))
     if model.can_generate() and (Path(path) / "generation_config.json").is_file():
-        model.generation_config = type(model.generation_config).from_pretrained(path)
-    return model.eval()
+        # A damaged one is passed over by Hugging Face, too.
+        with suppress(OSError):
+            model.generation_config = type(model.generation_config).from_pretrained(path)
+    # What is missing in the folder is refused when the weights are read.
+    return (model.eval(), dict.fromkeys(_LOADING_INFO, frozenset())) if with_info else model.eval()
+
+
+def _naming_files(path: str | Path, load: Callable[[], Any]) -> Any:
+    """Load a model, and name the file if one of its files of weights is damaged, which the library does not."""
+    try:
+        return load()
+    except import_extra("safetensors", "hf").SafetensorError as error:
+        SafetensorsFolder(path)
+        raise CorruptDataError(f"a file of weights in {path} is damaged ({error}). Copy the folder again.") from error

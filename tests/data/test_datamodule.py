@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,6 +64,15 @@ def test_a_split_divides_the_documents(tmp_path: Path, corpus: str) -> None:
     tokens = {name: found - {-100} for name, found in tokens.items()}
     assert max(tokens["train"]) < 320 <= min(tokens["val"])
     assert max(tokens["val"]) < 380 <= min(tokens["test"])
+
+
+def test_mappings_numbers_and_paths_of_other_types_are_those_of_python(tmp_path: Path) -> None:
+    blend = MappingProxyType({"a": Fraction(1, 4), "b": np.int64(3)})
+    data = TokenDataModule(train=blend, data_dir=tmp_path)  # type: ignore[arg-type]
+    assert (data.prefixes["train"], data.weights, data.data_dir) == (["a", "b"], [0.25, 3.0], str(tmp_path))
+    with pytest.raises(UnsupportedError, match="split weights must be decimal numbers") as caught:
+        TokenDataModule(train="a", split=Path("x" * 5000))  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 300
 
 
 def test_a_blend_takes_weights(tmp_path: Path, corpus: str) -> None:

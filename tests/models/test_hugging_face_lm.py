@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_megatron import HuggingFaceCausalLM, MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.swap.language_model import HuggingFaceLM
 from tests.world import run_world
 
@@ -203,6 +205,71 @@ def test_plain_lightning_continues_a_training_of_a_replaced_model(folder: str, t
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="Use a folder that save_pretrained or `hf download` has written"):
         HuggingFaceCausalLM(str(tmp_path / "gone"))
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "no\0thing", "\ud800", ""])
+def test_a_path_that_no_file_system_takes_is_refused(path: str) -> None:
+    with pytest.raises(UnsupportedError, match="path must be a local folder with config.json") as caught:
+        HuggingFaceCausalLM(path)
+    assert len(str(caught.value)) < 400
+
+
+NO_JSON = (b"", b"{", b"[" * 100_000, b"\xff\xfe", b"[]", b"null", b"3")
+
+
+@pytest.mark.parametrize("content", [*NO_JSON, b'{"model_type": [1]}', b'{"model_type": "none_such"}', b"{}"])
+def test_a_damaged_configuration_is_refused_with_its_folder(content: bytes, folder: str) -> None:
+    Path(folder, "config.json").write_bytes(content)
+    with pytest.raises((CorruptDataError, CheckpointMismatchError)) as caught:
+        HuggingFaceCausalLM(folder)
+    assert folder in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": "2"},
+        {"use_cache": "yes"},
+        {"rope_parameters": 1.5},
+        {"vocab_size": 10**30},
+        {"hidden_act": "none_such"},
+        {"tie_word_embeddings": []},
+        {"auto_map": {"AutoConfig": "trap.Trap"}, "model_type": "trap"},
+    ],
+)
+@pytest.mark.parametrize("from_scratch", [False, True])
+def test_wrong_fields_are_refused_with_their_folder(folder: str, change: dict[str, Any], from_scratch: bool) -> None:
+    path = Path(folder, "config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    Path(folder, "trap.py").write_text("raise AssertionError('code of the folder must not run')")
+    with pytest.raises((CorruptDataError, CheckpointMismatchError)) as caught:
+        HuggingFaceCausalLM(folder, from_scratch=from_scratch).configure_model()
+    assert folder in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "megatron"])
+def test_weights_that_a_folder_lacks_are_not_drawn(tmp_path: Path, strategy: str) -> None:
+    folder = save(tmp_path / "opt", "opt")
+    weights = Path(folder, "model.safetensors")
+    tensors = load_file(weights)
+    del tensors["model.decoder.layers.1.fc1.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    layout = None if strategy == "auto" else {}
+    with pytest.raises(CheckpointMismatchError, match=r"lacks 1 of a OPTForCausalLM, such as 'model\..*fc1\.weight'"):
+        train(learning(folder), layout)
+
+
+def test_a_damaged_file_of_a_model_without_a_table_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path / "opt", "opt")
+    Path(folder, "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(CorruptDataError, match=r"opt/model\.safetensors"):
+        train(learning(folder), {})
+
+
+def test_a_damaged_configuration_of_generation_is_passed_over_as_by_the_library(folder: str) -> None:
+    expected = train(learning(folder), {})
+    Path(folder, "generation_config.json").write_text("{")
+    assert train(learning(folder), {}) == expected
 
 
 def test_data_with_more_tokens_than_the_model_are_refused(folder: str) -> None:

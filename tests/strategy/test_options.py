@@ -10,7 +10,15 @@ from lightning import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_megatron import MegatronStrategy, ParallelPlanError, UnsupportedError
+from lightning_megatron import (
+    ExpertLoad,
+    LossCurve,
+    MegatronStrategy,
+    MemoryReport,
+    ParallelPlanError,
+    TokensProgressBar,
+    UnsupportedError,
+)
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.sizes import check_hosts
 
@@ -139,3 +147,21 @@ def test_a_microbatch_is_a_number_of_samples_the_batch_or_chosen(size: Any) -> N
 def test_other_sizes_of_a_microbatch_are_refused(size: Any) -> None:
     with pytest.raises(ParallelPlanError, match=r"microbatch_size must be a whole number of at least 1, batch or None"):
         MegatronStrategy(microbatch_size=size)
+
+
+@pytest.mark.parametrize(
+    ("callback", "name", "value", "legal"),
+    [
+        (MemoryReport, "after_steps", "2", "a whole number of at least 1"),
+        (MemoryReport, "after_steps", 0, "a whole number of at least 1"),
+        (TokensProgressBar, "refresh_rate", 1.5, "a whole number of at least 0"),
+        (TokensProgressBar, "refresh_rate", -1, "a whole number of at least 0"),
+        (LossCurve, "train", None, "text"),
+        (LossCurve, "filename", ["loss.png"], "text"),
+        (ExpertLoad, "per_expert", 1, "True or False"),
+        (ExpertLoad, "filename", float("nan"), "text"),
+    ],
+)
+def test_wrong_arguments_of_callbacks_are_refused(callback: Any, name: str, value: Any, legal: str) -> None:
+    with pytest.raises(ParallelPlanError, match=f"{name} must be {legal}: it is"):
+        callback(**{name: value})

@@ -1,0 +1,103 @@
+"""Configuration and model of a Hugging Face folder, with errors that name the folder and what is wrong in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, ParallelPlanError, UnsupportedError
+from lightning_megatron.extras import import_extra
+from lightning_megatron.plan.settings import shown
+from lightning_megatron.strict_json import read_json
+
+_CONFIG = "config.json"
+_REMEDY = "Copy the folder again."
+#: Room for the names of a hundred thousand classes (bytes).
+_LARGEST_CONFIG = 1 << 23
+#: What has its reason already, or is no fault of the folder.
+_OTHERS = (CheckpointMismatchError, CorruptDataError, ParallelPlanError, UnsupportedError, ImportError, MemoryError)
+
+
+def read_config(path: str) -> Any:
+    """Return the configuration that ``AutoConfig`` reads; no code of the folder runs.
+
+    Raises:
+        UnsupportedError: If there is no such folder.
+        CorruptDataError: If ``config.json`` is no JSON.
+        CheckpointMismatchError: If the library refuses it.
+        MissingExtraError: If transformers is not installed.
+    """
+    # Unlike pathlib, this takes names of any length and with any character.
+    if not os.path.isfile(os.path.join(path, _CONFIG)):
+        raise UnsupportedError(
+            f"path must be a local folder with config.json: {shown(path)} is none. Nothing is downloaded. Use a folder "
+            "that save_pretrained or `hf download` has written."
+        )
+    with _naming(path, "config.json must be a configuration that transformers reads"):
+        return _library().AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
+def load_model(path: str, config: Any, dtype: str) -> nn.Module:
+    """Return the model of a folder with its weights, which a MegatronStrategy may leave to its ranks to read.
+
+    Args:
+        path: The folder.
+        config: What :func:`read_config` has returned.
+        dtype: Of the weights; ``auto`` is that of the folder.
+
+    Raises:
+        CheckpointMismatchError: If the library refuses the folder, or weights of the model are missing in it, which
+            the library would draw at random.
+    """
+    with _naming(path, "a folder must hold a model that transformers loads"):
+        model, found = _library().AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise CheckpointMismatchError(
+            f"a folder must hold all weights of its model: {path} lacks {len(missing)} of a {type(model).__name__}, "
+            f"such as {', '.join(map(repr, missing[:3]))}. {_CONFIG} and weights do not belong together, or it is the "
+            "folder of another model. Copy it again, or use from_scratch=True to draw all weights."
+        )
+    return model  # type: ignore[no-any-return]
+
+
+def draw_model(path: str, config: Any, dtype: str) -> nn.Module:
+    """Return the model of a configuration with random weights.
+
+    Raises:
+        CheckpointMismatchError: If the library refuses the configuration.
+    """
+    with _naming(path, "config.json must describe a model that transformers builds"):
+        chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
+        model = _library().AutoModelForCausalLM.from_config(
+            config, dtype=chosen or torch.float32, trust_remote_code=False
+        )
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _naming(path: str, rule: str) -> Iterator[None]:
+    """Turn what the library raises into an error that names the folder."""
+    try:
+        yield
+    except (*_OTHERS, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        read_json(Path(path, _CONFIG), _REMEDY, _LARGEST_CONFIG)
+        text = " ".join(str(error).split())
+        raise CheckpointMismatchError(
+            f"{rule}: {path} is refused by transformers {_library().__version__} ({type(error).__name__}: "
+            f"{text[:600]}). Correct {_CONFIG}, copy the folder again, or install the version that wrote it."
+        ) from error
+
+
+def _library() -> Any:
+    return import_extra("transformers", "hf")
