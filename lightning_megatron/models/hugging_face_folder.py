@@ -66,7 +66,8 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
             f"such as {', '.join(map(repr, missing[:3]))}. {_CONFIG} and weights do not belong together, or it is the "
             "folder of another model. Copy it again, or use from_scratch=True to draw all weights."
         )
-    return model  # type: ignore[no-any-return]
+    loaded: nn.Module = model
+    return loaded
 
 
 def draw_model(path: str, config: Any, dtype: str) -> nn.Module:
@@ -77,10 +78,10 @@ def draw_model(path: str, config: Any, dtype: str) -> nn.Module:
     """
     with _naming(path, "config.json must describe a model that transformers builds"):
         chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
-        model = _library().AutoModelForCausalLM.from_config(
+        model: nn.Module = _library().AutoModelForCausalLM.from_config(
             config, dtype=chosen or torch.float32, trust_remote_code=False
         )
-    return model  # type: ignore[no-any-return]
+        return model
 
 
 @contextmanager
