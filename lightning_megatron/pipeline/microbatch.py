@@ -79,21 +79,20 @@ def cut_batch(batch: Any, num_samples: int, microbatch_size: int) -> list[Microb
     ]
 
 
-def neighbours_of(batch: Any, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-    """Cut each microbatch but the last one together with the one after it.
+def joined_parts(batch: Any, microbatches: Sequence[Microbatch], groups: Sequence[range]) -> list[Microbatch]:
+    """Cut microbatches that follow each other as one.
 
     Args:
-        batch: The batch that was cut; nothing comes of a list of :class:`Microbatch`, whose parts cannot be joined.
+        batch: The batch that was cut; not a list of :class:`Microbatch`, whose parts cannot be joined.
         microbatches: Its first microbatches.
+        groups: Which of them to join.
     """
-    if is_cut(batch):
-        return []
-    total, start, joined = _agreed_size(batch), 0, []
-    for first, second in zip(microbatches, microbatches[1:], strict=False):
-        num_samples = first.num_samples + second.num_samples
+    total, joined = _agreed_size(batch), []
+    for group in groups:
+        start = sum(part.num_samples for part in microbatches[: group.start])
+        num_samples = sum(microbatches[number].num_samples for number in group)
         data = batch if num_samples == total else _cut(batch, start, start + num_samples, total)
         joined.append(Microbatch(data, num_samples))
-        start += first.num_samples
     return joined
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cut, neighbours_of, own_containers
+from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cut, joined_parts, own_containers
 from lightning_megatron.strategy.buffers import BatchStatistics
 from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.module_state import ModuleState
@@ -99,16 +99,17 @@ class MicrobatchTrials:
             return
         self._tried.add(key)
         parts = list(microbatches[:_MOST])
-        pairs = neighbours_of(batch, parts) if len(parts) > 1 else []
+        groups = _groups(len(parts))
+        joined = joined_parts(batch, parts, groups)
         # Stages hold other layers, and data ranks other batches: all try, or none.
-        if not all(all_gather_objects(bool(pairs) and not self._drops, self._mesh.world_cpu)):
+        if not all(all_gather_objects(bool(groups) and not self._drops, self._mesh.world_cpu)):
             return
         state, random_before = ModuleState(self._module), random_states(self._mesh.device)
         position = self._mesh.random.position
         whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
         trial = _Trial(self._mesh, self._module, key[0], run, state, whole)
         try:
-            trial.compare(pairs, parts)
+            trial.compare(joined, groups, parts)
         except UnsupportedError:
             raise
         except Exception as error:
@@ -136,17 +137,24 @@ class _Trial:
         self._run_step, self._state, self._whole = run, state, whole
         self._spacing = 0.0
 
-    def compare(self, pairs: Sequence[Microbatch], parts: Sequence[Microbatch]) -> None:
-        together = self._run(pairs, seed=0)
+    def compare(self, joined: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]) -> None:
+        """Run the step on parts and on several of them at once.
+
+        Args:
+            joined: Microbatches at once.
+            groups: Which parts each of them joins.
+            parts: Microbatches.
+        """
+        together = self._run(joined, seed=0)
         self._state.restore()
         alone = self._run(parts, seed=0)
         tolerance = next(size for spacing, size in _TOLERANCES if self._worst_spacing() <= spacing)
-        changed = self._left_behind(pairs[0], parts, tolerance)
+        changed = self._left_behind(joined[0], parts, tolerance)
         self._state.restore()
-        found = _differences(together, alone, tolerance)
+        found = _differences(together, groups, alone, tolerance)
         if self._gathered(bool(found)):
             # What Python and NumPy draw cannot be made the same for one sample and for two.
-            again = self._run(pairs, seed=1)
+            again = self._run(joined, seed=1)
             unsteady = {
                 name
                 for before, after in zip(together, again, strict=True)
@@ -239,7 +247,7 @@ class _Trial:
     def _gathered(self, is_different: bool) -> bool:
         return any(all_gather_objects(is_different, self._mesh.world_cpu))
 
-    def _judge(self, found: Mapping[str, tuple[float, float]], changed: Mapping[str, str], size: int) -> None:
+    def _judge(self, found: Mapping[str, tuple[float, float, int]], changed: Mapping[str, str], size: int) -> None:
         texts = [_text_of_values(self._step, found, size)] if found else []
         counted = sorted(name for name, kind in changed.items() if kind in ("number", "tensor"))
         if counted and self._is_training:
@@ -321,20 +329,26 @@ def _joined(values: Sequence[tuple[float, float | None]]) -> tuple[float, float 
     return summed / total if total else 0.0, total
 
 
+def _groups(num_parts: int) -> list[range]:
+    """List which microbatches are tried at once: neighbours, and three because a median of two is their mean."""
+    pairs = [range(number, number + 2) for number in range(num_parts - 1)]
+    return [*pairs, range(3)] if num_parts > 2 else pairs
+
+
 def _differences(
-    together: Sequence[_Reading], alone: Sequence[_Reading], tolerance: float
-) -> dict[str, tuple[float, float]]:
-    """Return the largest difference of each name: its number for two microbatches at once, and one after the other."""
-    found: dict[str, tuple[float, float]] = {}
-    for number, pair in enumerate(together):
-        for name, (value, weight) in pair.values.items():
-            halves = [one.values[name] for one in alone[number : number + 2] if name in one.values]
-            if len(halves) < 2 or weight == 0.0:
+    together: Sequence[_Reading], groups: Sequence[range], alone: Sequence[_Reading], tolerance: float
+) -> dict[str, tuple[float, float, int]]:
+    """Return the largest difference of each name: its number at once, one after the other, and of how many."""
+    found: dict[str, tuple[float, float, int]] = {}
+    for reading, group in zip(together, groups, strict=False):
+        for name, (value, weight) in reading.values.items():
+            single = [alone[number].values[name] for number in group if name in alone[number].values]
+            if len(single) < len(group) or weight == 0.0 or len(group) > found.get(name, (0.0, 0.0, 3))[2]:
                 continue
-            expected, joined = value, _joined(halves)[0]
-            worst = found.get(name, (0.0, 0.0))
-            if not _is_close(expected, joined, tolerance) and not abs(worst[0] - worst[1]) >= abs(expected - joined):
-                found[name] = expected, joined
+            joined = _joined(single)[0]
+            worst = found.get(name, (0.0, 0.0, 0))
+            if not _is_close(value, joined, tolerance) and not abs(worst[0] - worst[1]) >= abs(value - joined):
+                found[name] = value, joined, len(group)
     return found
 
 
@@ -344,10 +358,11 @@ def _is_close(first: float, second: float, tolerance: float) -> bool:
     return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance / 10)
 
 
-def _text_of_values(step: str, found: Mapping[str, tuple[float, float]], size: int) -> str:
+def _text_of_values(step: str, found: Mapping[str, tuple[float, float, int]], size: int) -> str:
     listed = "; ".join(
-        f"{name} of two microbatches is {whole:.7g} at once and {parts:.7g} one after the other"
-        for name, (whole, parts) in found.items()
+        f"{name} of {'two' if count == 2 else 'three'} microbatches is {whole:.7g} at once and {parts:.7g} one after "
+        "the other"
+        for name, (whole, parts, count) in found.items()
     )
     return (
         f"{step} must give the same for microbatches and for their batch, because it is called on {size} samples at a "

@@ -115,6 +115,10 @@ def normalised(module: Step, batch: Any) -> Tensor:
     return mean(module, {**batch, "x": (x - x.mean(0)) / (x.std(0, correction=0) + 1)})
 
 
+def middle(module: Step, batch: Any) -> Tensor:
+    return logits(module, batch).norm(dim=1).quantile(0.5)
+
+
 COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
     "negatives in the batch": (contrast, "the loss of two microbatches is"),
     "a sum": (lambda module, batch: mean(module, batch) * len(batch["x"]), "the loss of two microbatches"),
@@ -122,6 +126,8 @@ COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
     "wrong token counts": (miscounted, "num_tokens of two microbatches is 7 at once and 14 one after the other"),
     "a median": (lambda module, batch: logits(module, batch).norm(dim=1).median(), "the loss"),
     "a quantile": (lambda module, batch: logits(module, batch).norm(dim=1).quantile(0.8), "the loss"),
+    # That of two samples is their mean.
+    "a median of single samples": (middle, "the loss of t"),
     "halves of a batch": (halves, "training_step must run on microbatches|the loss"),
     "mixed samples": (mixed, "the loss"),
     "statistics by hand": (normalised, "the loss"),
