@@ -22,6 +22,7 @@ from lightning_megatron.strategy.dataloaders import needs_distributed_sampler
 from lightning_megatron.strategy.garbage import LongLived
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.options import StrategyOptions
+from lightning_megatron.strategy.parameter_data import seeing_data
 from lightning_megatron.strategy.private import (
     call_nothing_before_epoch_ends,
     find_last_checkpoint_by,
@@ -226,6 +227,7 @@ class MegatronStrategy(ModelStrategy):
         inject_samplers_where(trainer, lambda loader: needs_distributed_sampler(loader, self.data_parallel_size))
         if trainer.state.fn == TrainerFn.FITTING:
             assert self._state is not None, "setup has run"
+            self._for_the_run.enter_context(seeing_data(self._state.main.written.note))
             if self.layout.pp > 1:
                 self._for_the_run.enter_context(without_example(self.user_module))
             average_mains(trainer, self.user_module, self._state.main, self.mesh)

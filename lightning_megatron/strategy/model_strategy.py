@@ -262,7 +262,7 @@ class ModelStrategy(MeshStrategy):
             assert self._experts is not None, "setup has run"
             self._experts.warn_of_evaluation()
             # Hooks of the user's code may have filled weights since the mains were made of them.
-            self._state.main.take_written(hidden=True)
+            self._state.main.written.take(all_values=True)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -358,6 +358,7 @@ class ModelStrategy(MeshStrategy):
         will_step = not accumulates(trainer)
         self._state.begin_step(step, will_step and is_logged(trainer))
         self._state.take_in(self.optimizers)
+        self._state.main.written.take_noted()
         self._executor.observer = self._state.observer if will_step and self.options.overlap_gradients else None
         self._executor.inspector = self._state.replicas.inspector
 

@@ -190,7 +190,7 @@ class MegatronPrecision(Precision):
             self.finish_gradients(optimizer)
             self._after_closure(model, optimizer)
             state.take_over()
-            state.main.take_written()
+            state.main.written.take()
             return result
 
         try:

@@ -145,7 +145,9 @@ def _compare(
             )
         elif now is None:
             added[name] = digest_of(value) if mesh.model.size > 1 else ""
-        elif not _is_same(value, now, main.main(name).dtype if main.holds(name) else now.dtype):
+        elif main.written.is_apart(name) or not _is_same(
+            value, now, main.main(name).dtype if main.holds(name) else now.dtype
+        ):
             changed.add(name)
             axis = mesh.etp if name in experts else mesh.tp
             if axis.size > 1 and value.shape != now.shape:

@@ -19,6 +19,7 @@ from lightning_megatron.checkpoint.model import STATE_DICT
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import FlatSlice, whole_spec
+from lightning_megatron.strategy.parameter_data import memory_of
 from lightning_megatron.strategy.private_callbacks import average_as_before, average_by
 from lightning_megatron.strategy.saved_weights import first_names
 from lightning_megatron.training.main_parameters import MainParameters
@@ -151,6 +152,6 @@ class _Swap:
         kept, self._kept = self._kept, None
         current = [*module.parameters(), *module.buffers()]
         if kept is None:
-            kept, self._kept = [*average.parameters(), *average.buffers()], [one.data.clone() for one in current]
+            kept, self._kept = [*average.parameters(), *average.buffers()], [memory_of(one).clone() for one in current]
         for one, value in zip(current, kept, strict=True):
-            one.data.copy_(value)
+            memory_of(one).copy_(value)

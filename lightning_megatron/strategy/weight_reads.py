@@ -19,6 +19,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import PipelinedModule, named_layers, pipelined_modules
+from lightning_megatron.strategy.parameter_data import is_accessor
 
 #: Attributes of a tensor through which its values can be read.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -99,8 +100,10 @@ class _Guard(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check(self, parameter: nn.Parameter) -> None:
-        # This function and the one that has called it are not of interest.
+        # This function and the one that has called it are not of interest, nor is the attribute itself.
         frame: FrameType | None = sys._getframe(2)
+        while frame is not None and is_accessor(frame.f_code):
+            frame = frame.f_back
         while frame is not None and frame.f_code.co_filename.startswith(_TORCH) and frame.f_code is not _CALL:
             frame = frame.f_back
         reader = frame

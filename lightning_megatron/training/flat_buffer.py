@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -117,46 +117,46 @@ class FlatBuffer:
             own.copy_(main)
 
     @torch.no_grad()
-    def take_written(self, *, hidden: bool = False) -> None:
+    def take_written(self, names: Collection[str] = ()) -> None:
         """Take over what others have written into the model's parameters, such as loaded or scaled weights.
 
         Elements that are their rounded mains stay as they are. A parameter counts as written if torch has seen an
         operation in place on it since the last call; nothing in a training step is one.
 
         Args:
-            hidden: Look at every parameter, to find what was written through ``parameter.data``, or put there.
+            names: Parameters to compare in any case, which torch may have seen nothing of.
         """
-        if hidden:
-            self._bring_back()
         if self.mains is None:
             return
         versions = self._count_writes()
-        if versions == self._versions and not hidden:
+        if versions == self._versions and not names:
             return
         for one, version, known in zip(self.slices.values(), versions, self._versions, strict=True):
-            if one.half is not None and (hidden or version != known):
+            if one.half is not None and (one.name in names or version != known):
                 is_main = one.main.to(one.half.dtype) == one.half
                 one.main.copy_(torch.where(is_main, one.main, one.half.to(one.main.dtype)))
         self._versions = versions
 
+    @torch.no_grad()
+    def bring_back(self, names: Iterable[str]) -> None:
+        """Copy the values of parameters whose memory was replaced, and let these be views of the buffer again."""
+        # All values are kept before any is written: two parameters may have exchanged their memory.
+        values = {name: self.members[name].detach().clone() for name in names}
+        for name, value in values.items():
+            place = self.plan.place(name)
+            view = self.parameters[place.start : place.stop].view(self._shapes[name])
+            view.copy_(value)
+            self.members[name].data = view
+
+    def has_in_place(self, name: str) -> bool:
+        """Return whether a parameter is a view of this buffer, at its place."""
+        start, itemsize = self.parameters.data_ptr(), self.parameters.element_size()
+        return self.members[name].data_ptr() == start + self.plan.place(name).start * itemsize
+
     @property
     def still_holds(self) -> bool:
         """Tell whether the model's parameters are views of this buffer: moving a module to a device ends that."""
-        start, itemsize = self.parameters.data_ptr(), self.parameters.element_size()
-        return all(
-            parameter.data_ptr() == start + self.plan.place(name).start * itemsize
-            for name, parameter in self.members.items()
-        )
-
-    def _bring_back(self) -> None:
-        """Copy the values of parameters whose memory was replaced, and let these be views of the buffer again."""
-        start, itemsize = self.parameters.data_ptr(), self.parameters.element_size()
-        for name, parameter in self.members.items():
-            place = self.plan.place(name)
-            if parameter.data_ptr() != start + place.start * itemsize and parameter.shape == self._shapes[name]:
-                view = self.parameters[place.start : place.stop].view(parameter.shape)
-                view.copy_(parameter.detach())
-                parameter.data = view
+        return all(map(self.has_in_place, self.members))
 
     def _count_writes(self) -> list[int]:
         """List how often torch has written in place into each parameter of which this rank has a part."""

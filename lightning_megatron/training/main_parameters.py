@@ -22,6 +22,7 @@ from lightning_megatron.training.lent_gradients import LentGradients
 from lightning_megatron.training.optimizer_kind import Unit, check_unit, smallest_unit
 from lightning_megatron.training.parameter_gather import ParameterGather
 from lightning_megatron.training.shared_gradients import resolve_ties
+from lightning_megatron.training.written import WrittenParameters
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -91,6 +92,8 @@ class MainParameters:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 self._parameters[name] = parameter
+        #: What user code writes into the parameters.
+        self.written = WrittenParameters(self._parameters, self.buffers, self.wait)
         self._mains: dict[str, nn.Parameter] = {}
         self._slices: dict[str, MainSlice] = {}
         self._main_ids: set[int] = set()
@@ -239,15 +242,6 @@ class MainParameters:
         self.gather.start(self.buffers, self.mesh)
         if wait:
             self.wait()
-
-    def take_written(self, *, hidden: bool = False) -> None:
-        """Take over what the user's code has written into the model's parameters; before they are trained further.
-
-        Args:
-            hidden: Also find what was written through ``parameter.data``, by looking at every element.
-        """
-        for buffer in self.buffers:
-            buffer.take_written(hidden=hidden)
 
     def wait(self) -> None:
         """Let everything that follows see whole parameters."""

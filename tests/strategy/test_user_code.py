@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy, UnsupportedError
+from lightning_megatron.checkpoint.load import read_full
 from lightning_megatron.strategy.precision import MegatronPrecision
 from tests.world import run_world
 
@@ -27,10 +28,11 @@ class Net(LightningModule):
         super().__init__()
         torch.manual_seed(4)
         self.generator, self.critic = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.generator_twin = nn.Linear(6, 6)
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         x, y = batch
-        return nn.functional.mse_loss(self.critic(torch.tanh(self.generator(x))), y)
+        return nn.functional.mse_loss(self.critic(torch.tanh(self.generator(x) + 0.1 * self.generator_twin(x))), y)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         return self.loss(batch)
@@ -114,6 +116,29 @@ def replace_data(module: LightningModule) -> None:
         parameter.data = torch.full_like(parameter, 0.25)
 
 
+def clamp_data(module: LightningModule) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+def exchange_data(module: LightningModule) -> None:
+    """Exchange the memory of two parameters, and put a third's values elsewhere."""
+    first, second = module.generator.weight, module.generator_twin.weight
+    first.data, second.data = second.data, first.data
+    module.critic.bias.data = module.critic.bias.data + 0.1
+
+
+def fill_from_vector(module: LightningModule) -> None:
+    vector = nn.utils.parameters_to_vector(module.parameters()).detach()
+    nn.utils.vector_to_parameters(0.5 * vector, module.parameters())
+
+
+def fill_in_inference_mode(module: LightningModule) -> None:
+    with torch.inference_mode():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+
+
 def load(module: LightningModule) -> None:
     module.load_state_dict({name: torch.full_like(value, 0.125) for name, value in module.state_dict().items()})
 
@@ -125,7 +150,22 @@ WRITES = {
     "put under the parameters when the training starts": ("on_train_start", replace_data),
     "loaded when the first epoch starts": ("on_train_epoch_start", load),
     "halved before the optimizer steps": ("on_before_optimizer_step", halve),
+    "clipped through .data after every step": ("on_train_batch_end", clamp_data),
+    "filled through .data when an epoch starts": ("on_train_epoch_start", fill_data),
+    "put under the parameters after every step": ("on_train_batch_end", replace_data),
+    "exchanged after every step": ("on_train_batch_end", exchange_data),
+    "exchanged before the optimizer steps": ("on_before_optimizer_step", exchange_data),
+    "taken from a vector after every epoch": ("on_train_epoch_end", fill_from_vector),
+    "clipped through .data before gradients are forgotten": ("on_before_zero_grad", clamp_data),
+    "halved in inference mode": ("on_train_batch_start", fill_in_inference_mode),
 }
+
+
+#: Those that two ranks try, too.
+DATA_WRITES = (
+    *("weights halved after every step", "filled when the fit starts", "clipped through .data after every step"),
+    *("put under the parameters after every step", "exchanged after every step"),
+)
 
 
 def data(rank: int = 0, size: int = 1) -> DataLoader:
@@ -192,6 +232,58 @@ def test_written_weights_are_trained_further(name: str, precision: str) -> None:
     assert distance(ours, plain) < (1e-6 if precision == "32-true" else 0.02)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_swapped_weights_are_evaluated_saved_and_swapped_back(precision: str, tmp_path: Path) -> None:
+    """Averages under the parameters while the epoch is validated, as averaging by hand has it."""
+
+    class Swaps(Callback):
+        def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.kept = {name: p.data for name, p in pl_module.named_parameters()}
+            for parameter in pl_module.parameters():
+                parameter.data = torch.full_like(parameter, 0.125)
+
+        def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+            for name, parameter in pl_module.named_parameters():
+                parameter.data = self.kept[name]
+
+    class Evaluated(Net):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch))
+
+        def val_dataloader(self) -> DataLoader:
+            return data()
+
+    options: dict[str, Any] = {"num_sanity_val_steps": 0}
+    plain = fit(Evaluated(), "auto", Swaps(), **options)
+    expected = plain.trainer.callback_metrics["val_loss"]
+    ours = fit(Evaluated(), MegatronStrategy(), Swaps(), precision=precision, **options)
+    assert distance(ours, plain) < (1e-6 if precision == "32-true" else 0.02)
+    torch.testing.assert_close(ours.trainer.callback_metrics["val_loss"].float(), expected, rtol=0.01, atol=0)
+    saved = {n: t for n, t in read_full(tmp_path / "1.ckpt").items() if n.startswith("state_dict.")}
+    assert saved
+    assert all(bool((tensor == 0.125).all()) for tensor in saved.values())
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (
+            lambda module: setattr(module.critic.bias, "data", torch.zeros(3)),
+            r"'critic.bias' was \(1,\) and is \(3,\) after an assignment to parameter.data",
+        ),
+        (
+            lambda module: setattr(module.generator.weight, "data", module.generator_twin.weight.data),
+            "'generator.weight' and 'generator_twin.weight' share theirs after an assignment to parameter.data",
+        ),
+    ],
+)
+def test_memory_that_cannot_be_trained_is_refused_by_name(act: Act, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        fit(Net(), MegatronStrategy(), Writes("on_train_batch_end", act))
+    assert "data" not in vars(nn.Parameter)
+
+
 def test_what_nobody_wrote_keeps_its_precision() -> None:
     """Steps far below what bfloat16 tells apart add up in the mains, also of parameters that are read and copied."""
 
@@ -235,7 +327,7 @@ def test_parameters_that_lightnings_finetuning_adds_are_trained_and_resumed(prec
 
 def two_ranks(rank: int, size: int) -> dict[str, float]:
     found = {}
-    for name in ("weights halved after every step", "filled when the fit starts"):
+    for name in DATA_WRITES:
         ours = fit(
             Net(),
             MegatronStrategy(microbatch_size=4, bucket_size=10),
@@ -244,6 +336,8 @@ def two_ranks(rank: int, size: int) -> dict[str, float]:
             precision="bf16-mixed",
         )
         found[name] = distance(ours, fit(Net(), "auto", Writes(*WRITES[name]))) if rank == 0 else 0.0
+        exact = fit(Net(), MegatronStrategy(bucket_size=10), Writes(*WRITES[name]), place=(rank, size))
+        found[f"{name} exactly"] = distance(exact, fit(Net(), "auto", Writes(*WRITES[name]))) if rank == 0 else 0.0
     ours = fit(Adversaries(), MegatronStrategy(microbatch_size=4), place=(rank, size))
     strategy = MegatronStrategy(microbatch_size=4, bucket_size=10)
     tuned = fit(HalfTrained(), strategy, Finetuning(), place=(rank, size), precision="bf16-mixed")
@@ -255,4 +349,5 @@ def two_ranks(rank: int, size: int) -> dict[str, float]:
 def test_two_data_ranks_do_as_one_process() -> None:
     found = run_world(two_ranks, 2)[0]
     assert found.pop("adversaries") < 1e-6
+    assert max(found.pop(f"{name} exactly") for name in DATA_WRITES) < 1e-6
     assert max(found.values()) < 0.02, found

@@ -1,0 +1,56 @@
+"""User code that reaches the memory of parameters through ``parameter.data``, of which torch counts no writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: Torch's own attribute, which the one that is put over it goes on to.
+_ORIGINAL: Any = torch.Tensor.data
+
+
+def memory_of(parameter: Tensor) -> Tensor:
+    """Return ``parameter.data`` without being seen."""
+    return _ORIGINAL.__get__(parameter)
+
+
+def _set(parameter: nn.Parameter, value: Tensor) -> None:
+    _ORIGINAL.__set__(parameter, value)
+
+
+def is_accessor(code: CodeType) -> bool:
+    """Return whether code is between the attribute and whoever uses it."""
+    return code.co_filename == memory_of.__code__.co_filename
+
+
+@contextmanager
+def seeing_data(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Call a function with every parameter whose ``data`` is read or assigned inside the block.
+
+    Args:
+        note: Called before the access.
+    """
+    # One fit may run inside of another.
+    before: Any = vars(nn.Parameter).get("data")
+
+    def get(parameter: nn.Parameter) -> Tensor:
+        note(parameter)
+        return memory_of(parameter)
+
+    def replace(parameter: nn.Parameter, value: Tensor) -> None:
+        note(parameter)
+        _set(parameter, value)
+
+    nn.Parameter.data = property(get, replace)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del nn.Parameter.data
+        else:
+            nn.Parameter.data = before
