@@ -100,9 +100,9 @@ class RandomStreams:
                 the position at which the layer first ran, because other microbatches have run since. Without, and
                 outside of a replay, another run of the layer begins.
         """
-        if position is None and not self.position.is_replay:
-            position = replace(self.position, run=self._next_run(layer))
-        self.position = replace(position or self.position, layer=layer)
+        base = position or self.position
+        run = base.run if position or base.is_replay else self._next_run(layer)
+        self.position = replace(base, layer=layer, run=run)
         self._states.clear()
         return self.position
 

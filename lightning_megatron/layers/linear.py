@@ -91,8 +91,8 @@ class ColumnParallelLinear(nn.Module):
             hidden: The input.
             add_bias: False leaves the bias to the caller, who may add it in one pass with what comes next.
         """
-        weight = self.weight if self.weights is None else self.weights()
-        bias = self.bias if self.biases is None or not add_bias else self.biases()
+        weight = self.weight if self.weights is None else self.weights.joined()
+        bias = self.bias if self.biases is None or not add_bias else self.biases.joined()
         output = column_linear(hidden, weight, bias if add_bias else None, self.mesh)
         if self.low_rank is not None:
             output = self.low_rank(hidden, output)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
-from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot, set_slot, slots_of
+from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot, set_slot, slot_of, slots_of
 from lightning_megatron.plan.shards import ShardRange
 
 
@@ -31,33 +32,24 @@ class ParameterStack(nn.Module):
         super().__init__()
         for number, parameter in enumerate(parameters):
             self.register_parameter(str(number), parameter)
-        self._slot: StackedSlot | None = None
+        self._leaf: _Leaf | None = None
 
     @property
     def parts(self) -> tuple[nn.Parameter, ...]:
         """Return the parameters in order."""
         return tuple(part for part in self._parameters.values() if part is not None)
 
-    def forward(self) -> Tensor:
+    def joined(self) -> Tensor:
         """Return the parameters as one tensor, whose gradients reach each of them."""
-        parts = self.parts
         if torch.compiler.is_compiling():
-            return torch.cat(parts)
-        slots = [slot for slot in slots_of(parts) if slot is not None]
-        stacked: Tensor = _Stacked.apply(*parts)
-        if len(slots) == len(parts):
-            set_slot(stacked, self._slot_of(slots, [len(part) for part in parts]))
-        return stacked
-
-    def _slot_of(self, slots: list[GradientSlot], rows: list[int]) -> StackedSlot:
-        """Return the slot of the whole stack, which is kept until the parameters get other slots."""
-        if self._slot is None or self._slot.slots != tuple(slots):
-            self._slot = StackedSlot(slots, rows)
-        return self._slot
+            return torch.cat(self.parts)
+        if self._leaf is None or not self._leaf.presents(self._parameters.values()):
+            self._leaf = _leaf_of(self.parts)
+        return _Stacked.apply(*self.parts) if self._leaf is None else self._leaf.tensor
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the module takes no part in the training that the slot belongs to.
-        return {**self.__dict__, "_slot": None}
+        # A copy of the module takes no part in the training that the slots belong to.
+        return {**self.__dict__, "_leaf": None}
 
     def extra_repr(self) -> str:
         """Show the rows of each parameter."""
@@ -105,6 +97,45 @@ def _part_of(spec: ShardSpec, first: int, count: int) -> ShardSpec:
         if start < stop:
             ranges.append(ShardRange(start - first, stop - first, piece.copy))
     return replace(spec, full_shape=(count, *spec.full_shape[1:]), ranges=tuple(ranges))
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Hold the tensor that presents neighbours in memory whose gradients are summed in slots.
+
+    Autograd has nothing to pass on for such a stack, so the tensor is a leaf of every graph: calls share it and cost
+    no node. The products that read it add their gradients to its slot.
+    """
+
+    tensor: Tensor
+    #: Address and slot of each parameter when the tensor was made.
+    places: tuple[tuple[int, GradientSlot], ...]
+
+    def presents(self, parts: Iterable[Tensor | None]) -> bool:
+        """Return whether the tensor still lies where these parameters do, and their gradients go to the same slots."""
+        for part, (address, slot) in zip(parts, self.places, strict=True):
+            if part is None or part.data_ptr() != address or slot_of(part) is not slot:
+                return False
+        return True
+
+
+def _leaf_of(parts: Sequence[nn.Parameter]) -> _Leaf | None:
+    """Return the leaf for parameters that are neighbours and have slots; None for others."""
+    slots = [slot for slot in slots_of(parts) if slot is not None]
+    tensor = neighbours_as_one(parts) if len(slots) == len(parts) else None
+    if tensor is None:
+        return None
+    slot = StackedSlot(slots, [len(part) for part in parts])
+    set_slot(tensor.requires_grad_(), slot)
+    # What reads the stack without asking for a slot leaves its gradient to autograd.
+    tensor.register_post_accumulate_grad_hook(partial(_move_to_slot, slot))
+    return _Leaf(tensor, tuple((part.data_ptr(), slot) for part, slot in zip(parts, slots, strict=True)))
+
+
+def _move_to_slot(slot: StackedSlot, leaf: Tensor) -> None:
+    if leaf.grad is not None:
+        slot.add(leaf.grad)
+        leaf.grad = None
 
 
 class _Stacked(torch.autograd.Function):

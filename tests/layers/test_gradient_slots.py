@@ -27,6 +27,7 @@ from lightning_megatron.layers.embedding import (
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.parameter_stack import ParameterStack
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.oracles import assert_equal
 from tests.recorded import record_starts
@@ -312,3 +313,36 @@ def test_parts_of_a_gradient_are_added_as_their_sum(dtype: torch.dtype, scale: f
     slot.add_sum(parts)
     assert_equal(memory, 3 * expected, "one that does not count", near)
     assert calls == [2]
+
+
+def stack_with_slots() -> tuple[ParameterStack, list[GradientSlot]]:
+    memory = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    parts = [nn.Parameter(memory[:2]), nn.Parameter(memory[2:])]
+    slots = [GradientSlot(torch.zeros_like(part), lambda: None) for part in parts]
+    for part, slot in zip(parts, slots, strict=True):
+        set_slot(part, slot)
+    return ParameterStack(parts), slots
+
+
+def test_a_stack_with_slots_is_one_leaf_until_a_part_is_frozen_or_moved() -> None:
+    stack, _ = stack_with_slots()
+    leaf = stack.joined()
+    assert leaf.grad_fn is None
+    assert leaf.requires_grad
+    assert stack.joined() is leaf
+    assert leaf.data_ptr() == stack.parts[0].data_ptr()
+    stack.parts[1].requires_grad_(False)
+    assert stack.joined().grad_fn is not None, "the graph passes on the gradient of the part that is not frozen"
+    stack.parts[1].requires_grad_(True)
+    assert stack.joined().grad_fn is None
+    stack.parts[1].data = torch.ones(3, 3)
+    assert (stack.joined()[2:] == 1).all(), "the part lies elsewhere now"
+
+
+def test_a_stack_gives_slots_the_gradient_that_autograd_finds() -> None:
+    stack, slots = stack_with_slots()
+    for _ in range(2):
+        (stack.joined() * torch.arange(5.0)[:, None]).sum().backward()
+    expected = 2 * torch.arange(5.0)[:, None].expand(5, 3)
+    assert torch.equal(torch.cat([slot.gradient for slot in slots]), expected)
+    assert stack.joined().grad is None
