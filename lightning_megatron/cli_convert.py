@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint import is_sharded_checkpoint
-from lightning_megatron.checkpoint.hugging_face import SavedModel, export_model, import_model
+from lightning_megatron.checkpoint.hugging_face import SavedModel, export_model, find_model, import_model
+from lightning_megatron.checkpoint.own_code import OwnCodeModel
 from lightning_megatron.cli_checkpoint import DTYPES
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
@@ -60,11 +61,15 @@ def main(args: Sequence[str]) -> None:
     print(f"{options.out}: {'a Hugging Face folder' if is_export else 'a checkpoint'} of {options.source}")
     if options.verify:
         checkpoint, folder = (options.source, options.out) if is_export else (options.out, options.source)
-        gap = compare(checkpoint, folder, options.name)
-        print(f"results for {_NUM_TOKENS} tokens differ by {gap:.1e} of the largest")
+        saved = find_model(checkpoint, options.name, options.unsafe)
+        if isinstance(saved, OwnCodeModel):
+            what, gap = "tensors", saved.gap(folder)
+        else:
+            what, gap = f"results for {_NUM_TOKENS} tokens", compare(saved, folder)
+        print(f"{what} differ by {gap:.1e} of the largest")
         if gap > _TOLERANCE:
             raise UnsupportedError(
-                f"both forms of a model must have the same results: they differ by {gap:.1e} of the largest, more than "
+                f"both forms of a model must have the same {what}: they differ by {gap:.1e} of the largest, more than "
                 f"{_TOLERANCE:.0e}. One is of another model, or was rounded by --dtype. Do not use {options.out}."
             )
 
@@ -84,7 +89,8 @@ def _check_options(options: argparse.Namespace, is_export: bool) -> None:
         )
     if not (is_export and options.verify) or options.merge:
         return
-    if SavedModel.find(options.source, options.name, options.unsafe).adapter:
+    saved = find_model(options.source, options.name, options.unsafe)
+    if isinstance(saved, SavedModel) and saved.adapter:
         raise UnsupportedError(
             "results are compared of whole models: --verify was given, and an adapter alone would be written. It has "
             "none without its base. Add --merge, or leave --verify out."
@@ -118,15 +124,13 @@ def convert_parser() -> argparse.ArgumentParser:
 
 
 @torch.no_grad()
-def compare(checkpoint: str, folder: str, name: str | None = None) -> float:
+def compare(saved: SavedModel, folder: str) -> float:
     """Return how far the results of both forms of a model are apart, relative to the largest.
 
     Args:
-        checkpoint: The checkpoint.
+        saved: The model of a checkpoint.
         folder: The Hugging Face folder.
-        name: Attribute of the LightningModule that holds the model; None if there is one.
     """
-    saved = SavedModel.find(checkpoint, name)
     library: Any = import_extra("transformers", "hf")
     theirs = getattr(library, saved.family.architecture).from_pretrained(folder, dtype="float32").eval()
     root = nn.ModuleDict({"model": deepcopy(theirs)})

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoint.consolidate import HUGGING_FACE, MODEL, Written, read_one_by_one
+from lightning_megatron.checkpoint.consolidate import HUGGING_FACE, MODEL, ONE_PROCESS, Written, read_one_by_one
 from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.checkpoint.load import load_metadata
+from lightning_megatron.checkpoint.own_code import OwnCodeModel
 from lightning_megatron.checkpoint.rewrite import write_checkpoint
 from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.checkpoint.verify import verify_checkpoint
@@ -26,24 +27,32 @@ from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.load import full_tensors
 from lightning_megatron.swap.low_rank import Adapter, is_factor, merged, plain_name
 from lightning_megatron.swap.mapping import TensorMap
+from lightning_megatron.swap.own_code import OWN_CODE, described, own_code_models
 from lightning_megatron.swap.replaced import replaced_models
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
 
-def describe_models(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return class, configuration and adapter of every Hugging Face model inside a module, by name."""
+def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return class, configuration and adapter of every Hugging Face model inside a module, by name.
+
+    Args:
+        module: The module.
+        one_process: Names of the tensors that one process would have.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, part in replaced_models(module):
         config: Any = part.config
         found[name] = {"architecture": part.family.architecture, "config": config.to_dict()}
         if part.adapter is not None:
             found[name]["adapter"] = asdict(part.adapter)
+    for name, model in own_code_models(module):
+        found[name] = described(name, model, one_process["order"], one_process["aliases"])
     return found
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """Read a Hugging Face model of a checkpoint.
+    """Read a Hugging Face model of a checkpoint that computed with layers of this package.
 
     Args:
         path: The checkpoint.
@@ -60,21 +69,17 @@ class SavedModel:
     adapter: Adapter | None = None
 
     @classmethod
-    def find(cls, path: str | os.PathLike[str], name: str | None = None, unsafe: bool = False) -> SavedModel:
+    def of(cls, path: str | os.PathLike[str], name: str, record: Mapping[str, Any]) -> SavedModel:
         """Return a model of a checkpoint.
 
         Args:
             path: The checkpoint.
-            name: The model in the LightningModule; None if there is one.
-            unsafe: Unpickle whatever the checkpoint holds beside tensors.
-
-        Raises:
-            CheckpointMismatchError: If there is no complete checkpoint, or it has no such model.
+            name: The model in the LightningModule.
+            record: What the checkpoint records of it.
         """
-        name, model = _chosen(load_metadata(path, weights_only=not unsafe).get(HUGGING_FACE) or {}, name, path)
-        family, adapter = family_of(model["architecture"]), model.get("adapter")
+        family, adapter = family_of(record["architecture"]), record.get("adapter")
         prefix = f"{MODEL}{name}." if name else MODEL
-        return cls(path, prefix, family, model["config"], None if adapter is None else Adapter(**adapter))
+        return cls(path, prefix, family, record["config"], None if adapter is None else Adapter(**adapter))
 
     def adapter_tensors(self) -> dict[str, Tensor]:
         """Read the full tensors that belong to the adapter, by the names that they have in the model's tree."""
@@ -104,6 +109,27 @@ class SavedModel:
         return name if is_factor(name) else plain_name(name)
 
 
+def find_model(
+    path: str | os.PathLike[str], name: str | None = None, unsafe: bool = False
+) -> SavedModel | OwnCodeModel:
+    """Return a Hugging Face model of a checkpoint.
+
+    Args:
+        path: The checkpoint.
+        name: The model in the LightningModule; None if there is one.
+        unsafe: Unpickle whatever the checkpoint holds beside tensors.
+
+    Raises:
+        CheckpointMismatchError: If there is no complete checkpoint, or it has no such model.
+        UnsupportedError: If the model computes with its own code, and peft has wrapped its layers.
+    """
+    metadata = load_metadata(path, weights_only=not unsafe)
+    name, record = _chosen(metadata.get(HUGGING_FACE) or {}, name, path)
+    if OWN_CODE in record:
+        return OwnCodeModel.of(path, record, metadata.get(ONE_PROCESS) or {})
+    return SavedModel.of(path, name, record)
+
+
 def export_model(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -130,13 +156,15 @@ def export_model(
         UnsupportedError: If ``out`` has weights, or there is no adapter to merge.
     """
     verify_checkpoint(path)
-    saved = SavedModel.find(path, name, unsafe)
-    if merge and saved.adapter is None:
+    saved = find_model(path, name, unsafe)
+    if merge and (isinstance(saved, OwnCodeModel) or saved.adapter is None):
         raise UnsupportedError(
             f"only an adapter can be merged: the model in {os.fspath(path)} has none. Its weights are what was "
             "trained. Leave merge out."
         )
-    if saved.adapter is not None and not merge:
+    if isinstance(saved, OwnCodeModel):
+        saved.export(out, max_file_bytes, dtype)
+    elif saved.adapter is not None and not merge:
         export_adapter(saved.adapter_tensors().items(), saved.family, saved.config, saved.adapter, out, dtype)
     else:
         export_folder(saved.merged_tensors(), saved.family, saved.config, out, max_file_bytes, dtype, at_home=True)

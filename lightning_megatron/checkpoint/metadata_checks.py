@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.swap.own_code import OWN_CODE
 
 #: Keys of the metadata beside Lightning's own: hyperparameters of the optimizers, and the model in one process.
 OPTIMIZERS, ONE_PROCESS = "megatron_optimizers", "megatron_one_process"
@@ -70,6 +71,16 @@ def _is_model(value: Any) -> bool:
         and isinstance(value.get("architecture"), str)
         and _is_mapping(value.get("config"))
         and (value.get("adapter") is None or _is_mapping(value["adapter"]))
+        and (OWN_CODE not in value or _is_own_code(value[OWN_CODE]))
+    )
+
+
+def _is_own_code(value: Any) -> bool:
+    return (
+        _is_mapping(value)
+        and _is_mapping(value.get("tensors"), lambda name: isinstance(name, str))
+        and len(set(value["tensors"].values())) == len(value["tensors"])
+        and isinstance(value.get("has_other_format"), bool)
     )
 
 

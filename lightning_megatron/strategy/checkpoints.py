@@ -105,7 +105,7 @@ class RunCheckpoints:
             checkpoint[OPTIMIZERS] = [optimizer_metadata(optimizer, main, mesh) for optimizer in optimizers]
         one_process = describe_for_one_process(module, optimizers if trains else (), main, mesh)
         names = [name for name in one_process["order"] if name not in weights.removed]
-        models = describe_models(module)
+        models = describe_models(module, one_process)
         if models:
             checkpoint[HUGGING_FACE] = models
         checkpoint[ONE_PROCESS] = {**one_process, "order": [*names, *weights.added]}

@@ -20,6 +20,7 @@ from lightning_megatron.swap.build import Site
 from lightning_megatron.swap.checks import check_nothing_is_lost
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face import family_of_module, is_part, reason_to_keep, swapped_model
+from lightning_megatron.swap.own_code import is_pretrained
 from lightning_megatron.swap.own_plan import OwnPlan, is_hugging_face, own_plan, whole_parts
 from lightning_megatron.swap.own_stages import find_stages, prepare_call
 from lightning_megatron.swap.peft_model import keep_wrappers
@@ -288,7 +289,7 @@ def _known_model(place: Place, family: Family, mesh: ParallelMesh, shows_progres
 def _with_own_code(places: Sequence[Place], replaced: Sequence[str]) -> Iterator[nn.Module]:
     """List Hugging Face's models that are not replaced, those inside of others among them."""
     for place in _first_names(places):
-        if is_hugging_face(place.module) and place.name not in replaced and not _is_inside(place, replaced):
+        if is_pretrained(place.module) and place.name not in replaced and not _is_inside(place, replaced):
             yield place.module
 
 

@@ -15,6 +15,7 @@ from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.load import RenamedTensors
 from lightning_megatron.swap.low_rank import Adapter, is_factor, plain_name
 from lightning_megatron.swap.mapping import TensorMap, TensorsInMemory, named
+from lightning_megatron.swap.own_code import OWN_CODE
 from lightning_megatron.swap.packed import pack, places
 from lightning_megatron.swap.replaced import replaced_models
 
@@ -52,10 +53,13 @@ class ClassTensors:
         """Return those of the replaced models of a checkpoint.
 
         Args:
-            models: Class, configuration and adapter of each model, by its name in the module.
+            models: What it records of each Hugging Face model, by its name in the module; those that compute with
+                their own code have the tensors of their classes already.
         """
         found = []
         for name, model in models.items():
+            if OWN_CODE in model:
+                continue
             family = family_of(model["architecture"])
             adapter = Adapter(**model["adapter"]) if "adapter" in model else None
             found.append(cls(_prefix(name), family, family.config(model["config"]), adapter))

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.swap.families.expert_names import SETTINGS, is_of_training
 from lightning_megatron.swap.families.family import Family, ModelConfig
+from lightning_megatron.swap.file_format import FileFormat
 from lightning_megatron.swap.low_rank import Adapter
 from lightning_megatron.swap.mapping import TensorMap, named
 from lightning_megatron.swap.safetensors_folder import CONFIG, DTYPES, INDEX, LENGTH_BYTES, WEIGHTS
@@ -126,6 +127,7 @@ def export_folder(
 def export_as_it_is(
     full_tensors: Iterable[tuple[str, Tensor]],
     shapes: Mapping[str, tuple[int, ...]],
+    form: FileFormat | None,
     hf_config: Mapping[str, Any],
     architecture: str,
     folder: str | os.PathLike[str],
@@ -135,8 +137,9 @@ def export_as_it_is(
     """Write a model whose tensors have the names of its class such that ``from_pretrained`` gives the same tensors.
 
     Args:
-        full_tensors: Names and full values, without padding; of a shared tensor one name.
+        full_tensors: Names and full values, without padding, block by block; of a shared tensor one name.
         shapes: Their shapes (elements).
+        form: How files have them; None means as they are.
         hf_config: What ``config.to_dict()`` returns or ``config.json`` holds.
         architecture: Name of the class.
         folder: Where to; made if it is not there.
@@ -147,8 +150,8 @@ def export_as_it_is(
         UnsupportedError: If there are weights already.
     """
     place = _new_folder(folder)
-    writer = _Writer(place, max_file_bytes, shapes)
-    writer.write(full_tensors, dtype)
+    writer = _Writer(place, max_file_bytes, shapes if form is None else form.shapes(shapes))
+    writer.write(full_tensors if form is None else form.tensors(full_tensors), dtype)
     found = writer.floating.most_common(1)
     _write_config(place, {**hf_config, "architectures": [architecture]}, found[0][0] if found else torch.float32)
     writer.publish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,13 @@ from lightning_megatron.groups.collectives import all_gather_objects, barrier
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import exchange
 from lightning_megatron.groups.shard_spec import Box, shard_spec_of
-from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.swap.export import MAX_FILE_BYTES, export_as_it_is, export_folder
 from lightning_megatron.swap.families.expert_names import is_of_training
+from lightning_megatron.swap.file_format import FileFormat, block
 from lightning_megatron.swap.low_rank import plain_name
+from lightning_megatron.swap.mapping import named
+from lightning_megatron.swap.own_code import holds_replaced, names_in_files, plain_config
 from lightning_megatron.swap.peft_layers import is_of_peft
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -84,6 +86,13 @@ def save_as_it_is(
         type(model).save_pretrained(model, save_directory, **size, **others)
         return
     check_arguments(others)
+    if holds_replaced(model):
+        parts = [name for name, part in model.named_modules() if computed_by(part) is not None]
+        raise UnsupportedError(
+            f"save_pretrained writes models of one kind: {type(model).__name__} holds {named(parts)}, which compute "
+            "with layers of this package. Their tensors are not stored as the class around them has them. Call "
+            "save_pretrained of each, or write a file for one process with `lightning-megatron checkpoint consolidate`."
+        )
     if any(is_of_peft(part) for part in model.modules()):
         raise UnsupportedError(
             f"save_pretrained writes models without adapters: peft has wrapped layers of this {type(model).__name__}, "
@@ -95,8 +104,8 @@ def save_as_it_is(
     limit = _limit(max_shard_size)
 
     def write(full: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        config = json.loads(model.config.to_json_string(use_diff=False))
-        export_as_it_is(full, shapes, config, type(model).__name__, save_directory, limit)
+        form = FileFormat.of(model)
+        export_as_it_is(full, shapes, form, plain_config(model), type(model).__name__, save_directory, limit)
 
     _write_together(model, _tensors_of_class(model), save_directory, mesh, write)
 
@@ -108,13 +117,9 @@ def save_from_all_ranks(models: Iterable[Any]) -> None:
 
 
 def _tensors_of_class(model: Any) -> dict[str, Tensor]:
-    """Return what the files of a model have: every tensor under one name."""
-    tied, ignored = (getattr(model, name, None) or () for name in ("all_tied_weights_keys", "_keys_to_ignore_on_save"))
-    state = {name: one for name, one in model.state_dict(keep_vars=True).items() if name not in ignored}
-    first: dict[int, str] = {}
-    for name in sorted(state, key=lambda one: one in tied):
-        first.setdefault(id(state[name]), name)
-    return {name: one for name, one in state.items() if first[id(one)] == name}
+    """Return the tensors of a model on this rank by the names that its files have for them."""
+    state = model.state_dict(keep_vars=True)
+    return {name: state[name] for name in names_in_files(model, {name: id(one) for name, one in state.items()})}
 
 
 def _write_together(
@@ -129,7 +134,8 @@ def _write_together(
         name: (one.dtype, [(box.offsets, box.sizes) for box in one.boxes], one.shape) for name, one in held.items()
     }
     everyone = all_gather_objects(offers, mesh.world_cpu)
-    shapes = {name: offer[2] for offers in everyone for name, offer in offers.items()}
+    found = {name: offer[2] for offers in everyone for name, offer in offers.items()}
+    shapes = {name: found[name] for name in sorted(found, key=block)}
     if mesh.rank != 0:
         for name in shapes:
             _send(held.get(name), mesh)

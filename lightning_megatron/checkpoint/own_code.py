@@ -1,0 +1,133 @@
+"""Hugging Face models in checkpoints that compute with their own code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.consolidate import MODEL, read_one_by_one
+from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.extras import import_extra
+from lightning_megatron.swap.export import export_as_it_is
+from lightning_megatron.swap.file_format import FileFormat, block
+from lightning_megatron.swap.low_rank import is_factor, plain_name
+from lightning_megatron.swap.mapping import named
+from lightning_megatron.swap.own_code import OWN_CODE
+
+
+@dataclass(frozen=True)
+class OwnCodeModel:
+    """Read a Hugging Face model of a checkpoint whose tensors have the names of its class.
+
+    Args:
+        path: The checkpoint.
+        architecture: Name of the class.
+        config: Its configuration.
+        entries: The entry of each tensor that its files have, by the name that the model has for it.
+        empty: Shapes of the tensors without elements, of which nothing is stored, by entry.
+        form: How files have the tensors; None means as they are.
+    """
+
+    path: str | os.PathLike[str]
+    architecture: str
+    config: Mapping[str, Any]
+    entries: Mapping[str, str]
+    empty: Mapping[str, list[int]]
+    form: FileFormat | None
+
+    @classmethod
+    def of(
+        cls, path: str | os.PathLike[str], record: Mapping[str, Any], one_process: Mapping[str, Any]
+    ) -> OwnCodeModel:
+        """Return a model of a checkpoint.
+
+        Args:
+            path: The checkpoint.
+            record: What the checkpoint records of the model.
+            one_process: What it records of the tensors of one process.
+
+        Raises:
+            CheckpointMismatchError: If the checkpoint lacks a tensor of the model.
+            UnsupportedError: If peft has wrapped its layers, or the class is needed and not known.
+        """
+        name, config, own = record["architecture"], record["config"], record[OWN_CODE]
+        entries = {one: f"{MODEL}{entry}" for one, entry in own["tensors"].items()}
+        adapted = [one for one in entries if is_factor(one) or plain_name(one) != one]
+        if adapted:
+            raise UnsupportedError(
+                f"a model that computes with its own code is written without an adapter: peft has wrapped layers of "
+                f"this {name} ({named(adapted)}). Files of the class have no such tensors. Call save_pretrained of the "
+                "PeftModel on all ranks, or let `lightning-megatron checkpoint consolidate` write a file for one "
+                "process."
+            )
+        empty = {f"{MODEL}{one}": shape for one, shape in one_process.get("empty", {}).items()}
+        missing = set(entries.values()) - Stored.open(path).tensors.keys() - empty.keys()
+        if missing:
+            raise CheckpointMismatchError(
+                f"the tensors must be those of the whole {name}: {named(missing)} missing in {os.fspath(path)}. "
+                "Hugging Face would draw them anew. Save a checkpoint with all weights."
+            )
+        form = FileFormat.of_class(name, config) if own["has_other_format"] else None
+        return cls(path, name, config, entries, empty, form)
+
+    def export(self, out: str | os.PathLike[str], max_file_bytes: int, dtype: torch.dtype | None = None) -> None:
+        """Write the model as a folder that ``from_pretrained`` reads.
+
+        Args:
+            out: The folder; it must not have weights yet.
+            max_file_bytes: A file ends before the tensor that would exceed this (bytes).
+            dtype: Of the floating-point weights; None keeps what was saved.
+        """
+        saved = Stored.open(self.path).tensors
+        shapes = {
+            name: tuple(self.empty[entry]) if entry in self.empty else saved[entry].shape
+            for name, entry in self.entries.items()
+        }
+        export_as_it_is(self.tensors(), shapes, self.form, self.config, self.architecture, out, max_file_bytes, dtype)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Read the full tensors of the model one by one, block by block, by the names that it has for them."""
+        name_of = {entry: name for name, entry in self.entries.items()}
+        for entry, shape in self.empty.items():
+            if entry in name_of:
+                yield name_of.pop(entry), torch.empty(shape)
+        entries = sorted(name_of, key=lambda entry: block(name_of[entry]))
+        yield from ((name_of[entry], full) for entry, full in read_one_by_one(Stored.open(self.path), entries))
+
+    def gap(self, folder: str) -> float:
+        """Return how far the tensors that ``from_pretrained`` reads from a folder are from those of the checkpoint.
+
+        Args:
+            folder: The folder.
+
+        Returns:
+            the largest difference, relative to the largest element of the tensor; infinity if tensors are missing,
+            left over or of another shape.
+
+        Raises:
+            UnsupportedError: If the library does not have the class.
+        """
+        library: Any = import_extra("transformers", "hf")
+        kind = getattr(library, self.architecture, None)
+        if kind is None:
+            raise UnsupportedError(
+                f"a folder is compared by the class of its model: {self.architecture!r} is not in transformers "
+                f"{library.__version__}. Leave --verify out."
+            )
+        model, report = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        state = model.state_dict()
+        found = 0.0
+        for name, full in self.tensors():
+            theirs = state.get(name)
+            if any(report.values()) or theirs is None or theirs.shape != full.shape:
+                return float("inf")
+            if full.numel():
+                largest = full.abs().max().item() or 1.0
+                found = max(found, (theirs.to(full.dtype) - full).abs().max().item() / largest)
+        return found

@@ -1,0 +1,112 @@
+"""Tensors of Hugging Face models beside those in their files, which have other names or are cut otherwise for some."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import MissingExtraError, UnsupportedError
+from lightning_megatron.extras import import_extra
+
+#: A block of a list, as the name of a tensor begins.
+_BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """Convert the tensors of a model to those that Hugging Face's ``save_pretrained`` writes, block by block.
+
+    Args:
+        twin: A model of the same class and configuration on the meta device.
+    """
+
+    twin: Any
+
+    @classmethod
+    def of(cls, model: Any) -> FileFormat | None:
+        """Return the format of a model's files; None if they have the tensors as the model does.
+
+        Args:
+            model: The model, of which this rank may hold a part.
+        """
+        if not has_other_format(model):
+            return None
+        found = cls(_on_meta(type(model), model.config))
+        if getattr(model, "_weight_conversions", None) is not None:
+            # Those of the files that the model was read from.
+            found.twin._weight_conversions = model._weight_conversions
+        return found
+
+    @classmethod
+    def of_class(cls, architecture: str, config: Mapping[str, Any]) -> FileFormat:
+        """Return the format of the files of a class of Hugging Face.
+
+        Args:
+            architecture: Name of the class.
+            config: What its ``config.json`` holds.
+
+        Raises:
+            UnsupportedError: If the library does not have the class.
+        """
+        library = import_extra("transformers", "hf")
+        kind: Any = getattr(library, architecture, None)
+        is_class = isinstance(kind, type)
+        if not is_class or not issubclass(kind, library.PreTrainedModel):
+            raise UnsupportedError(
+                f"a model whose files have other tensors than it has in memory must be of a class of transformers: "
+                f"{architecture!r} is not in {library.__version__}. The class says how they are converted. Call "
+                "save_pretrained of the model on all ranks, in a run that has loaded the checkpoint."
+            )
+        return cls(_on_meta(kind, kind.config_class.from_dict(dict(config))))
+
+    def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the tensors in the files from those of the model (elements)."""
+        given = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
+        return {
+            name: tuple(tensor.shape) for name, tensor in self.tensors(sorted(given, key=lambda one: block(one[0])))
+        }
+
+    def tensors(self, full: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Convert full tensors of the model to those of the files.
+
+        Args:
+            full: Names and values; those of a :func:`block` come one after the other.
+        """
+        revert = import_extra("transformers.core_model_loading", "hf").revert_weight_conversion
+        for _, group in groupby(full, key=lambda one: block(one[0])):
+            yield from revert(self.twin, dict(group)).items()
+
+
+def has_other_format(model: Any) -> bool:
+    """Return whether the files of a model may have other tensors than it has.
+
+    Args:
+        model: The model.
+    """
+    of_its_files = getattr(model, "_weight_conversions", None)
+    if of_its_files is not None:
+        return bool(of_its_files)
+    try:
+        mapping: Any = import_extra("transformers.conversion_mapping", "hf")
+    except MissingExtraError:
+        # Earlier versions of the library have the same tensors in both.
+        return False
+    return bool(mapping.get_model_conversion_mapping(model, add_legacy=False))
+
+
+def block(name: str) -> str:
+    """Return the block that a tensor is of, by its name: what files join or cut lies within one."""
+    found = _BLOCK.match(name)
+    return "" if found is None else found.group()
+
+
+def _on_meta(kind: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return kind(deepcopy(config))
