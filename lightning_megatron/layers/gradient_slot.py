@@ -269,12 +269,17 @@ def _add_product(sums: Tensor, left: Tensor, right: Tensor, *, is_empty: bool, s
 def slot_of(parameter: Tensor | None) -> Any:
     """Return where a parameter's gradient is summed; None where autograd keeps it, and for one that is frozen.
 
+    A parameter with hooks of its own gets its gradient by autograd, which runs them; not where blocks are compiled.
+
     Returns:
         A :class:`GradientSlot`, of several parameters in a row a :class:`StackedSlot`, or None.
     """
     if parameter is None or not parameter.requires_grad:
         return None
-    return getattr(parameter, _ATTRIBUTE, None)
+    slot = getattr(parameter, _ATTRIBUTE, None)
+    if slot is None or torch.compiler.is_compiling():
+        return slot
+    return None if parameter._backward_hooks else slot
 
 
 def slots_of(parameters: Sequence[Tensor]) -> list[GradientSlot | None]:

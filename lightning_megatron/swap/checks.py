@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
@@ -30,6 +32,7 @@ def check_nothing_is_lost(place: Place, target: nn.Module, *, stays: bool = Fals
             "the module that is gone. " + _remedy(target)
         )
     kept = set(target.modules())
+    staying = {id(parameter) for parameter in target.parameters()}
     for path, gone in place.module.named_modules():
         name = f"{place.name}.{path}".rstrip(".")
         hooks = (gone._forward_hooks, gone._forward_pre_hooks, gone._backward_hooks, gone._backward_pre_hooks)
@@ -40,10 +43,24 @@ def check_nothing_is_lost(place: Place, target: nn.Module, *, stays: bool = Fals
                 f"{name!r} has hooks, which a swap would lose, because another module takes its place. Register them "
                 f"after the strategy has set the module up, or give {place.name!r} the kind 'replicate'."
             )
+        if gone not in kept:
+            _check_parameters(name, gone, staying)
         if gone not in kept and gone._compiled_call_impl is not None:
             raise UnsupportedError(
                 f"{name!r} was compiled, which a swap would lose, because another module takes its place. "
                 + _remedy(target)
+            )
+
+
+def _check_parameters(name: str, gone: nn.Module, staying: Set[int]) -> None:
+    """Refuse hooks of parameters in whose place others come."""
+    for key, parameter in gone._parameters.items():
+        if parameter is None or id(parameter) in staying:
+            continue
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedError(
+                f"the parameter '{name}.{key}' has hooks for its gradient, which would be lost, because this rank's "
+                "part takes its place. Register them in on_fit_start; they are then given the gradient of that part."
             )
 
 

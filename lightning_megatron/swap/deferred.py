@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 from lightning_megatron.swap.untouched import Part
 
 _ATTRIBUTE = "deferred"
+
+#: The mark with which Hugging Face tells a module or a tensor that has its values.
+_INITIALIZED = "_is_hf_initialized"
 
 #: What tells of a tensor without its values.
 _PLAIN_GETTERS = frozenset(
@@ -63,12 +67,24 @@ class Origin:
         Args:
             name: Its name in the class.
         """
-        if self.folder is not None:
-            reader = reader_of(SafetensorsFolder(self.folder), self.family)
-            found = _assembled(name, reader, self.family)
+        if self.reader is not None:
+            found = _assembled(name, self.reader, self.family)
             if found is not None:
                 return found
         return self._drawn(name)
+
+    def has(self, name: str) -> bool:
+        """Return whether the folder has a tensor of the class; without a folder it has none.
+
+        Args:
+            name: Its name in the class.
+        """
+        return self.reader is not None and bool(_names_in(name, self.reader, self.family))
+
+    @cached_property
+    def reader(self) -> TensorReader | None:
+        """Return what reads the folder, by the names of the table; None without a folder."""
+        return None if self.folder is None else reader_of(SafetensorsFolder(self.folder), self.family)
 
     def _drawn(self, name: str) -> Tensor:
         """Draw a tensor as it is drawn when the model is replaced."""
@@ -91,15 +107,20 @@ def _belongs(tensor: Any, name: str, family: Family) -> bool:
     return name in parts
 
 
-def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None:
-    """Return a tensor of the class from files that have it, or its parts."""
+def _names_in(name: str, reader: TensorReader, family: Family) -> set[str]:
+    """Return under which names files have a tensor of the class, or its parts."""
     names = set(reader.names())
-    wanted = {name} & names or {
+    return {name} & names or {
         part
         for part in names
         for rule in family.packed
         if rule.is_name(name) and (place := rule.place(part)) is not None and place[0] == name
     }
+
+
+def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None:
+    """Return a tensor of the class from files that have it, or its parts."""
+    wanted = _names_in(name, reader, family)
     if not wanted:
         return None
     parts = {one: reader.read(one, tuple(slice(0, size) for size in reader.shape(one))).clone() for one in wanted}
@@ -109,12 +130,18 @@ def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None
 def defer(model: nn.Module, origin: Origin) -> None:
     """Mark the parameters of a model on the meta device as read later.
 
+    What files have is marked as Hugging Face marks it, so that ``init_weights`` leaves it alone there, too.
+
     Args:
         model: The model, as its class has built it.
         origin: Where its weights come from.
     """
     for name, parameter in model.named_parameters():
         setattr(parameter, _ATTRIBUTE, (origin, name))
+        if origin.has(name):
+            setattr(parameter, _INITIALIZED, True)
+    for module in model.modules():
+        setattr(module, _INITIALIZED, True)
 
 
 def origin_of(model: nn.Module) -> Origin | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.encoder import Encoder
@@ -18,6 +17,7 @@ from lightning_megatron.swap.adapter import ReplacedModel
 from lightning_megatron.swap.deferred import DrawnTensors, Origin, Overlaid, origin_of
 from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
 from lightning_megatron.swap.families import Family, find_family
+from lightning_megatron.swap.families.encoder import CLASSIFIER
 from lightning_megatron.swap.family_layers import build_layers
 from lightning_megatron.swap.generation import GeneratingLM
 from lightning_megatron.swap.load import RenamedTensors, check_tensors, fill, load_from, reader_of
@@ -28,7 +28,7 @@ from lightning_megatron.swap.peft_layers import adapter_of, add_adapter, remove_
 from lightning_megatron.swap.pretrained import folder_of
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 from lightning_megatron.swap.tree import take_over
-from lightning_megatron.swap.untouched import built_parts, check_untouched
+from lightning_megatron.swap.untouched import built_parts, built_settings, check_settings, check_tie, check_untouched
 from lightning_megatron.swap.whole_model import is_cut
 
 #: What the log says about a model whose weights every rank held.
@@ -48,15 +48,7 @@ def reason_to_keep(module: Any, family: Family) -> str:
 
     Such a model trains as it is, because Hugging Face's own module computes every setting.
     """
-    settings = module.config.to_dict()
-    if settings.get("expert_settings"):
-        # Only models of this package have such.
-        return ""
-    try:
-        family.config(settings)
-    except UnsupportedError as error:
-        return str(error)
-    return ""
+    return family.refusal_of(module.config.to_dict())
 
 
 def is_part(module: Any) -> bool:
@@ -105,9 +97,14 @@ def swapped_model(
     adapter, tensors = adapter_of(name, source, family), without_adapters(source.state_dict())
     origin = origin_of(source)
     check_untouched(name, source, built_parts(source) if origin is None else origin.parts)
+    settings = built_settings(source)
+    if origin is not None:
+        check_settings(name, family, origin.config, settings)
     remove_input_hooks(source)
     has_pooler = getattr(source, "pooler", None) is not None
-    model = build_layers(source.config.to_dict(), family, source.dtype, mesh, has_pooler=has_pooler)
+    settings |= _labels(settings, family, tensors)
+    model = build_layers(settings, family, source.dtype, mesh, has_pooler=has_pooler)
+    check_tie(name, source, is_tied=model.config.tie_embeddings)
     had_values = not any(tensor.is_meta for tensor in tensors.values())
     folder = folder_of(source)
     note = NOTE if had_values and is_cut(mesh) else ""
@@ -135,6 +132,16 @@ def swapped_model(
         add_adapter(name, model, source, family, adapter)
     kind: type[ReplacedModel] = HuggingFaceEncoder if isinstance(model, Encoder) else GeneratingLM
     return SwappedModel(model, lambda: take_over(name, source, model, family, adapter, kind), note)
+
+
+def _labels(settings: Mapping[str, Any], family: Family, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return settings for as many labels as the classifier has, which may be a new one."""
+    for tensor in family.tensors(family.config(settings)):
+        name = tensor.sources[0].name
+        if tensor.target == CLASSIFIER and name in tensors:
+            count = len(tensors[name])
+            return {"num_labels": count, "id2label": {number: str(number) for number in range(count)}}
+    return {}
 
 
 def _fill_given(

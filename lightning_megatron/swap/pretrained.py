@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
@@ -21,6 +20,7 @@ from lightning_megatron.swap.late_import import when_imported
 from lightning_megatron.swap.low_rank import plain_name
 from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 from lightning_megatron.swap.untouched import parts_of
+from lightning_megatron.swap.without_weights import without_weights
 
 #: Attribute of a model that was built on the meta device: the folder of its weights.
 _FOLDER = "weights_folder"
@@ -121,7 +121,7 @@ def give_values(model: Any) -> None:
     Raises:
         UnsupportedError: If something was put into it that its class has not.
     """
-    if not any(parameter.is_meta for parameter in model.parameters()):
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return
     folder, cls = folder_of(model), type(model)
     given = {"config": model.config, "dtype": model.dtype}
@@ -148,11 +148,15 @@ def give_values(model: Any) -> None:
 
 
 def _from_config(cls: Any, build: Callable[..., Any], config: Any, kwargs: dict[str, Any]) -> Any:
-    if find_family(cls.__name__) is None:
+    if not _is_replaced(cls, config):
         return build(cls, config, **kwargs)
-    with torch.device("meta"):
-        model = build(cls, config, **kwargs)
-    return _deferred(model, None)
+    return _deferred(without_weights(lambda: build(cls, config, **kwargs)), None)
+
+
+def _is_replaced(cls: Any, config: Any) -> bool:
+    """Return whether a model will be replaced, unless a plan says otherwise; others are built as always."""
+    family = find_family(cls.__name__)
+    return family is not None and not family.refusal_of(config.to_dict())
 
 
 def _deferred(model: Any, folder: str | None) -> Any:
@@ -178,7 +182,7 @@ def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], 
     if config is None:
         # Fields of the configuration may be among the arguments.
         config, given = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **given)
-    if given:
+    if given or not _is_replaced(cls, config):
         return _naming_files(path, lambda: load(cls, *args, **kwargs))
     if dtype in (None, "auto"):
         dtype = config.dtype or SafetensorsFolder(path).dtype

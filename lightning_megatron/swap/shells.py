@@ -15,6 +15,8 @@ from lightning_megatron.layers.embedding import VocabParallelEmbedding
 
 #: Attributes of a shell that are no modules of its tree.
 _COUNTERPARTS, _BUFFER_OWNERS, _PATH = "counterparts", "buffer_owners", "path_in_model"
+#: Names of the parameters that the class has here, on whichever stage they are.
+_KEYS = "parameter_keys"
 
 
 class Shell(nn.Module):
@@ -41,6 +43,15 @@ class Shell(nn.Module):
                 # Some classes scale their vectors by themselves.
                 return full.transpose(0, 1) * getattr(self, "scalar_embed_scale", 1.0)
         return self._refuse("cannot be called by itself", "Call the whole model")
+
+    def __getattr__(self, name: str) -> Any:
+        """Say of a parameter that is not on this rank where it is."""
+        if name in vars(self).get(_KEYS, ()) and name not in self._parameters:
+            raise AttributeError(
+                f"'{vars(self)[_PATH]}.{name}' is on another pipeline stage, and this rank has no such parameter. Use "
+                "those that named_parameters() lists on each rank, or pp=1."
+            )
+        return super().__getattr__(name)
 
     @override
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -123,6 +134,7 @@ def become_shell(module: nn.Module, path: str) -> None:
         module: The module.
         path: Its name in the model, for errors.
     """
+    vars(module)[_KEYS] = tuple(module._parameters)
     module._parameters.clear()
     module._buffers.clear()
     module._non_persistent_buffers_set.clear()

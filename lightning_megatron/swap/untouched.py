@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.low_rank import plain_name
 from lightning_megatron.swap.peft_layers import is_of_peft
+from lightning_megatron.swap.without_weights import without_weights
 
 #: Attributes that say how a model is trained or called, or that follow from the shapes of its weights.
 _FREE = frozenset(
     {"training", "gradient_checkpointing", "name_or_path", "num_embeddings", "out_features", "vocab_size"}
     | {"is_hf_initialized", "is_gradient_checkpointing", "weights_folder", "is_loaded_in_4bit", "is_loaded_in_8bit"}
 )
+#: Sizes of ours that follow from the shapes of weights.
+_OF_SHAPES = frozenset({"vocab_size", "num_labels"})
 
 
 @dataclass(frozen=True)
 class Part:
-    """Describe a module: its class, and what its attributes say in numbers and words."""
+    """Describe a module: its class, its settings, and the tables that it has computed from them.
+
+    Args:
+        kind: The class.
+        settings: Attributes that are numbers or words, by name.
+        tables: Buffers that no file has, such as the frequencies of rotary embeddings, by name.
+    """
 
     kind: type[nn.Module]
     settings: Mapping[str, Any]
+    tables: Mapping[str, Tensor]
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
@@ -34,7 +46,10 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
     Args:
         model: The model, as its class has built it.
     """
-    return {name: Part(type(module), dict(_settings(module))) for name, module in model.named_modules()}
+    return {
+        name: Part(type(module), dict(_settings(module)), {key: one.clone() for key, one in _tables(module)})
+        for name, module in model.named_modules()
+    }
 
 
 def built_parts(model: Any) -> dict[str, Part]:
@@ -43,8 +58,65 @@ def built_parts(model: Any) -> dict[str, Part]:
     Args:
         model: The model, which may have been changed since.
     """
-    with torch.device("meta"):
-        return parts_of(type(model)(model.config))
+    config = deepcopy(model.config)
+    config.pad_token_id = built_settings(model)["pad_token_id"]
+    return parts_of(without_weights(lambda: type(model)(config)))
+
+
+def built_settings(model: Any) -> dict[str, Any]:
+    """Return the configuration of a model, with the padding token that its embedding has.
+
+    Many scripts name a token for padding when the model has been built, which its embedding does not notice.
+
+    Args:
+        model: The model.
+    """
+    settings: dict[str, Any] = model.config.to_dict()
+    embedding = model.get_input_embeddings()
+    inner = getattr(embedding, "base_layer", embedding)
+    return settings | {"pad_token_id": getattr(inner, "padding_idx", model.config.pad_token_id)}
+
+
+def check_settings(name: str, family: Family, built: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a configuration that was changed after the model was built by it, which a class does not notice.
+
+    Args:
+        name: Name of the model, for errors.
+        family: Its family.
+        built: The configuration with which the class built the model.
+        now: What the configuration says now.
+
+    Raises:
+        UnsupportedError: If layers of this package would compute something else by the two; the number of tokens and
+            of labels follows from the weights.
+    """
+    # The embedding says which token is for padding.
+    before, after = (family.config({**one, "pad_token_id": now["pad_token_id"]}) for one in (built, now))
+    changed = [one.name for one in fields(before) if getattr(before, one.name) != getattr(after, one.name)]
+    if set(changed) - _OF_SHAPES:
+        keys = [key for key in now if now[key] != built.get(key) and key != "pad_token_id"]
+        what = f"{', '.join(keys)} of the configuration of {name!r} changed after it had been built"
+        _refuse(what, "Give from_pretrained or from_config what you want")
+
+
+def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
+    """Refuse an output head that shares the embedding's weight against the configuration, or does not share it.
+
+    Args:
+        name: Name of the model, for errors.
+        model: The model.
+        is_tied: Whether the layers that take over share the weight.
+
+    Raises:
+        UnsupportedError: If the two differ.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or is_of_peft(head) or is_of_peft(embedding):
+        return
+    if (head.weight is embedding.weight) != is_tied:
+        is_or_not = "is not" if is_tied else "is"
+        what = f"the weight of the output head of {name!r} {is_or_not} that of the embedding"
+        _refuse(what, f"Give from_pretrained or the configuration tie_word_embeddings={not is_tied}")
 
 
 def check_untouched(name: str, model: nn.Module, parts: Mapping[str, Part]) -> None:
@@ -56,9 +128,10 @@ def check_untouched(name: str, model: nn.Module, parts: Mapping[str, Part]) -> N
         parts: What its class builds.
 
     Raises:
-        UnsupportedError: If a module was replaced by one of another class, computes by another function, or has other
-            settings.
+        UnsupportedError: If a module was replaced by one of another class, computes by another function, has other
+            settings or tables, or stands in two places.
     """
+    _check_shared(name, model, parts)
     for path, module in model.named_modules():
         part = parts.get(plain_name(f"{path}.weight").removesuffix(".weight"))
         if is_of_peft(module) or part is None:
@@ -73,6 +146,33 @@ def check_untouched(name: str, model: nn.Module, parts: Mapping[str, Part]) -> N
             if key in part.settings and part.settings[key] != value:
                 what = f"{key} of {where!r} is {value!r}, and was {part.settings[key]!r} when it was built"
                 _refuse(what, "Give from_pretrained or the configuration that value")
+        for key, table in _tables(module):
+            if key in part.tables and not _is_same(table, part.tables[key]):
+                what = f"the buffer {key} of {where!r} has other values than the class computes"
+                _refuse(what, "Give from_pretrained or the configuration settings that say so")
+
+
+def _check_shared(name: str, model: nn.Module, parts: Mapping[str, Part]) -> None:
+    first: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path in parts and first.setdefault(id(module), path) != path:
+            what = f"'{name}.{path}' is the module '{name}.{first[id(module)]}', too"
+            _refuse(what, "Give each place a module of its own")
+
+
+def _is_same(table: Tensor, built: Tensor) -> bool:
+    """Return whether a table has the values that were built, which conversions of the model may have rounded."""
+    if table.shape != built.shape or not table.is_floating_point():
+        return torch.equal(table, built.to(table.device))
+    # To as many digits as the narrowest type of weights keeps.
+    return torch.allclose(table.double(), built.to(table.device).double(), rtol=2.0**-8, atol=0.0)
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for key in sorted(module._non_persistent_buffers_set):
+        table = module._buffers.get(key)
+        if table is not None and not table.is_meta:
+            yield key, table
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:

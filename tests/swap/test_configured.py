@@ -78,9 +78,15 @@ def copy(model: Any) -> Any:
     return deepcopy(model)
 
 
+def init_again(model: Any) -> None:
+    model.post_init()
+    model.init_weights()
+    model.model.layers[0].apply(model._init_weights)
+
+
 CHANGES = (
     *(zero_head, scale_data, clear_row, new_head, load_state, more_tokens, fewer_tokens, draw_again),
-    *(write_one_of_a_joint_layer, read, copy),
+    *(write_one_of_a_joint_layer, read, copy, init_again),
 )
 
 
@@ -90,12 +96,13 @@ def stored(case: str, folder: Path) -> Path:
     return folder
 
 
-def configured(folder: Path, change: Callable[[Any], Any]) -> tuple[Any, Any]:
+def configured(folder: Path, change: Callable[[Any], Any], builder: str = "AutoModelForCausalLM") -> tuple[Any, Any]:
     """Return the model as Hugging Face has it after a change, and the same without its weights."""
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    build = getattr(transformers, builder).from_pretrained
+    plain = build(folder)
     plain = change(plain) or plain
     with building_on_meta():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model = build(folder)
         model = change(model) or model
     return plain, model
 
@@ -195,6 +202,23 @@ def wrong_shape(model: Any) -> None:
     model.lm_head = nn.Linear(48, V + 1, bias=False)
 
 
+@torch.no_grad()
+def other_table(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def tied_by_hand(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def one_block_twice(model: Any) -> None:
+    model.model.layers[1] = model.model.layers[0]
+
+
+def gradient_hook(model: Any) -> None:
+    model.model.embed_tokens.weight.register_hook(lambda gradient: gradient * 0)
+
+
 @pytest.mark.parametrize("has_values", [False, True])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -204,6 +228,10 @@ def wrong_shape(model: Any) -> None:
         (other_setting, r"attention_dropout of 'model.model.layers.1.self_attn' is 0.25, and was 0.0"),
         (head_with_bias, r"'lm_head.bias' left over"),
         (wrong_shape, r"'lm_head.weight'"),
+        (other_table, r"the buffer inv_freq of 'model.model.rotary_emb' has other values"),
+        (tied_by_hand, r"output head of 'model' is that of the embedding.*tie_word_embeddings=True"),
+        (one_block_twice, r"'model.model.layers.1' is the module 'model.model.layers.0', too"),
+        (gradient_hook, r"'model.model.embed_tokens.weight' has hooks for its gradient.*on_fit_start"),
     ],
 )
 def test_what_other_layers_would_not_compute_is_refused(
@@ -212,3 +240,80 @@ def test_what_other_layers_would_not_compute_is_refused(
     plain, model = configured(stored("llama", tmp_path), change)
     with pytest.raises((UnsupportedError, CheckpointMismatchError), match=message):
         parallelize(nn.ModuleDict({"model": plain if has_values else model}), ParallelMesh.single())
+
+
+@pytest.mark.parametrize("has_values", [False, True])
+def test_a_tied_head_that_was_given_a_weight_of_its_own_is_refused(has_values: bool, tmp_path: Path) -> None:
+    def untie(model: Any) -> None:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+    plain, model = configured(stored("gpt2", tmp_path), untie)
+    with pytest.raises(UnsupportedError, match=r"is not that of the embedding.*tie_word_embeddings=False"):
+        parallelize(nn.ModuleDict({"model": plain if has_values else model}), ParallelMesh.single())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rms_norm_eps", 0.1), ("hidden_act", "gelu"), ("attention_dropout", 0.5), ("head_dim", 6)]
+)
+def test_a_configuration_that_changes_after_the_model_was_built_is_refused(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    _, model = configured(stored("llama", tmp_path), lambda model: setattr(model.config, key, value))
+    with pytest.raises(UnsupportedError, match=rf"{key} of the configuration of 'model' changed after"):
+        parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
+
+
+@pytest.mark.parametrize("has_values", [False, True])
+@pytest.mark.parametrize("case", ["llama", "gemma", "gpt2"])
+def test_a_padding_token_that_is_named_afterwards_does_not_change_training(
+    case: str, has_values: bool, tmp_path: Path
+) -> None:
+    token = int(TOKENS[0, 3])
+    plain, model = configured(stored(case, tmp_path), lambda model: setattr(model.config, "pad_token_id", token))
+    found = deepcopy(plain) if has_values else model
+    parallelize(nn.ModuleDict({"model": found}), ParallelMesh.single())
+    for each in (plain, found):
+        each(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    expected = plain.get_input_embeddings().weight.grad
+    assert expected[token].abs().sum() > 0
+    assert_equal(found.get_input_embeddings().weight.grad[:V], expected, case, 1e-4)
+
+
+@pytest.mark.parametrize("case", ["bert classes", "roberta classes"])
+def test_a_new_classifier_may_have_other_labels(case: str, tmp_path: Path) -> None:
+    def eight_labels(model: Any) -> None:
+        torch.manual_seed(7)
+        if case.startswith("bert"):
+            model.classifier = nn.Linear(48, 8)
+        else:
+            model.classifier.out_proj = nn.Linear(48, 8)
+
+    plain, model = configured(stored(case, tmp_path), eight_labels, "AutoModelForSequenceClassification")
+    parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
+    expected = plain(input_ids=TOKENS).logits
+    assert expected.shape == (2, 8)
+    assert_equal(model(input_ids=TOKENS).logits, expected, case, 1e-4)
+
+
+def test_a_loaded_model_that_keeps_its_own_code_has_all_its_buffers(tmp_path: Path) -> None:
+    plain, model = configured(stored("llama", tmp_path), load_state)
+    root = nn.ModuleDict({"model": model})
+    parallelize(root, ParallelMesh.single(), {"model": "replicate"})
+    assert not any(one.is_meta for one in (*model.parameters(), *model.buffers()))
+    assert_equal(model(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits, "logits", 1e-4)
+
+
+def test_a_model_that_its_table_refuses_can_be_changed_as_always(tmp_path: Path) -> None:
+    from tests.swap import expert_models
+
+    expert_models.exact_twin_of("deepseek_v3").float().save_pretrained(tmp_path)
+
+    def load_all(model: Any) -> None:
+        torch.manual_seed(8)
+        model.load_state_dict({name: torch.randn(one.shape) / 10 for name, one in model.state_dict().items()})
+
+    plain, model = configured(tmp_path, load_all)
+    parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
+    assert any(name.endswith("e_score_correction_bias") for name in plain.state_dict())
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name

@@ -133,6 +133,19 @@ def test_parts_of_a_joint_layer_lie_side_by_side() -> None:
     assert_equal(stack.joined().float(), torch.cat([part.float() for part in stack.parts]), "apart in memory")
 
 
+def test_hooks_of_parameters_see_and_change_their_gradients() -> None:
+    seen: dict[str, Tensor] = {}
+    for each in (exact_twin("llama"), swapped(exact_twin("llama"))):
+        for number, name in enumerate(("embed_tokens.weight", "layers.1.self_attn.q_proj.weight", "norm.weight")):
+            parameter = each.model.get_parameter(name)
+            handle = parameter.register_hook(lambda gradient, factor=number + 2: gradient * factor)
+            each(input_ids=TOKENS).logits.square().mean().backward()
+            handle.remove()
+            found = parameter.grad[:V]
+            assert_equal(found, seen.setdefault(name, found), name, 1e-9)
+            each.zero_grad()
+
+
 REFUSED = {
     "call": lambda model: model.model(TOKENS),
     "call of a block": lambda model: model.model.layers[0](torch.ones(1, 1, 48)),

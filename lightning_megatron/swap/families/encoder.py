@@ -19,6 +19,8 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
 }
+#: Name of ours of the weight that makes the logits of classes.
+CLASSIFIER = "head.output.weight"
 _PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")
 #: Of the first releases of BERT, and of what no model of these classes has.
 _IRRELEVANT = frozenset(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.swap.families.expert_names import ExpertNames
@@ -50,6 +51,21 @@ class Family:
     heads: tuple[str, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
     packed: tuple[Packed, ...] = ()
+
+    def refusal_of(self, settings: Mapping[str, Any]) -> str:
+        """Say which setting of a configuration the table does not have; nothing if it has all.
+
+        Args:
+            settings: The configuration.
+        """
+        if settings.get("expert_settings"):
+            # Only models of this package have such.
+            return ""
+        try:
+            self.config(settings)
+        except UnsupportedError as error:
+            return str(error)
+        return ""
 
     def ignores(self, name: str) -> bool:
         """Tell whether a tensor of this name holds no weights of its own."""

@@ -1,0 +1,51 @@
+"""Models of a foreign class that are built without memory for their weights, with the tables that they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+M = TypeVar("M", bound=nn.Module)
+
+#: What makes tensors whose values the code gives.
+_MAKERS = frozenset({torch.arange, torch.linspace, torch.tensor, torch.ones, torch.zeros, torch.full})
+
+
+def without_weights(build: Callable[[], M]) -> M:
+    """Return a model whose parameters are on the meta device, and whose computed tables have their values.
+
+    Tables are the buffers that no file has. Other buffers are on the meta device as parameters are.
+
+    Args:
+        build: Builds the model.
+    """
+    with torch.device("meta"), _ComputingTables():
+        model = build()
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                empty = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                # Parameters that were shared stay so.
+                module._parameters[key] = moved.setdefault(id(parameter), empty)  # type: ignore[assignment]
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                module._buffers[key] = buffer.to("meta")
+    return model
+
+
+class _ComputingTables(TorchFunctionMode):
+    """Keep tensors with values that are given on the CPU, where the meta device is the default."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch."""
+        kwargs = dict(kwargs or {})
+        if func in _MAKERS and kwargs.get("device") is None:
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
