@@ -46,7 +46,8 @@ class Shell(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Say of a parameter that is not on this rank where it is."""
-        if name in vars(self).get(_KEYS, ()) and name not in self._parameters:
+        is_here = name in self._parameters or name in self._modules
+        if name in vars(self).get(_KEYS, ()) and not is_here:
             raise AttributeError(
                 f"'{vars(self)[_PATH]}.{name}' is on another pipeline stage, and this rank has no such parameter. Use "
                 "those that named_parameters() lists on each rank, or pp=1."

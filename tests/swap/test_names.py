@@ -263,8 +263,12 @@ def check_states_on_ranks(rank: int, size: int) -> None:
         check_states(mesh)
         mesh.destroy()
     mesh = ParallelMesh.create(ParallelLayout(size, pp=size))
+    model = swapped(exact_twin("llama"), mesh)
     with pytest.raises(UnsupportedError, match=r"output_hidden_states cannot be given with pp"):
-        swapped(exact_twin("llama"), mesh)(input_ids=TOKENS, output_hidden_states=True)
+        model(input_ids=TOKENS, output_hidden_states=True)
+    elsewhere = model.lm_head if rank == 0 else model.model.embed_tokens
+    with pytest.raises(AttributeError, match=r"weight' is on another pipeline stage.*named_parameters"):
+        _ = elsewhere.weight
     mesh.destroy()
 
 
