@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from torch import Tensor
+
 from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.swap.own_code import OWN_CODE
@@ -40,6 +42,21 @@ def _is_mapping(value: Any, inner: Callable[[Any], bool] = lambda value: True) -
     return isinstance(value, Mapping) and all(isinstance(name, str) and inner(one) for name, one in value.items())
 
 
+def _is_loop(value: Any) -> bool:
+    """Return whether the state of a loop is one of Lightning's, as far as its counts of batches and steps go."""
+    if not isinstance(value, Mapping):
+        return True
+    counts, parts = {"ready", "started", "processed", "completed"}, {"total", "current"}
+    if not all(_is_number(one) for name, one in value.items() if name in counts):
+        return False
+    if parts & value.keys() and not all(isinstance(value.get(name), Mapping) for name in parts):
+        return False
+    inner = parts | {"optimizer", "step", "zero_grad"}
+    return all(
+        isinstance(one, Mapping) and _is_loop(one) if name in inner else _is_loop(one) for name, one in value.items()
+    )
+
+
 def _is_optimizer(value: Any) -> bool:
     return (
         _is_mapping(value)
@@ -49,6 +66,22 @@ def _is_optimizer(value: Any) -> bool:
         and all(_is_names(group.get("parameters")) and _is_names(group.get("states", [])) for group in value["groups"])
         and _is_mapping(value.get("values"), _is_mapping)
     )
+
+
+def _is_plain_optimizer(value: Any) -> bool:
+    """Return whether a value is what ``state_dict`` of an optimizer returns."""
+    if not _is_mapping(value) or not isinstance(value.get("state"), Mapping):
+        return False
+    groups, states = value.get("param_groups"), list(value["state"].values())
+    if not isinstance(groups, list) or not all(_is_mapping(group) for group in groups):
+        return False
+    if not all(isinstance(group.get("params"), list) for group in groups) or not all(map(_is_mapping, states)):
+        return False
+    numbers = [number for group in groups for number in group["params"]]
+    if not all(map(_is_number, numbers)) or len(set(numbers)) < len(numbers):
+        return False
+    kinds = {(key, isinstance(one, Tensor)) for state in states for key, one in state.items()}
+    return len(kinds) == len({key for key, _ in kinds})
 
 
 def _is_one_process(value: Any) -> bool:
@@ -87,9 +120,14 @@ def _is_own_code(value: Any) -> bool:
 _LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "epoch": ("a whole number", _is_number),
     "global_step": ("a whole number", _is_number),
-    "loops": ("a mapping of mappings", lambda value: _is_mapping(value, _is_mapping)),
+    "loops": ("a mapping of loops with their counts", lambda v: _is_mapping(v, _is_mapping) and _is_loop(v)),
     "callbacks": ("a mapping", _is_mapping),
     "lr_schedulers": ("a list", lambda value: isinstance(value, list)),
+    "optimizer_states": (
+        "a list of torch's states of optimizers, each with state and param_groups, in which a number stands once and "
+        "states of one name are all tensors or all plain values",
+        lambda value: isinstance(value, list) and all(map(_is_plain_optimizer, value)),
+    ),
     OPTIMIZERS: (
         "a list of groups and values of optimizers",
         lambda value: isinstance(value, list) and all(map(_is_optimizer, value)),
@@ -97,6 +135,21 @@ _LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     ONE_PROCESS: ("a mapping with order, aliases, padded_rows and numbering", _is_one_process),
     HUGGING_FACE: ("a mapping of models, each with architecture and config", lambda v: _is_mapping(v, _is_model)),
 }
+
+
+def check_values(values: Mapping[str, Any], where: str) -> None:
+    """Refuse values of a job that are not of the types that they are read as; those that nothing here reads may be any.
+
+    Args:
+        values: The values by name.
+        where: The file, for errors.
+
+    Raises:
+        CorruptDataError: Naming the value.
+    """
+    for name, (legal, holds) in _LEGAL.items():
+        if name in values and not holds(values[name]):
+            raise _damaged(where, f"{name} must be {legal}: it is {str(values[name])[:200]!r}")
 
 
 def check_metadata(values: Mapping[str, Any], header: Header, where: str) -> None:
@@ -110,9 +163,7 @@ def check_metadata(values: Mapping[str, Any], header: Header, where: str) -> Non
     Raises:
         CorruptDataError: Naming the value.
     """
-    for name, (legal, holds) in _LEGAL.items():
-        if name in values and not holds(values[name]):
-            raise _damaged(where, f"{name} must be {legal}: it is {str(values[name])[:200]!r}")
+    check_values(values, where)
     for name, number in (("global_step", header.global_step), ("epoch", header.epoch)):
         if name in values and values[name] != number:
             raise _damaged(where, f"its {name} is {values[name]}, that of the header {number}")

@@ -10,6 +10,7 @@ from typing import Any
 import fsspec
 import torch
 
+from lightning_megatron.checkpoint.metadata_checks import check_values
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 
@@ -44,15 +45,16 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
             "torch.serialization.add_safe_globals([...]) of them before loading; if you trust the file, load it with "
             "weights_only=False."
         ) from error
-    except OSError:
-        raise  # its message has the path
     except Exception as error:  # a pickle that was edited fails in whatever way
+        if isinstance(error, OSError) and error.filename is not None:
+            raise  # its message has the path
         raise _damaged(text, error) from error
     if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
         raise CorruptDataError(
             f"a checkpoint file must be one of Lightning: {text} has no mapping 'state_dict'. It holds something "
             "else. Load it in your module instead."
         )
+    check_values(found, text)
     return found
 
 

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import torch.distributed as dist
 import yaml
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.plan.settings import Count, Index, Range, settled, shown
+from lightning_megatron.strict_json import read_start
 
 #: Axes that have a group of their own.
 GROUP_NAMES = ("world", "tp", "cp", "dp", "pp", "data", "model", "embedding", "position_embedding", "etp", "ep", "edp")
@@ -131,20 +132,20 @@ def _settings(axis: str, values: Any) -> dict[str, Any]:
 def _read(path: str) -> Mapping[Any, Any]:
     """Read the mapping of a YAML file; what cannot be that mapping is refused."""
     try:
-        with Path(path).open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
+        content = read_start(Path(path), _MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise ParallelPlanError(f"nccl_options must be a file of at most {_MOST_BYTES:,} bytes: {path!r} has more.")
         _check_keys(yaml.compose(content, yaml.SafeLoader), path)
         found = yaml.safe_load(content)
-    except (OSError, UnicodeError, yaml.YAMLError, RecursionError, ValueError) as error:
-        if isinstance(error, ParallelPlanError):
-            raise
+    except ParallelPlanError:
+        raise
+    except (CorruptDataError, yaml.YAMLError, RecursionError, ValueError) as error:
         raise ParallelPlanError(
             f"nccl_options must be a mapping, or the path of a YAML file that holds one: {shown(path)} cannot be read "
             f"({str(error)[:300]})."
         ) from error
-    return settled(f"the content of {path!r}", found or {}, dict[Any, Any])
+    # An empty file, and one with comments alone, holds None.
+    return settled(f"the content of {path!r}", {} if found is None else found, dict[Any, Any])
 
 
 def _check_keys(node: yaml.Node | None, path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from lightning_megatron.checkpoint.plain_file import read_file
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy import plain_checkpoint
-from lightning_megatron.strategy.last_checkpoint import find_last
+from lightning_megatron.strategy.last_checkpoint import find_last, verify_any
 from lightning_megatron.strategy.one_process import describe_for_one_process
 from lightning_megatron.strategy.random_states import random_states, restore_random_states
 from lightning_megatron.strategy.saved_weights import weights_to_save
@@ -225,7 +226,11 @@ class RunCheckpoints:
         self._random_states = None
         self.is_plain = not is_sharded_checkpoint(path)
         if self.is_plain:
-            return _read_plain(path, optimizers, self.weights_only)
+            checkpoint = _read_plain(path, optimizers, self.weights_only)
+            # Files of torch before 1.6 are no archives, and have no checksums.
+            if os.fspath(path) != self._verified and zipfile.is_zipfile(path):
+                verify_any(os.fspath(path), mesh)
+            return checkpoint
         if os.fspath(path) != self._verified:
             verify_checkpoint(path, mesh=mesh)
         metadata = load_metadata(path, self.weights_only)

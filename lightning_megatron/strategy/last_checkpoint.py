@@ -49,7 +49,7 @@ def find_last(trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None) -
     damages = []
     for path in paths:
         try:
-            _verify(path, mesh)
+            verify_any(path, mesh)
             if trains and not _has_optimizers(path, weights_only):
                 continue
         except CorruptDataError as error:
@@ -119,7 +119,14 @@ def _found_in(folders: Iterable[str]) -> Iterator[tuple[float, str]]:
             yield from ((os.path.getmtime(file), file) for file in files)
 
 
-def _verify(path: str, mesh: ParallelMesh) -> None:
+def verify_any(path: str, mesh: ParallelMesh) -> None:
+    """Compare a checkpoint with its checksums: a directory, or a file on a mounted file system.
+
+    Raises:
+        CorruptDataError: On all ranks, naming the file that is damaged.
+
+    Communication: collective over all ranks.
+    """
     if not os.path.isfile(path):
         verify_checkpoint(path, mesh=mesh)
         return

@@ -111,12 +111,14 @@ def _interesting_lines(frames: Iterable[FrameType]) -> tuple[str, ...]:
 
 
 def birth_of(pid: int) -> str:
-    """Return when a process of this machine began, in the system's own count; empty if it is gone or cannot be seen."""
+    """Return when a process of this machine began, in the system's own count; empty if it has ended or is not seen."""
     try:
-        # After the name, which may hold anything, the twentieth field is the start time.
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[19]
+        # The name before them may hold anything: the first field is the state, the twentieth the start time.
+        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
+    # A process that was killed stays in the list until its parent asks for its exit code.
+    return "" if fields[0] in ("Z", "X") else fields[19]
 
 
 def missing_ranks(positions: Mapping[int, Position], silent: Iterable[int], num_ranks: int) -> list[int]:

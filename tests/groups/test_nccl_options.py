@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,7 +112,10 @@ def test_settings_reach_the_group_of_their_axis(rank: int, monkeypatch: pytest.M
         ({"pp": None}, "nccl_options['pp'] must be a mapping: it is None"),
         ({"pp": [4]}, "nccl_options['pp'] must be a mapping: it is [4], of type list"),
         (5, "nccl_options must be a mapping with a mapping for each name, text or None: it is 5, of type int"),
-        ("/no/such/file.yaml", "'/no/such/file.yaml' cannot be read ([Errno 2] No such file or directory"),
+        (
+            "/no/such/file.yaml",
+            "'/no/such/file.yaml' cannot be read (/no/such/file.yaml cannot be read: No such file or directory",
+        ),
         ("\0", "cannot be read"),
     ],
 )
@@ -127,6 +131,9 @@ def test_what_does_not_exist_is_refused_with_what_does(given: Any, message: str)
         ("tp: {max_ctas: 2}\ntp: {max_ctas: 4}\n", "must name every axis and setting once: 'tp' is there twice"),
         ("tp: {max_ctas: 2, max_ctas: 4}\n", "'max_ctas' is there twice"),
         ("- tp\n", "must be a mapping"),
+        ("[]\n", "must be a mapping"),
+        ("false\n", "must be a mapping"),
+        ("0\n", "must be a mapping"),
         ("tp: [", "cannot be read"),
         ("tp: !!python/object/apply:os.system ['touch gadget']\n", "cannot be read"),
         ("a: &a [x]\ntp: *b\n", "cannot be read"),
@@ -142,6 +149,14 @@ def test_a_damaged_file_is_refused(text: str, message: str, tmp_path: Path, monk
     assert message in str(caught.value)
     assert len(str(caught.value)) < 800
     assert not (tmp_path / "gadget").exists(), "a file of settings must not run code"
+
+
+def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    for name in ("pipe.yaml", "folder.yaml"):
+        with pytest.raises(ParallelPlanError, match=rf"cannot be read \(.*{name} is not a regular file"):
+            MegatronStrategy(nccl_options=str(tmp_path / name))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

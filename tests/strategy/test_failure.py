@@ -18,6 +18,7 @@ from lightning_megatron.strategy.children import Children
 from lightning_megatron.strategy.failure import FailureWatch
 from lightning_megatron.strategy.job_folder import JobFolder
 from lightning_megatron.strategy.parent_watch import LAUNCHER, launcher_is_gone, launcher_mark
+from lightning_megatron.strategy.positions import birth_of
 from tests.strategy.scripts import ROOT, run_script
 
 
@@ -199,3 +200,14 @@ def test_what_killed_jobs_left_is_removed_by_the_next_one(tmp_path: Path, monkey
     JobFolder("now", 0)
     left = {folder.name.removeprefix(ours) for folder in tmp_path.iterdir()}
     assert left == {"elsewhere", "starting", "alive", "now", "lightning_megatron_another_users"}
+
+
+def test_a_process_that_was_killed_has_ended_before_its_parent_asks() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert birth_of(process.pid)
+        process.kill()
+        deadline = time.monotonic() + 10
+        while birth_of(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not birth_of(process.pid)
+        assert Path("/proc", str(process.pid)).exists(), "nobody has asked for its exit code yet"

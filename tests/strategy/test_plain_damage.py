@@ -1,0 +1,96 @@
+"""A damaged or edited checkpoint file of another strategy gives the same training, or an error that names it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.checkpoint.metadata_checks import check_values
+from lightning_megatron.checkpoint.plain_file import read_file
+from lightning_megatron.errors import CorruptDataError
+from tests.strategy.checkpoint_runs import train
+
+HALF, STEPS = 1, 2
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain") / "plain.ckpt"
+    train(None, 1, HALF, save=path)
+    return path
+
+
+def damaged(content: bytes, draw: random.Random) -> bytes:
+    start = draw.randrange(len(content))
+    ways = [
+        content[:start] + bytes([content[start] ^ (1 << draw.randrange(8))]) + content[start + 1 :],
+        content[:start] + bytes(64) + content[start + 64 :],
+        content[:start] + content[start + 8 :],
+        content[:start],
+    ]
+    return draw.choice(ways)
+
+
+def test_no_damage_of_a_file_changes_the_training(saved: Path, tmp_path: Path) -> None:
+    expected = train({}, 1, STEPS, resume=saved).losses
+    path, content, refused = tmp_path / "damaged.ckpt", saved.read_bytes(), 0
+    for seed in range(8):
+        path.write_bytes(damaged(content, random.Random(seed)))
+        refusal = None
+        try:
+            found = train({}, 1, STEPS, resume=path).losses
+        except CorruptDataError as error:
+            refusal = str(error)
+        if refusal is None:
+            assert found == expected, f"seed {seed}"
+        else:
+            assert str(path) in refusal, f"seed {seed}: {refusal}"
+            refused += 1
+    assert refused > 4
+
+
+def loop_of(values: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = values["loops"]["fit_loop"]
+    return found
+
+
+def first_state(values: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = values["optimizer_states"][0]["state"][0]
+    return found
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "callbacks": (lambda values: values.update(callbacks=b"x"), "callbacks must be a mapping"),
+    "schedules": (lambda values: values.update(lr_schedulers=1), "lr_schedulers must be a list"),
+    "epoch": (lambda values: values.update(epoch=-1), "epoch must be a whole number"),
+    "optimizers": (lambda values: values.update(optimizer_states=[-1]), "optimizer_states must be a list of torch's"),
+    "state": (lambda values: first_state(values).update(exp_avg=1.5), "optimizer_states must be"),
+    "step": (lambda values: first_state(values).update(step=None), "optimizer_states must be"),
+    "numbers": (
+        lambda values: values["optimizer_states"][0]["param_groups"][0]["params"].append(0),
+        "a number stands once",
+    ),
+    "count": (lambda values: loop_of(values)["epoch_progress"]["total"].update(completed="x"), "loops must be"),
+    "current": (lambda values: loop_of(values)["epoch_progress"].pop("current"), "loops must be"),
+    "optimizer of a loop": (
+        lambda values: loop_of(values)["epoch_loop.automatic_optimization.optim_progress"].update(optimizer=None),
+        "loops must be",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_value_is_refused_by_name(name: str, saved: Path, tmp_path: Path) -> None:
+    values = copy.deepcopy(torch.load(saved, weights_only=True))
+    check_values(values, "sound")
+    edit, words = EDITS[name]
+    edit(values)
+    torch.save(values, tmp_path / "edited.ckpt")
+    with pytest.raises(CorruptDataError, match=rf"edited.ckpt is not: .*{words}"):
+        read_file(tmp_path / "edited.ckpt")
