@@ -39,7 +39,7 @@ def read_config(path: str) -> Any:
             f"path must be a local folder with config.json: {shown(path)} is none. Nothing is downloaded. Use a folder "
             "that save_pretrained or `hf download` has written."
         )
-    with _naming(path, "config.json must be a configuration that transformers reads"):
+    with naming_folder(path, "config.json must be a configuration that transformers reads"):
         return _library().AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
@@ -55,7 +55,7 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
         CheckpointMismatchError: If the library refuses the folder, or weights of the model are missing in it, which
             the library would draw at random.
     """
-    with _naming(path, "a folder must hold a model that transformers loads"):
+    with naming_folder(path, "a folder must hold a model that transformers loads"):
         model, found = _library().AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
@@ -76,7 +76,7 @@ def draw_model(path: str, config: Any, dtype: str) -> nn.Module:
     Raises:
         CheckpointMismatchError: If the library refuses the configuration.
     """
-    with _naming(path, "config.json must describe a model that transformers builds"):
+    with naming_folder(path, "config.json must describe a model that transformers builds"):
         chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
         model: nn.Module = _library().AutoModelForCausalLM.from_config(
             config, dtype=chosen or torch.float32, trust_remote_code=False
@@ -85,8 +85,17 @@ def draw_model(path: str, config: Any, dtype: str) -> nn.Module:
 
 
 @contextmanager
-def _naming(path: str, rule: str) -> Iterator[None]:
-    """Turn what the library raises into an error that names the folder."""
+def naming_folder(path: str, rule: str) -> Iterator[None]:
+    """Turn what the library raises into an error that names the folder.
+
+    Args:
+        path: The folder.
+        rule: What must hold of it, as the beginning of a sentence.
+
+    Raises:
+        CorruptDataError: If ``config.json`` is no JSON.
+        CheckpointMismatchError: If it is, and the library refuses what is in it.
+    """
     try:
         yield
     except (*_OTHERS, torch.OutOfMemoryError):

@@ -35,6 +35,7 @@ from lightning_megatron.strategy import plain_checkpoint
 from lightning_megatron.strategy.last_checkpoint import find_last, verify_any
 from lightning_megatron.strategy.one_process import describe_for_one_process
 from lightning_megatron.strategy.random_states import random_states, restore_random_states
+from lightning_megatron.strategy.rank_state_checks import check_rank_state, naming_damaged_states
 from lightning_megatron.strategy.saved_weights import weights_to_save
 from lightning_megatron.strategy.weight_averaging import averaging_callback, current_weights, load_averages
 from lightning_megatron.training.main_parameters import MainParameters
@@ -58,6 +59,7 @@ class RunCheckpoints:
         #: What ``fit``, ``validate``, ``test`` or ``predict`` was given.
         self.weights_only: bool | None = None
         #: Whether the checkpoint that was loaded last is a file of another strategy.
+        self._loaded_from = ""
         self.is_plain = False
 
     # ---- saving
@@ -250,6 +252,8 @@ class RunCheckpoints:
 
     def _restore_rank(self, path: str | os.PathLike[str], mesh: ParallelMesh, metadata: dict[str, Any]) -> None:
         state = load_rank_state(path, mesh, self.weights_only)
+        self._loaded_from = f"rank {state.rank} in {os.fspath(path)}"
+        check_rank_state(state.values, self._loaded_from)
         mesh.random.load_state_dict(state.values["random"])
         if state.same_data:
             self._random_states = state.values["generators"]
@@ -276,7 +280,8 @@ class RunCheckpoints:
     def restore_random_states(self, device: torch.device) -> None:
         """Continue the default generators where the loaded checkpoint left them; right before the first batch."""
         if self._random_states is not None:
-            restore_random_states(self._random_states, device)
+            with naming_damaged_states(self._loaded_from):
+                restore_random_states(self._random_states, device)
         self._random_states = None
 
 

@@ -32,6 +32,7 @@ from lightning_megatron.strategy.checks import (
 )
 from lightning_megatron.strategy.empty_optimizers import allowing_empty_optimizers, check_trained_somewhere
 from lightning_megatron.strategy.experts import ExpertsOfRun, check_experts
+from lightning_megatron.strategy.feature_parts import naming_uncut_modules
 from lightning_megatron.strategy.finite_watch import checks_of
 from lightning_megatron.strategy.kept_state import KeptState
 from lightning_megatron.strategy.mesh_strategy import MeshStrategy
@@ -332,7 +333,8 @@ class ModelStrategy(MeshStrategy):
         assert self._state is not None, "setup has run"
         guard = self._steps.reads.guard(self.user_module, "training_step")
         passes = surrounding_backward(partial(self._state.raw_backward, self.precision_plugin.loss_scale))
-        with self.precision_plugin.train_step_context(), guard, passes:
+        uncut = naming_uncut_modules(self.user_module, self.mesh)
+        with self.precision_plugin.train_step_context(), guard, passes, uncut:
             output = self.user_module.training_step(*args, **kwargs)
         self._experts.finish_step()
         return output

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import CodeType
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -32,6 +32,8 @@ _GRADIENT_HOOKS = (
 )
 #: Hooks that mostly serve something else, and count if their code names gradients.
 _OTHER_HOOKS = ("optimizer_step", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
+#: How far calls of functions are followed.
+_DEPTH = 4
 #: Callbacks that look at counters, logged values and clocks, or save through the strategy.
 _HARMLESS = ("lightning_megatron.", "lightning.pytorch.callbacks.progress")
 _HARMLESS_NAMES = frozenset(
@@ -100,17 +102,61 @@ def _may_read_gradients(hook: Any) -> bool:
 
 
 def _names_gradients(hook: Any) -> bool:
-    """Return whether the code of a function names gradients other than to forget them."""
-    codes = [getattr(hook, "__code__", None)]
+    """Return whether the code of a hook, or of functions that it calls, names gradients other than to forget them."""
+    function = getattr(hook, "__func__", hook)
+    if getattr(function, "__code__", None) is None:
+        # What has no code of Python's may do anything.
+        return True
+    if any("grad" in name and name != "zero_grad" for code in _codes(function) for name in code.co_names):
+        return True
+    return any("grad" in code.co_names for called in _called(hook) for code in _codes(called))
+
+
+def _called(hook: Any) -> Iterator[FunctionType]:
+    """Yield the functions that a hook may call: those of its module and closures, of its object, and theirs in turn.
+
+    A module's or a callback's own methods count, others that have the same names do not: what is looked for by name
+    on any object would be found everywhere.
+    """
+    waiting, seen = [(hook, 0)], set[int]()
+    while waiting:
+        function, depth = waiting.pop()
+        owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
+        if not isinstance(function, FunctionType) or id(function) in seen or function.__name__ == "zero_grad":
+            continue
+        seen.add(id(function))
+        yield function
+        if depth < _DEPTH:
+            waiting += [(found, depth + 1) for found in _named_by(function, owner)]
+
+
+def _named_by(function: FunctionType, owner: object) -> Iterator[object]:
+    """Yield what the names in a function stand for: global values, attributes of modules and of its object."""
+    names = {name for code in _codes(function) for name in code.co_names}
+    found = [function.__globals__[name] for name in names if name in function.__globals__]
+    found += [value for cell in function.__closure__ or () if (value := _content(cell)) is not None]
+    yield from found
+    for one in found:
+        if isinstance(one, ModuleType) and one.__name__.partition(".")[0] != "torch":
+            yield from (vars(one)[name] for name in names if name in vars(one))
+    own = {} if owner is None else {name: getattr(type(owner), name, None) for name in names}
+    yield from (method.__get__(owner) for method in own.values() if isinstance(method, FunctionType))
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        # A name that has no value yet.
+        return None
+
+
+def _codes(function: FunctionType) -> Iterator[CodeType]:
+    """Yield the code of a function and of those that are written inside of it."""
+    codes = [function.__code__]
     while codes:
-        code = codes.pop()
-        if code is None:
-            # What has no code of Python's may do anything.
-            return True
-        if any("grad" in name and name != "zero_grad" for name in code.co_names):
-            return True
+        yield (code := codes.pop())
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return False
 
 
 def _is_harmless(kind: type) -> bool:

@@ -21,6 +21,7 @@ from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, own_containers, split_batch
 from lightning_megatron.pipeline.step_plans import Trial
 from lightning_megatron.plan.microbatches import MicrobatchRule
+from lightning_megatron.strategy.feature_parts import naming_uncut_modules
 from lightning_megatron.strategy.kept_state import KeptState
 from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.log_replay import LogReplay
@@ -246,7 +247,11 @@ class StepRunner:
         def run_one(data: Any) -> Any:
             recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
             begin()
-            with guard, self._kept.trial() if self._executor.is_repeated else nullcontext():
+            with (
+                guard,
+                naming_uncut_modules(module, self._mesh),
+                self._kept.trial() if self._executor.is_repeated else nullcontext(),
+            ):
                 # A step may take entries out of its batch, and stages try it out before they run it.
                 return step_fn(own_containers(data) if self._mesh.pp.size > 1 else data, *args)
 

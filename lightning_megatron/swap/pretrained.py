@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
+from lightning_megatron.models.hugging_face_folder import naming_folder
 from lightning_megatron.swap.deferred import GivingValues, Origin, defer
 from lightning_megatron.swap.families import find_family
 from lightning_megatron.swap.family_layers import build_layers
@@ -181,12 +182,16 @@ def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], 
     with_info = given.pop("output_loading_info", False)
     if config is None:
         # Fields of the configuration may be among the arguments.
-        config, given = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **given)
-    if given or not _is_replaced(cls, config):
+        with naming_folder(str(path), "config.json must be a configuration that transformers reads"):
+            config, given = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **given)
+    with _naming_configuration(path):
+        is_replaced = not given and _is_replaced(cls, config)
+    if not is_replaced:
         return _naming_files(path, lambda: load(cls, *args, **kwargs))
     if dtype in (None, "auto"):
         dtype = config.dtype or SafetensorsFolder(path).dtype
-    model = cls._from_config(config, dtype=dtype)
+    with naming_folder(str(path), "config.json must describe a model that transformers builds"):
+        model = cls._from_config(config, dtype=dtype)
     setattr(model, _FOLDER, str(path))
     _deferred(model, str(path))
     if model.can_generate() and (Path(path) / "generation_config.json").is_file():
@@ -195,6 +200,14 @@ def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], 
             model.generation_config = type(model.generation_config).from_pretrained(path)
     # What is missing in the folder is refused when the weights are read.
     return (model.eval(), dict.fromkeys(_LOADING_INFO, frozenset())) if with_info else model.eval()
+
+
+@contextmanager
+def _naming_configuration(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(f"{Path(path, 'config.json')}: {error}") from error
 
 
 def _naming_files(path: str | Path, load: Callable[[], Any]) -> Any:

@@ -98,6 +98,25 @@ class ReadsNorms(Line):
         self.log_dict(grad_norm(self, 2))
 
 
+class ReadsThroughHelpers(Line):
+    """Read gradients after the step, in functions that a hook calls."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.note()
+        note_norms(self, self.norms)
+
+    def note(self) -> None:
+        self.norms.append({"largest": max(float(grad.abs().max()) for grad in gradients_of(self))})
+
+
+def note_norms(module: nn.Module, norms: list[dict[str, float]]) -> None:
+    norms.append({"number": float(len(gradients_of(module)))})
+
+
+def gradients_of(module: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
 class ClipsItself(Line):
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         norm = nn.utils.clip_grad_norm_(self.parameters(), 0.05)
@@ -211,6 +230,7 @@ USES: dict[str, tuple[type[Line], dict[str, Any]]] = {
     "backward halves the loss of accumulated batches": (HalfTheLoss, {"accumulate_grad_batches": 3}),
     "norms are logged": (ReadsNorms, {}),
     "norms of accumulated batches are logged": (ReadsNorms, {"accumulate_grad_batches": 2}),
+    "read by helpers after the step": (ReadsThroughHelpers, {}),
     "the module clips": (ClipsItself, {}),
     "the module lets Lightning clip": (ClipsByLightning, {}),
     "gradients are dropped and replaced": (DropsAndReplaces, {}),

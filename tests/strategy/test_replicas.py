@@ -224,6 +224,22 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         {"tp": 2, "tensor_parallel_plan": PLAN},
         r"ParallelPlanError: a parameter that is cut over tp .*'net.(up|down).(weight|bias)' is read by other code",
     ),
+    "a row for every feature": (
+        lambda: Regress(lambda: Net(nn.PReLU(12))),
+        {"tp": 2, "tensor_parallel_plan": PLAN},
+        r"ParallelPlanError: a module between .* tp \(2\) .*'net.between' \(PReLU\) gets 6 of 12, and its weight is "
+        r"for all .*Use \{'net.between': 'features'\}",
+    ),
+    "a norm of all features, by hand": (
+        lambda: ByHand(lambda: Net(nn.LayerNorm(12))),
+        {"tp": 2, "tensor_parallel_plan": PLAN},
+        r"ParallelPlanError: .*'net.between' \(LayerNorm\) gets 6 of 12, .*move it behind the 'row' .*'column_gather'",
+    ),
+    "a layer that sums": (
+        lambda: Regress(plain_net),
+        {"tp": 2, "tensor_parallel_plan": {"net.up": "column"}},
+        r"ParallelPlanError: .*'net.down' \(Linear\) gets 6 of 12, .*Use \{'net.down': 'row'\}",
+    ),
     "norm of a cut weight": (
         lambda: LogsNorm(plain_net),
         {"tp": 2, "tensor_parallel_plan": PLAN},

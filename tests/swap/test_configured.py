@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.layout import ParallelLayout
@@ -317,3 +318,29 @@ def test_a_model_that_its_table_refuses_can_be_changed_as_always(tmp_path: Path)
     assert any(name.endswith("e_score_correction_bias") for name in plain.state_dict())
     for name, tensor in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
+
+
+DAMAGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "not UTF-8": lambda config: b"\xff\xfe" + json.dumps(config).encode(),
+    "cut": lambda config: json.dumps(config)[:-20].encode(),
+    "a list": lambda config: b"[1, 2]",
+    "nested deeply": lambda config: b'{"a": ' * 5000 + b"1" + b"}" * 5000,
+    "text for a number": lambda config: {**config, "hidden_size": "many"},
+    "a list for a number": lambda config: {**config, "num_hidden_layers": [2]},
+    "huge": lambda config: {**config, "vocab_size": 10**400},
+    "negative": lambda config: {**config, "intermediate_size": -3},
+    "no heads": lambda config: {**config, "num_attention_heads": 0},
+    "an unknown activation": lambda config: {**config, "hidden_act": {"a": 1}},
+    "nothing for a size": lambda config: {**config, "hidden_size": None},
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_configuration_is_refused_with_its_folder(name: str, tmp_path: Path) -> None:
+    path = stored("llama", tmp_path) / "config.json"
+    content = DAMAGED[name](json.loads(path.read_text()))
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises((CheckpointMismatchError, CorruptDataError)) as caught, building_on_meta():
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "config.json" in str(caught.value)

@@ -1,0 +1,84 @@
+"""Modules that get a part of the features, because a layer before them is cut, and have parameters for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+from torch import Tensor, nn
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+
+_CALL = nn.Module._call_impl.__code__
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+
+
+@contextmanager
+def naming_uncut_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
+    """Say of torch's error about shapes which module should be cut, and how, if one gets a part of its features.
+
+    Args:
+        root: The user's module.
+        mesh: The groups of this rank.
+
+    Raises:
+        ParallelPlanError: In place of torch's error.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        reason = _reason(error, root, mesh.tp.size)
+        if reason is None:
+            raise
+        raise ParallelPlanError(reason) from error
+
+
+def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
+    frame = _innermost_call(error.__traceback__)
+    if tp == 1 or frame is None:
+        return None
+    module: nn.Module = frame.f_locals["self"]
+    found = _part_and_whole(module, frame.f_locals.get("args", ()), tp)
+    name = next((name for name, one in root.named_modules() if one is module), None)
+    if found is None or name is None:
+        return None
+    (part, whole, key), kind = found, type(module).__name__
+    return (
+        f"a module between layers that are cut over tp ({tp}) must have parameters for this rank's part of the "
+        f"features: {name!r} ({kind}) gets {part} of {whole}, and its {key} is for all of them, because the plan cuts "
+        f"a layer before it and leaves it whole. {_way_out(module, name)} Or give the layer before it the kind "
+        "'column_gather' in tensor_parallel_plan."
+    )
+
+
+def _way_out(module: nn.Module, name: str) -> str:
+    if isinstance(module, nn.Linear):
+        return f"Use {{{name!r}: 'row'}}, which sums over the parts."
+    if isinstance(module, _NORMS):
+        return "It computes over all features, so that it cannot be cut itself: move it behind the 'row' layer."
+    return f"Use {{{name!r}: 'features'}}, which cuts parameters that have a row for every feature."
+
+
+def _innermost_call(trace: TracebackType | None) -> FrameType | None:
+    """Return the frame of the last call of a module before an error."""
+    found = None
+    while trace is not None:
+        if trace.tb_frame.f_code is _CALL:
+            found = trace.tb_frame
+        trace = trace.tb_next
+    return found
+
+
+def _part_and_whole(module: nn.Module, args: tuple[object, ...], tp: int) -> tuple[int, int, str] | None:
+    """Return the size of an input that is a rank's part of the size of a whole parameter, both sizes and its name."""
+    # Features are the last dimension as a rule.
+    inputs = [size for value in args if isinstance(value, Tensor) for size in reversed(value.shape)]
+    for part in inputs:
+        for key, parameter in module.named_parameters(recurse=False):
+            whole = part * tp
+            if shard_spec_of(parameter).is_whole and whole in parameter.shape and whole not in inputs:
+                return part, whole, key
+    return None
