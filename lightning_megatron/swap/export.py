@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -204,19 +205,38 @@ def export_adapter(
         for target, (_, names) in wanted.items()
         for name in names
     }
-    writer = _Writer(
-        place, sum(part.nbytes for part in tensors.values()), {n: tuple(p.shape) for n, p in tensors.items()}
-    )
-    writer.write(tensors.items())
+    write_file(place, tensors.items(), {n: tuple(p.shape) for n, p in tensors.items()}, ADAPTER_WEIGHTS)
     config = {**adapter.config, "inference_mode": True}
     _write(place / ADAPTER_CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-    writer.publish(ADAPTER_WEIGHTS)
+
+
+def write_file(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], name: str
+) -> None:
+    """Write tensors to one file.
+
+    Args:
+        folder: Where the file is to be.
+        tensors: Names and values.
+        shapes: Their shapes (elements).
+        name: Name of the file.
+    """
+    everything = sys.maxsize
+    writer = _Writer(folder, everything, shapes, everything)
+    writer.write(tensors)
+    writer.publish(name)
 
 
 class _Writer:
     """Write tensors to files of a limited size, none of which is held in memory."""
 
-    def __init__(self, folder: Path, max_file_bytes: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_file_bytes: int,
+        shapes: Mapping[str, tuple[int, ...]],
+        largest_room: int | None = None,
+    ) -> None:
         self.folder, self.max_file_bytes = folder, max_file_bytes
         self.floating: Counter[torch.dtype] = Counter()
         self._files: list[dict[str, dict[str, Any]]] = []
@@ -224,7 +244,7 @@ class _Writer:
         self._size = self._header = 0
         entries = [_entry_size(name, shape) for name, shape in shapes.items()]
         # The header comes first in a file and is known last. It may end in spaces; data begin at a multiple of 8.
-        room = _base_size() + max(max(entries, default=0), min(_LARGEST_ROOM, sum(entries)))
+        room = _base_size() + max(max(entries, default=0), min(largest_room or _LARGEST_ROOM, sum(entries)))
         self._room = -(-room // 8) * 8
 
     def write(

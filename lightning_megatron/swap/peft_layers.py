@@ -79,7 +79,7 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
     (adapter,) = names
     ranks = {module: layer.r[adapter] for module, layer in layers.items()}
     scales = {module: float(layer.scaling[adapter]) for module, layer in layers.items()}
-    return Adapter(adapter, _as_plain(config), ranks, scales, tuple(saved))
+    return Adapter(adapter, _as_plain(config, type(source)), ranks, scales, tuple(saved))
 
 
 def add_adapter(name: str, model: GPT | Encoder, source: Any, family: Family, adapter: Adapter) -> None:
@@ -179,6 +179,9 @@ def _refuse(name: str, problem: str, remedy: str) -> None:
     )
 
 
-def _as_plain(config: Any) -> dict[str, Any]:
+def _as_plain(config: Any, kind: type[nn.Module]) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=sorted))
+    if plain.get("task_type") is None:
+        # By this peft finds the class of the model, as its own files say it.
+        plain["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     return plain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,11 +14,12 @@ from lightning_megatron.layers.low_rank import LowRankUpdates
 from lightning_megatron.models.stage import named_layers
 from lightning_megatron.swap.adapter import ReplacedModel
 from lightning_megatron.swap.peft_layers import is_of_peft
+from lightning_megatron.swap.save_adapter import save_adapter
 
 #: Methods that look for peft's own layers, which are gone, and would do nothing without a word.
 _INSIDE = (
     *("add_adapter", "add_weighted_adapter", "delete_adapter", "get_layer_status", "get_model_status"),
-    *("load_adapter", "merge_adapter", "merge_and_unload", "push_to_hub", "save_pretrained", "set_adapter"),
+    *("load_adapter", "merge_adapter", "merge_and_unload", "push_to_hub", "set_adapter"),
     *("set_requires_grad", "unload", "unmerge_adapter"),
 )
 _BOUND = "base_model_prepare_inputs_for_generation"
@@ -27,13 +29,14 @@ def keep_wrappers(root: nn.Module) -> None:
     """Let the wrappers of peft inside a module know what their models have become.
 
     They stay what they are, with their configuration, ``generate``, ``disable_adapter`` and
-    ``print_trainable_parameters``, which counts the parameters of this rank. Methods that change, merge or save
-    adapters raise an UnsupportedError.
+    ``print_trainable_parameters``, which counts the parameters of this rank. ``save_pretrained`` writes the whole
+    adapter from all ranks; methods that change or merge adapters raise an UnsupportedError.
     """
     wrappers: list[Any] = list(root.modules())
     for wrapper in wrappers:
         if is_of_peft(wrapper) and hasattr(wrapper, "get_base_model"):
             model = wrapper.get_base_model()
+            vars(wrapper)["save_pretrained"] = partial(save_adapter, wrapper)
             if isinstance(model, ReplacedModel):
                 if hasattr(wrapper, _BOUND):
                     # The method of the model before, which would be kept alive with all its weights.

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects, barrier
@@ -58,8 +58,9 @@ def save_folder(model: Any, folder: str | os.PathLike[str], max_shard_size: int 
 
     def write(full: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
         export_folder(full, model.family, model.config.to_dict(), folder, limit, at_home=True)
+        _write_generation(model, folder)
 
-    _write_together(model, tensors, folder, model.mesh, write)
+    write_together(tensors, model.mesh, write)
 
 
 def save_as_it_is(
@@ -80,7 +81,7 @@ def save_as_it_is(
 
     Communication: that of :func:`save_folder`, where ranks hold parts.
     """
-    mesh = next((part.mesh for part in model.modules() if isinstance(getattr(part, "mesh", None), ParallelMesh)), None)
+    mesh = mesh_of(model)
     if mesh is None:
         size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         type(model).save_pretrained(model, save_directory, **size, **others)
@@ -96,7 +97,8 @@ def save_as_it_is(
     if any(is_of_peft(part) for part in model.modules()):
         raise UnsupportedError(
             f"save_pretrained writes models without adapters: peft has wrapped layers of this {type(model).__name__}, "
-            "and ranks hold parts of it. Save a checkpoint, which holds all tensors by name."
+            "and ranks hold parts of it. Call save_pretrained of the PeftModel on all ranks, or save a checkpoint, "
+            "which holds all tensors by name."
         )
     for part in model.modules():
         if isinstance(part, PipelinedModule):
@@ -106,8 +108,20 @@ def save_as_it_is(
     def write(full: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
         form = FileFormat.of(model)
         export_as_it_is(full, shapes, form, plain_config(model), type(model).__name__, save_directory, limit)
+        _write_generation(model, save_directory)
 
-    _write_together(model, _tensors_of_class(model), save_directory, mesh, write)
+    write_together(_tensors_of_class(model), mesh, write)
+
+
+def _write_generation(model: Any, folder: str | os.PathLike[str]) -> None:
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def mesh_of(model: nn.Module) -> ParallelMesh | None:
+    """Return the groups over which a model is cut; None if every rank holds all of it."""
+    found = (getattr(part, "mesh", None) for part in model.modules())
+    return next((mesh for mesh in found if isinstance(mesh, ParallelMesh)), None)
 
 
 def save_from_all_ranks(models: Iterable[Any]) -> None:
@@ -122,13 +136,20 @@ def _tensors_of_class(model: Any) -> dict[str, Tensor]:
     return {name: state[name] for name in names_in_files(model, {name: id(one) for name, one in state.items()})}
 
 
-def _write_together(
-    model: Any,
+def write_together(
     tensors: Mapping[str, Tensor],
-    folder: str | os.PathLike[str],
     mesh: ParallelMesh,
     write: Callable[[Iterator[tuple[str, Tensor]], Mapping[str, tuple[int, ...]]], None],
 ) -> None:
+    """Let rank 0 write full tensors of which ranks hold parts; all ranks call this together.
+
+    Args:
+        tensors: What this rank holds, by name.
+        mesh: The groups of this rank.
+        write: Writes names and full tensors, one after the other, given the shapes of all (elements).
+
+    Communication: one gather of names, then one message for each part of a tensor, over all ranks on the CPU.
+    """
     held = _held(tensors, mesh)
     offers = {
         name: (one.dtype, [(box.offsets, box.sizes) for box in one.boxes], one.shape) for name, one in held.items()
@@ -141,8 +162,6 @@ def _write_together(
             _send(held.get(name), mesh)
     else:
         write(((name, _gathered(name, shapes[name], held, everyone, mesh)) for name in shapes), shapes)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(folder)
     barrier(mesh.world_cpu)
 
 
@@ -215,7 +234,9 @@ def _limit(size: int | str | None) -> int:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of Hugging Face's ``save_pretrained`` that ask for something that is not done here.
+    """Refuse arguments of ``save_pretrained`` that ask for something that is not done here.
+
+    ``is_main_process`` may be anything: rank 0 writes, whatever it says.
 
     Args:
         given: The arguments beside the folder and the size of files.
@@ -223,9 +244,12 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: Naming them.
     """
-    harmless = {"is_main_process": True, "safe_serialization": True, "save_peft_format": True, "push_to_hub": False}
+    harmless: dict[str, Any] = {"safe_serialization": True, "save_peft_format": True, "save_original_format": True}
+    harmless |= {"save_embedding_layers": "auto"}
     refused = [
-        name for name, value in given.items() if value is not None and harmless.get(name, value is False) != value
+        name
+        for name, value in given.items()
+        if value is not None and name != "is_main_process" and value != harmless.get(name, False)
     ]
     if refused:
         raise UnsupportedError(

@@ -118,11 +118,20 @@ class Shell(nn.Module):
     def _refuse_hook(self) -> NoReturn:
         self._refuse("cannot have hooks", "Register them at the whole model, or at the LightningModule")
 
-    def _refuse(self, what: str, remedy: str) -> NoReturn:
+    def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to write what this rank holds of a part of the model.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        reason = "Files would have what one rank holds"
+        self._refuse("cannot be written by itself", "Call save_pretrained of the whole model on all ranks", reason)
+
+    def _refuse(self, what: str, remedy: str, reason: str = "It would have no effect") -> NoReturn:
         path = vars(self).get(_PATH) or "the model"
         raise UnsupportedError(
             f"a part of a model that is cut over ranks {what}: {path!r} ({type(self).__name__}) keeps names and "
-            f"parameters, and layers of this package compute with them. It would have no effect. {remedy}."
+            f"parameters, and layers of this package compute with them. {reason}. {remedy}."
         )
 
 

@@ -16,6 +16,8 @@ from lightning_megatron.swap import parallelize
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+safetensors = pytest.importorskip("safetensors.torch")
 
 SIZES: dict[str, Any] = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
@@ -25,15 +27,34 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "tied tp": ("Olmo2ForCausalLM", {**SIZES, "tie_word_embeddings": True}, {"tp": 2}),
     "pp": ("Olmo2ForCausalLM", SIZES, {"pp": 2}),
     "tied pp": ("Olmo2ForCausalLM", {**SIZES, "tie_word_embeddings": True}, {"pp": 2}),
+    "experts tp": ("OlmoeForCausalLM", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}, {"tp": 2}),
+    "own class tp": ("Own", SIZES, {"tp": 2}),
     "whole": ("BloomForCausalLM", {"vocab_size": 53, "hidden_size": 16, "n_layer": 2, "n_head": 4}, {"tp": 2}),
 }
 
 
+#: The same of models with adapters; those of Llama are replaced.
+ADAPTED: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "two adapters pp": ("Olmo2ForCausalLM", SIZES, {"pp": 2}),
+    "head pp": ("Olmo2ForCausalLM", SIZES, {"pp": 2}),
+    "replaced tp": ("LlamaForCausalLM", SIZES, {"tp": 2}),
+    "replaced, head pp": ("LlamaForCausalLM", SIZES, {"pp": 2}),
+}
+
+
+class Own(transformers.Olmo2ForCausalLM):
+    """Derive from a class of Hugging Face, as users do."""
+
+
+def built(name: str, settings: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    kind = Own if name == "Own" else getattr(transformers, name)
+    return kind(kind.config_class(**settings))
+
+
 def twin_of(case: str) -> Any:
     name, settings, _ = CASES[case]
-    torch.manual_seed(0)
-    kind = getattr(transformers, name)
-    return kind(kind.config_class(**settings))
+    return built(name, settings)
 
 
 def save(rank: int, size: int, folder: Path) -> None:
@@ -44,21 +65,94 @@ def save(rank: int, size: int, folder: Path) -> None:
         parallelize(root, mesh)
         assert (sum(one.numel() for one in root.parameters()) < before) == (case != "whole")
         if case != "whole" or rank == 0:
-            root["model"].save_pretrained(folder / case, max_shard_size="10KB")
+            root["model"].save_pretrained(folder / case, max_shard_size="10KB", is_main_process=rank == 0)
         if case == "tp":
             with pytest.raises(UnsupportedError, match="takes no variant"):
                 root["model"].save_pretrained(folder / "new", variant="fp16")
         mesh.destroy()
+    save_adapters(rank, size, folder)
 
 
-def test_a_model_that_keeps_its_code_is_written_whole(tmp_path: Path) -> None:
-    run_world(save, 2, tmp_path)
-    for case in CASES:
-        twin = twin_of(case)
-        again, report = type(twin).from_pretrained(tmp_path / case, output_loading_info=True)
-        assert not any(report.values()), f"{case}: {report}"
-        expected, found = twin.state_dict(), again.state_dict()
-        assert expected.keys() == found.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), f"{case}: {name}"
-        assert again.config.architectures == [type(twin).__name__]
+def adapted(case: str) -> Any:
+    """Return a model with two adapters of random numbers, or with one and a head that is trained as a whole."""
+    name, settings, _ = ADAPTED[case]
+    model = built(name, settings)
+    targets: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "up_proj"], "base_model_name_or_path": ""}
+    head = {"modules_to_save": ["lm_head"]} if "head" in case else {}
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**targets, **head))
+    if "two" in case:
+        wrapped.add_adapter("second", peft.LoraConfig(**{**targets, "r": 3}))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for key, parameter in wrapped.named_parameters():
+            if "lora_" in key or "modules_to_save" in key:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return wrapped
+
+
+def save_adapters(rank: int, size: int, folder: Path) -> None:
+    for case, (name, _, layout) in ADAPTED.items():
+        mesh = ParallelMesh.create(ParallelLayout(size, **layout), sequence_parallel=False)
+        root: Any = nn.ModuleDict({"model": adapted(case)})
+        before = sum(one.numel() for one in root.parameters())
+        parallelize(root, mesh)
+        assert sum(one.numel() for one in root.parameters()) < before
+        root["model"].save_pretrained(folder / case, is_main_process=rank == 0)
+        if name == "Olmo2ForCausalLM":
+            with pytest.raises(UnsupportedError, match="Call save_pretrained of the PeftModel on all ranks"):
+                root["model"].get_base_model().save_pretrained(folder / "base")
+        else:
+            with pytest.raises(UnsupportedError, match="cannot be written by itself: 'model'"):
+                root["model"].get_base_model().model.save_pretrained(folder / "part")
+        mesh.destroy()
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=2), sequence_parallel=False)
+    prompts = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    root = nn.ModuleDict({"model": peft.get_peft_model(twin_of("pp"), prompts)})
+    parallelize(root, mesh)
+    with pytest.raises(UnsupportedError, match="save_pretrained writes adapters of layers: 'default' is of the type"):
+        root["model"].save_pretrained(folder / "prompts")
+    mesh.destroy()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write all cases from two processes."""
+    path = tmp_path_factory.mktemp("saved")
+    run_world(save, 2, path)
+    return path
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+def test_peft_reads_the_whole_adapter_that_all_ranks_wrote(case: str, folder: Path, tmp_path: Path) -> None:
+    adapted(case).save_pretrained(tmp_path)
+    for name in (".", "second") if "two" in case else (".",):
+        expected, found = (
+            safetensors.load_file(one / name / "adapter_model.safetensors") for one in (tmp_path, folder / case)
+        )
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert torch.equal(found[key], tensor), key
+        configs = [peft.LoraConfig.from_pretrained(one / name) for one in (tmp_path, folder / case)]
+        assert configs[0] == configs[1]
+        assert configs[1].inference_mode
+    again = peft.PeftModel.from_pretrained(built(*ADAPTED[case][:2]), folder / case).eval()
+    tokens = torch.arange(10).view(2, 5)
+    assert torch.equal(again(input_ids=tokens).logits, adapted(case).eval()(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_that_keeps_its_code_is_written_whole(case: str, folder: Path, tmp_path: Path) -> None:
+    twin = twin_of(case)
+    twin.save_pretrained(tmp_path)
+    names = [
+        {key for one in place.glob("*.safetensors") for key in safetensors.load_file(one)}
+        for place in (folder / case, tmp_path)
+    ]
+    assert names[0] == names[1]
+    again, report = type(twin).from_pretrained(folder / case, output_loading_info=True)
+    assert not any(report.values()), f"{case}: {report}"
+    expected, found = twin.state_dict(), again.state_dict()
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), f"{case}: {name}"
+    assert again.config.architectures == [type(twin).__name__]
