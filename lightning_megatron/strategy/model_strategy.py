@@ -262,8 +262,7 @@ class ModelStrategy(MeshStrategy):
         if self._state is not None:
             assert self._experts is not None, "setup has run"
             self._experts.warn_of_evaluation()
-            # Hooks of the user's code may have filled weights since the mains were made of them.
-            self._state.main.written.take(all_values=True)
+            self._state.begin_fit()
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

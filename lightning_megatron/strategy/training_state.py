@@ -24,7 +24,7 @@ from lightning_megatron.training.fused_update import FusedUpdate
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.loss_scale import DynamicLossScale
 from lightning_megatron.training.main_parameters import Division, MainParameters, names_in
-from lightning_megatron.training.ties import check_ties
+from lightning_megatron.training.ties import check_ties, freeze_copies
 
 
 def division_of(options: StrategyOptions, main_dtype: torch.dtype | None) -> Division:
@@ -156,6 +156,14 @@ class TrainingState:
         """
         if self.finite is not None and (at_end or self.finite.looks):
             self.finite.check()
+
+    def begin_fit(self) -> None:
+        """Take in what hooks of the user's code have frozen and filled since the optimizers were attached.
+
+        Communication: that of :func:`freeze_copies`.
+        """
+        freeze_copies(self.main)
+        self.main.written.take(all_values=True)
 
     def take_in(self, optimizers: Sequence[Optimizer]) -> None:
         """Attach what callbacks have unfrozen, or added to an optimizer, since the last step."""

@@ -38,3 +38,23 @@ def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
                 f"{first}, its copy {copy!r} in {last}. The two would drift apart. Put both in the same group in "
                 "configure_optimizers."
             )
+
+
+def freeze_copies(main: MainParameters) -> None:
+    """Train the last stage's copy of a tied embedding exactly if the first stage's embedding is trained.
+
+    Code that freezes by names meets the embedding under its own name on the first stage alone.
+
+    Args:
+        main: The parameters of this rank.
+
+    Communication: one gather over pp where there are ties.
+    """
+    if not main.ties:
+        return
+    held = [name for name, _ in main.ties if main.holds(name)]
+    stages = all_gather_objects({name: main.parameter(name).requires_grad for name in held}, main.mesh.pp_cpu)
+    is_trained = {name: flag for stage in stages for name, flag in stage.items()}
+    for original, copy in main.ties:
+        if main.holds(copy):
+            main.parameter(copy).requires_grad_(is_trained[original])

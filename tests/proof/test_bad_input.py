@@ -348,6 +348,23 @@ class UnevenLM(CausalLM):
         return torch.optim.SGD([{"params": others}, {"params": heads, "lr": 0.01}], lr=0.1)
 
 
+class LateFrozenLM(CausalLM):
+    """Freeze the embedding by its name when the fit starts."""
+
+    def on_fit_start(self) -> None:
+        self.before = {name: one.detach().clone() for name, one in self.named_parameters()}
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("embedding.word" not in name)
+
+
+def _an_embedding_that_is_frozen_late(rank: int, size: int) -> None:
+    frozen = LateFrozenLM(GPTConfig.gpt2(**SIZES))
+    trainer(2, MegatronStrategy(pp=2)).fit(frozen, windows())
+    tied = "model.embedding.word.weight" if rank == 0 else "model.head.weight"
+    same = {name for name, one in frozen.named_parameters() if torch.equal(one, frozen.before[name])}
+    assert same == {tied}, "the copy on the last stage is trained as the embedding is"
+
+
 def _ranks_that_disagree(rank: int, size: int) -> None:
     odd = rank == 1
     with pytest.raises(RankMismatchError, match=r"configuration, versions and data: rank 1 has tp=1, the others 2"):
@@ -378,6 +395,7 @@ def _copies_that_drift_apart(rank: int, size: int) -> None:
 def _run_on_two_ranks(rank: int, size: int) -> None:
     _ranks_that_disagree(rank, size)
     _copies_that_drift_apart(rank, size)
+    _an_embedding_that_is_frozen_late(rank, size)
 
 
 def test_what_only_several_ranks_can_see_is_refused_on_all_of_them() -> None:
