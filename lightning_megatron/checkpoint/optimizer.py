@@ -104,7 +104,7 @@ def load_optimizer(
     mesh: ParallelMesh,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Continue an optimizer from a checkpoint of any layout, in place; its state may still be empty.
+    """Continue an optimizer from a checkpoint of any layout, in place: it has the state that was saved, and no other.
 
     Args:
         path: The checkpoint.
@@ -130,6 +130,12 @@ def load_optimizer(
         for name in original
         for key, one in saved.get(original[name], {}).items()
     }
+    for name, parameter in _parameters_of(optimizer, main):
+        # A later state, such as one of a search for a learning rate, must not go on beside an earlier checkpoint.
+        kept = saved.get(original[name], {}).keys() | metadata["values"].get(original[name], {}).keys()
+        state = optimizer.state.pop(parameter, {})
+        if remaining := {key: value for key, value in state.items() if key in kept}:
+            optimizer.state[parameter] = remaining
     entries = _create_state(index, optimizer, main, {name: saved.get(original[name], {}) for name in original}, mesh)
     load_tensors(path, entries, mesh, prefix=_prefix(index), expected=expected)
     for name, parameter in _parameters_of(optimizer, main):

@@ -105,6 +105,8 @@ def load_optimizer(
         except UnsupportedError as error:
             complaints.append(str(error))
             continue
+        # What was not saved must not go on, such as the momentum of a search for a learning rate.
+        optimizer.state.pop(piece.main, None)
         if state:
             optimizer.state[piece.main] = state
     # Data ranks hold different parameters: one that cannot go on must not leave the others waiting.

@@ -12,7 +12,9 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     Callback,
     DeviceStatsMonitor,
+    GradientAccumulationScheduler,
     LambdaCallback,
+    LearningRateFinder,
     ModelPruning,
     ModelSummary,
     OnExceptionCheckpoint,
@@ -251,6 +253,11 @@ def found_rate(bench: Bench) -> dict[str, Any]:
     return {"weights": weights(module), "losses": finder.results["loss"][:8], "lr": module.lr}
 
 
+def found_rate_in_fit(bench: Bench) -> dict[str, Any]:
+    trainer, module = bench.fit(callbacks=[LearningRateFinder(1e-4, 0.3, num_training_steps=10)])
+    return {"weights": weights(module), "lr": module.lr, "metrics": metrics(trainer)}
+
+
 def fitted_twice(bench: Bench) -> dict[str, Any]:
     trainer, module = bench.fit(max_epochs=1)
     trainer.fit_loop.max_epochs = 2
@@ -272,6 +279,8 @@ CASES: dict[str, Run] = {
     "excepted": excepted,
     "rate found": found_rate,
     "fitted twice": fitted_twice,
+    "rate found in the fit": found_rate_in_fit,
+    "accumulated by a schedule": with_callback(lambda: GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})),
     "timer": with_callback(lambda: Timer("00:01:00:00")),
     "no inference mode": setting(inference_mode=False),
     "anomalies": setting(detect_anomaly=True),

@@ -33,7 +33,10 @@ STRATEGIES: dict[str, tuple[Callable[[], Any], bool]] = {
     "tp2": (lambda: MegatronStrategy(tp=2, tensor_parallel_plan={"*.up": "column", "*.down": "row"}), False),
     "pp2": (lambda: MegatronStrategy(pp=2, pipeline_plan={"blocks": "blocks"}, microbatch_size=4), False),
 }
-IN_PARTS = ("finetuned", "summarized", "device statistics", "excepted", "rate found", "fitted twice", "profiled")
+IN_PARTS = (
+    *("finetuned", "summarized", "device statistics", "excepted", "rate found", "fitted twice", "profiled"),
+    *("rate found in the fit", "accumulated by a schedule"),
+)
 ALONE = ("anomalies", "clipped by value")
 #: What one rank tells as well as two.
 SETTINGS = ("profiled", "profiled simply", "profiled at length", "bar", "rich bar", "summary", "timer", "barebones")
