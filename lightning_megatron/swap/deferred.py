@@ -154,6 +154,19 @@ def origin_of(model: nn.Module) -> Origin | None:
     return None
 
 
+def is_taken_out(model: nn.Module) -> bool:
+    """Return whether a model is a part of the one that was built without weights, such as its body alone."""
+    found = ((name, getattr(one, _ATTRIBUTE, None)) for name, one in model.named_parameters())
+    return any(mark is not None and mark[1] != name for name, mark in found)
+
+
+def read_values(model: nn.Module) -> None:
+    """Give all parameters of a model that are read later their values."""
+    for parameter in model.parameters():
+        if _is_deferred(parameter):
+            _give_value(parameter)
+
+
 class GivingValues(TorchFunctionMode):
     """Let code use parameters that are read later as if they had their values.
 

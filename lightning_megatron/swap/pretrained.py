@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.models.hugging_face_folder import naming_folder
-from lightning_megatron.swap.deferred import GivingValues, Origin, defer
+from lightning_megatron.swap.deferred import GivingValues, Origin, defer, is_taken_out, read_values
 from lightning_megatron.swap.families import find_family
 from lightning_megatron.swap.family_layers import build_layers
 from lightning_megatron.swap.late_import import when_imported
@@ -125,6 +125,10 @@ def give_values(model: Any) -> None:
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return
     folder, cls = folder_of(model), type(model)
+    if folder is None and is_taken_out(model):
+        # Its class would read, or draw, other tensors than the model that it was built in.
+        read_values(model)
+        return
     given = {"config": model.config, "dtype": model.dtype}
     full = cls._from_config(**given) if folder is None else cls.from_pretrained(folder, **given)
     values = {**dict(full.named_parameters(remove_duplicate=False)), **dict(full.named_buffers(remove_duplicate=False))}

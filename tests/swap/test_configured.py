@@ -344,3 +344,11 @@ def test_a_damaged_configuration_is_refused_with_its_folder(name: str, tmp_path:
         transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "config.json" in str(caught.value)
+
+
+def test_a_body_that_is_taken_out_of_its_model_has_the_values_of_the_folder(tmp_path: Path) -> None:
+    plain, body = configured(stored("llama", tmp_path), lambda model: model.model)
+    parallelize(nn.ModuleDict({"body": body}), ParallelMesh.single())
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(body.get_parameter(name), parameter), name
+    assert_equal(body(TOKENS).last_hidden_state, plain(TOKENS).last_hidden_state, "states", 1e-5)
