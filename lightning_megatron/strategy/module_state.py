@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from copy import copy as shallow_copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +156,7 @@ def _copy(value: Any) -> Any:
         is_plain = not isinstance(value, nn.Parameter) and value.layout == torch.strided and value.device.type != "meta"
         return value.detach().clone() if is_plain else None
     if isinstance(value, (list, dict, set, deque)):
-        return type(value)(value) if type(value) in (list, dict, set, deque) else value.copy()
+        return shallow_copy(value)
     reader = next((read for kind, (read, _) in _GENERATORS.items() if isinstance(value, kind)), None)
     if reader is not None:
         return reader(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -51,13 +53,14 @@ class CausalLMOutput(_Output):
         gather: Callable[[], Tensor],
         hidden_states: tuple[Tensor, ...] | None = None,
     ) -> None:
-        self.loss, self._gather = loss, gather
+        self.loss = loss
+        self._gather: Callable[[], Tensor] | None = gather
         self.hidden_states = hidden_states
         self._logits: Tensor | None = None
-        self._is_spent = False
         if loss is not None and loss.requires_grad:
-            # Where the loss is fused, its backward pass writes the gradient over this rank's logits.
-            loss.register_hook(self._spend)
+            # Where the loss is fused, its backward pass writes the gradient over this rank's logits. The loss must not
+            # hold the output, or the logits of every microbatch would wait for a garbage collection.
+            loss.register_hook(partial(_spend, weakref.ref(self)))
 
     @property
     def logits(self) -> Tensor:
@@ -67,7 +70,7 @@ class CausalLMOutput(_Output):
             RuntimeError: If they were not read before the backward pass.
         """
         if self._logits is None:
-            if self._is_spent:
+            if self._gather is None:
                 raise RuntimeError(
                     "logits must be read before the backward pass of the loss, which uses their memory for the "
                     "gradient. Read output.logits in training_step."
@@ -75,13 +78,20 @@ class CausalLMOutput(_Output):
             self._logits = self._gather()
         return self._logits
 
-    def _spend(self, _: Tensor) -> None:
-        self._is_spent = True
+    def spend(self) -> None:
+        """Refuse reads of the logits from now on, and let their memory go."""
+        self._gather = None
 
     def keys(self) -> tuple[str, ...]:
         """List the entries that are there."""
         names = ("logits",) if self.loss is None else ("loss", "logits")
         return names if self.hidden_states is None else (*names, "hidden_states")
+
+
+def _spend(output: weakref.ref[CausalLMOutput], _: Tensor) -> None:
+    found = output()
+    if found is not None:
+        found.spend()
 
 
 class MaskedLMOutput(CausalLMOutput):

@@ -55,6 +55,14 @@ class Shell(nn.Module):
         return super().__getattr__(name)
 
     @override
+    def extra_repr(self) -> str:
+        """Return what the class says of its settings; on another stage it may ask for what is not there."""
+        try:
+            return super().extra_repr()
+        except AttributeError:
+            return "on another pipeline stage"
+
+    @override
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the layer that computes this part.
 
@@ -144,8 +152,11 @@ def become_shell(module: nn.Module, path: str) -> None:
         module: The module.
         path: Its name in the model, for errors.
     """
-    vars(module)[_KEYS] = tuple(module._parameters)
+    absent = {name: parameter for name, parameter in module._parameters.items() if parameter is None}
+    vars(module)[_KEYS] = tuple(name for name in module._parameters if name not in absent)
     module._parameters.clear()
+    # A layer without a bias goes on to have one that is None.
+    module._parameters.update(absent)
     module._buffers.clear()
     module._non_persistent_buffers_set.clear()
     vars(module)[_PATH] = path

@@ -324,5 +324,8 @@ def test_what_treats_samples_alike_is_taken_and_nothing_of_the_trial_stays(
     if step is keeps:
         assert len(tried.outputs) == len(untried.outputs) == 8 // size
         assert size == SIZE or "training_step keeps something in the module, and" in caplog.text
+        assert "self._hparams" not in caplog.text
+    else:
+        assert "keeps something" not in caplog.text
     if step is python_draws and size < SIZE:
         assert "cannot compare the loss of training_step" in caplog.text

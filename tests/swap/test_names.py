@@ -45,6 +45,7 @@ def test_a_decoder_keeps_its_tree_and_the_names_and_order_of_its_parameters(case
     assert [name for name, _ in model.named_modules()] == [name for name, _ in twin.named_modules()]
     assert set(model.state_dict()) == set(twin.state_dict())
     assert isinstance(model, type(twin))
+    assert repr(model) == repr(twin)
     assert all(isinstance(ours, type(theirs)) for ours, theirs in zip(model.modules(), twin.modules(), strict=True))
     assert model.num_parameters() == twin.num_parameters()
     assert model.num_parameters(exclude_embeddings=True) == twin.num_parameters(exclude_embeddings=True)
@@ -54,6 +55,7 @@ def test_a_decoder_keeps_its_tree_and_the_names_and_order_of_its_parameters(case
 def test_an_encoder_keeps_the_names_and_order_of_its_parameters(case: str) -> None:
     twin = encoder_of(case)
     model = swapped(deepcopy(twin))
+    assert repr(model) == repr(twin)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in twin.named_parameters()]
     assert set(model.state_dict()) == set(dict(twin.named_parameters(remove_duplicate=False)))
 
