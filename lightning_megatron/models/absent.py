@@ -57,6 +57,8 @@ class AbsentTensor(Tensor):
     leaf: int
     #: Set where the tensor has come.
     value: Tensor | None
+    #: Names the block that has written into it; None if none has.
+    writer: str | None
 
     @classmethod
     def of(
@@ -72,7 +74,8 @@ class AbsentTensor(Tensor):
         device = owner.mesh.device if form.is_meta else form.device
         result: AbsentTensor = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=device)
         result.owner, result.title, result.point = owner, name, point
-        result.recipe, result.leaf, result.value = recipe, leaf, None
+        result.recipe, result.leaf = recipe, leaf
+        result.value = result.writer = None
         return result
 
     def settled(self) -> Tensor | None:
@@ -102,6 +105,15 @@ class AbsentTensor(Tensor):
         if found is None:
             self._refuse(why)
         return found
+
+    def check_unwritten(self) -> None:
+        """Refuse to be read after a block has written into it, because other stages do not see that.
+
+        Raises:
+            UnsupportedError: If so.
+        """
+        if self.writer is not None:
+            refuse(self, f"{self.writer} has written into it in place")
 
     def read_at_end(self, why: str) -> Tensor:
         """Return the tensor with its values on the last stage, which needs them; elsewhere without.
@@ -135,6 +147,8 @@ class AbsentTensor(Tensor):
             args, kwargs = pytree.tree_unflatten(values, structure)
             return func(*args, **kwargs)
         first = absent[0]
+        for leaf in absent:
+            leaf.check_unwritten()
         if name in _OF_SHAPES and isinstance(args[0], AbsentTensor) and len(absent) == 1:
             shaped = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
             return func(shaped, *args[1:], **kwargs)

@@ -83,6 +83,14 @@ class Elsewhere(nn.Module):
         """Return the module without values."""
         return self._others[0]
 
+    def foresee(self, name: str) -> None:
+        """Know the form of a tensor of the module in a step, by its name in the whole; pass over others."""
+        source, blocks = self._others
+        prefix, _, key = name.rpartition(".")
+        if f"{prefix}.".startswith(f"{self.name}."):
+            inner = prefix.removeprefix(self.name).removeprefix(".")
+            self._tensor(name, getattr(source.get_submodule(inner), key), blocks)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return tensors without values in the shapes of the module's results.
 
@@ -117,10 +125,21 @@ class Elsewhere(nn.Module):
 
     def _wrong_side(self, blocks: StagedBlocks, side: str) -> UnsupportedError:
         here = "last" if side == "after" else "first"
+        if blocks.cursor is not None and blocks.cursor.uses[self.name]:
+            return called_twice(self.name, blocks.name)
+        skipped = ", or because blocks are skipped" if side == "before" else ""
         return UnsupportedError(
             f"{self.name!r} is called {side} the blocks {blocks.name!r}, but another stage holds it, because of "
-            f"where it was defined. Use the pipeline_plan {blocks.plan | {self.end: here}}."
+            f"where it was defined{skipped}. Use the pipeline_plan {blocks.plan | {self.end: here}}."
         )
+
+
+def called_twice(name: str, blocks: str) -> UnsupportedError:
+    """Return the error for a module that is called on both sides of the blocks."""
+    return UnsupportedError(
+        f"{name!r} is called before and after the blocks {blocks!r}, and one pipeline stage alone holds it. Use two "
+        "modules with weights of their own, or pp=1."
+    )
 
 
 class ElsewhereList(Elsewhere):
@@ -132,16 +151,35 @@ class ElsewhereList(Elsewhere):
 
     def __iter__(self) -> Iterator[Any]:
         """List stand-ins for the parts of a list."""
-        source, blocks = self._others
-        for index, part in enumerate(source):  # type: ignore[arg-type, var-annotated]
-            yield Elsewhere(f"{self.name}.{index}", part, blocks, self.is_before, self.end)
+        source = self._others[0]
+        if isinstance(source, (nn.ModuleDict, nn.ParameterDict)):
+            yield from source
+        else:
+            yield from (self[index] for index in range(len(source)))  # type: ignore[arg-type]
+
+    def keys(self) -> Iterator[str]:
+        """List the names of the parts of a dictionary."""
+        return iter(self)
+
+    def values(self) -> Iterator[Any]:
+        """List stand-ins for the parts of a dictionary."""
+        return (self[key] for key in self)
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """List the names of the parts of a dictionary with stand-ins for them."""
+        return ((key, self[key]) for key in self)
 
     def __getitem__(self, key: Any) -> Any:
         """Return a stand-in for a part of a list, or several."""
         source, blocks = self._others
         if isinstance(key, slice):
             return list(self)[key]
-        return Elsewhere(f"{self.name}.{key}", source[key], blocks, self.is_before, self.end)  # type: ignore[index]
+        if isinstance(key, int) and key < 0:
+            key += len(self)
+        found = source[key]  # type: ignore[index]
+        if isinstance(found, Tensor):
+            return self._tensor(f"{self.name}.{key}", found, blocks)
+        return Elsewhere(f"{self.name}.{key}", found, blocks, self.is_before, self.end)
 
 
 class HeldModule:

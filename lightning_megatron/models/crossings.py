@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.absent import AbsentTensor, line_of_user, refuse
+from lightning_megatron.models.beside_blocks import called_twice
 from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.models.step_plan import Made, StepPlan
 
@@ -180,6 +181,9 @@ class Crossings:
             made = found.made[point]
             border = self.starts[made.stage + 1]
             if made.call == cursor.calls and made.turn > border:
+                module, _, use = point.partition("#")
+                if use and not use.startswith("1:"):
+                    raise called_twice(module, next(iter(in_force), "blocks"))
                 raise UnsupportedError(
                     f"{cursor.known[point].title} is made after the blocks of the stage that makes it: {made.line}. "  # type: ignore[attr-defined]
                     "That stage has passed on by then. Use the pipeline_plan "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +26,15 @@ class Form:
         leaves: Its leaves; tensors have a shape, a type and a device, and no values.
         structure: How leaves make the result.
         is_random: Whether random numbers were drawn for it.
+        problem: What keeps other stages from knowing all that the function does; empty where nothing does.
+        written: Which leaves of the arguments it writes in place.
     """
 
     leaves: tuple[Any, ...]
     structure: pytree.TreeSpec
     is_random: bool
+    problem: str = ""
+    written: tuple[int, ...] = ()
 
 
 class Forms:
@@ -38,6 +43,8 @@ class Forms:
     def __init__(self) -> None:
         self._mode: FakeTensorMode | None = None
         self._known: dict[Any, Form] = {}
+        #: By the number of a block, which leaves of its arguments it writes in place.
+        self.written: dict[int, tuple[int, ...]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forms:
         """Return an empty one: what is remembered belongs to the modules that were called."""
@@ -72,10 +79,14 @@ class Forms:
             }
             return functional_call(module, empty, args, kwargs)
 
-        return self._of((id(module), module.training), call, args, kwargs)
+        form = self._of((id(module), module.training), call, args, kwargs)
+        if any(isinstance(value, FakeTensor) for part in module.modules() for value in vars(part).values()):
+            # What it leaves in itself has the shapes of the last call.
+            self._known.clear()
+        return form
 
     def _of(self, name: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Form:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = flatten((args, kwargs))
         parts = [_key_of(leaf) for leaf in leaves]
         key = None if any(part is None for part in parts) else (name, structure, tuple(parts))
         if key is not None and key in self._known:
@@ -83,12 +94,55 @@ class Forms:
         self._mode = self._mode or FakeTensorMode(allow_non_fake_inputs=True)
         draws = _Draws()
         with torch.no_grad(), self._mode, draws:
-            args, kwargs = pytree.tree_unflatten([_without_values(leaf) for leaf in leaves], structure)
-            found, result = pytree.tree_flatten(function(*args, **kwargs))
-        form = Form(tuple(found), result, draws.found)
+            taken = [_without_values(leaf) for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(taken, structure)
+            given: tuple[list[Any], pytree.TreeSpec] = flatten(function(*args, **kwargs))
+        found, result = given
+        problem = _problem_of(found) or _problem_of_change(taken, structure, (args, kwargs))
+        written = [n for n, leaf in enumerate(taken) if isinstance(leaf, FakeTensor) and leaf._version]
+        form = Form(tuple(found), result, draws.found, problem, tuple(written))
         if key is not None:
             self._known[key] = form
         return form
+
+
+def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of a value, and how they make it; dataclasses are containers, too."""
+    leaves, structure = pytree.tree_flatten(value)
+    kinds = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
+    if not kinds:
+        return leaves, structure
+    for kind in kinds:
+        pytree.register_pytree_node(kind, _items_of, partial(_with_items, kind))
+    return flatten(value)
+
+
+def _items_of(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+    names = tuple(one.name for one in fields(value))
+    return [getattr(value, name) for name in names], names
+
+
+def _with_items(kind: type, items: Iterable[Any], names: tuple[str, ...]) -> Any:
+    result: Any = object.__new__(kind)
+    for name, item in zip(names, items, strict=True):
+        # Frozen ones, too.
+        object.__setattr__(result, name, item)
+    return result
+
+
+def _problem_of_change(taken: Sequence[Any], structure: pytree.TreeSpec, given: Any) -> str:
+    leaves, now = flatten(given)
+    if now == structure and all(one is other for one, other in zip(leaves, taken, strict=True)):
+        return ""
+    return "changes a list, dictionary or dataclass that it is given. Let it return what it adds"
+
+
+def _problem_of(leaves: Sequence[Any]) -> str:
+    for leaf in leaves:
+        held = getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, (Tensor, type)) else ()
+        if any(isinstance(one, Tensor) for one in held):
+            return f"returns a {type(leaf).__name__} that holds tensors. Use a tuple, dictionary or dataclass instead"
+    return ""
 
 
 class _Draws(TorchDispatchMode):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -13,11 +14,12 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.sequence_shard import whole_of
-from lightning_megatron.models.absent import AbsentTensor, filled
-from lightning_megatron.models.beside_blocks import HeldModule, LooseParameter, follow
+from lightning_megatron.models.absent import AbsentTensor, filled, line_of_user
+from lightning_megatron.models.beside_blocks import Elsewhere, HeldModule, LooseParameter, follow
 from lightning_megatron.models.crossings import Crossings
-from lightning_megatron.models.forms import Form
+from lightning_megatron.models.forms import Form, flatten
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone, StepPlan
+from lightning_megatron.models.turns import Turn, Turns, check_checkpoint, check_listing, is_recomputing
 
 
 class StagedBlocks(PipelinedModule):
@@ -60,6 +62,7 @@ class StagedBlocks(PipelinedModule):
         #: What would cut the module as it is cut, for errors.
         self.plan = {name: "blocks"}
         self.held: list[HeldModule] = []
+        self.stand_ins: list[Elsewhere] = []
         self.loose: list[LooseParameter] = []
         for index, block in enumerate(source):
             if any(index in chunk for chunk in self.layers):
@@ -79,7 +82,22 @@ class StagedBlocks(PipelinedModule):
 
     def __getitem__(self, index: int | slice) -> Any:
         """Return a block, or a list of them."""
-        return list(self)[index]
+        found = list(self)[index]
+        return Turns(found) if isinstance(found, list) and self.calls_in_turn else found
+
+    @override
+    def named_children(self) -> Iterator[tuple[str, Any]]:
+        # Code of a step calls the blocks of all stages.
+        if self.cursor is None:
+            yield from super().named_children()
+        else:
+            yield from ((str(index), block) for index, block in enumerate(self))
+
+    @override
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        if self.cursor is not None:
+            check_listing(self)
+        yield from super().named_modules(*args, **kwargs)
 
     def block(self, index: int) -> nn.Module:
         """Return a block; one of another stage has no values."""
@@ -147,16 +165,27 @@ class StagedBlocks(PipelinedModule):
             UnsupportedError: If it is not its turn, or needs what is on another stage.
             StageDone: At the first block of the next stage in the last call, and when probed, at that of this stage.
         """
+        if self.cursor is None and is_recomputing():
+            return self._run_again(index, args, kwargs)
         cursor = self.current()
         self._count(cursor, index)
         stage, starts = self.crossings.stage_of(index), index in self.crossings.starts[1:]
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = flatten((args, kwargs))
         name = f"{cursor.calls}:{self.name}.{index}"
+        for leaf in leaves:
+            if isinstance(leaf, AbsentTensor):
+                leaf.check_unwritten()
         if cursor.probe:
+            check_checkpoint()
+            if cursor.plan is not None and starts and stage == self.here:
+                self._foresee(cursor, cursor.plan.extras.get(stage, ()))
             self.crossings.enter(cursor, self.here, f"{name}:in", leaves, stage, starts)
         elif stage == self.here:
             leaves = self.crossings.arrive(cursor, f"{name}:in", leaves, stage) if starts else leaves
             leaves = self._values(index, leaves)
+            for n in self.forms.written.get(index, ()) if starts else ():
+                # What has been received is a leaf of the graph.
+                leaves[n] = leaves[n].clone()
             args, kwargs = pytree.tree_unflatten(leaves, structure)
         elif starts and stage == self.here + 1:
             self._leave(cursor, index, leaves, stage)
@@ -164,11 +193,87 @@ class StagedBlocks(PipelinedModule):
         if cursor.probe or stage != self.here:
             form = self.form_of(f"{self.name}.{index}", self.elsewhere[index], args, kwargs)
             result = self.absent(form, f"{name}:out", f"the result of '{self.name}.{index}'", stage)
+            self.forms.written[index] = form.written
+            for leaf in (leaves[n] for n in form.written):
+                if isinstance(leaf, AbsentTensor):
+                    leaf.writer = f"'{self.name}.{index}'"
         else:
             result = self._run(index, args, kwargs)
+            self._keep_left_behind(cursor, index)
         cursor.may_stop = index == len(self) - 1
-        self.crossings.keep(cursor, f"{name}:out", pytree.tree_leaves(result))
+        self.crossings.keep(cursor, f"{name}:out", flatten(result)[0])
         return result
+
+    def _run_again(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block in a backward pass, because code around it has put it into a checkpoint of torch."""
+        found, structure = flatten((args, kwargs))
+        leaves = [leaf.settled() if isinstance(leaf, AbsentTensor) else leaf for leaf in found]
+        is_known = all((value is None) == (leaf is None) for value, leaf in zip(leaves, found, strict=True))
+        if str(index) not in self._modules or not is_known:
+            raise UnsupportedError(
+                f"a function under torch.utils.checkpoint must call blocks of one pipeline stage only: block {index} "
+                f"of {self.name!r} is run again where {sorted(self._modules)} are. Checkpoint every block by itself."
+            )
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        return self._run(index, args, kwargs)
+
+    def weight(self, index: int, path: str, found: nn.Parameter) -> Tensor:
+        """Return a parameter of a block as it is for the code around the blocks: elsewhere it has a form alone."""
+        if self.cursor is None or (not self.cursor.probe and str(index) in self._modules):
+            return found
+        name = f"the parameter '{self.name}.{index}.{path}', which is read at {line_of_user()},"
+        return AbsentTensor.of(found.detach(), self, name)
+
+    def left_behind(self, index: int, path: str, found: Tensor) -> Tensor:
+        """Return a tensor that a block has left in itself, as it is for the code around the blocks.
+
+        Args:
+            index: The block.
+            path: Name of the tensor in the block.
+            found: The tensor of the block, or of its copy without values.
+
+        Raises:
+            UnsupportedError: If the block has not run in this call of the model.
+        """
+        cursor, name = self.cursor, f"'{self.name}.{index}.{path}'"
+        if cursor is None:
+            return found
+        owner, _, key = path.rpartition(".")
+        if key not in self.elsewhere[index].get_submodule(owner)._buffers and index >= cursor.turn:
+            raise UnsupportedError(
+                f"{name} is read before block {index} has run in this call of the model: {line_of_user()}. What the "
+                "last call has left is on one stage alone. Read it after the block, or use pp=1."
+            )
+        point, stage = f"{cursor.calls}:{self.name}.{index}.{path}", self.crossings.stage_of(index)
+        if not cursor.probe and stage == self.here:
+            return found
+        if point in cursor.known:
+            return cursor.known[point]
+        form = torch.empty(found.shape, dtype=found.dtype, device="meta")
+        result = AbsentTensor.of(form, self, name, point)
+        self.crossings.make(cursor, point, result, stage, at_start=True)
+        return result
+
+    def _foresee(self, cursor: StageCursor, points: Sequence[str]) -> None:
+        """Know the forms of values that come, also of those that only code behind the blocks will read."""
+        for kind, _, name in (point.partition(":") for point in points if point not in cursor.known):
+            for one in self.stand_ins if kind == "parameter" else ():
+                one.foresee(name)
+            if kind != "parameter":
+                self._foresee_left_behind(name)
+
+    def _foresee_left_behind(self, name: str) -> None:
+        if name.startswith(f"{self.name}.") and ":" not in name:
+            index, _, path = name.removeprefix(f"{self.name}.").partition(".")
+            owner, _, key = path.rpartition(".")
+            self.left_behind(int(index), path, getattr(self.elsewhere[int(index)].get_submodule(owner), key))
+
+    def _keep_left_behind(self, cursor: StageCursor, index: int) -> None:
+        prefix = f"{cursor.calls}:{self.name}.{index}."
+        for point in cursor.plan.travellers if cursor.plan is not None else ():
+            if point.startswith(prefix):
+                owner, _, key = point.removeprefix(prefix).rpartition(".")
+                cursor.known[point] = getattr(self.block(index).get_submodule(owner), key)
 
     def _count(self, cursor: StageCursor, index: int) -> None:
         if index == 0 and cursor.turn in (0, len(self)):
@@ -234,12 +339,18 @@ class StagedBlocks(PipelinedModule):
             UnsupportedError: If it depends on values.
         """
         try:
-            return self.forms.of_module(twin, self.mesh.device, args, kwargs)
+            form = self.forms.of_module(twin, self.mesh.device, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise UnsupportedError(
                 f"{name!r} must give results whose shapes follow from those of its inputs, because another stage "
                 f"computes them: without values it fails with {error}. Use pp=1."
             ) from error
+        if form.problem:
+            raise UnsupportedError(
+                f"{name!r} must tell other pipeline stages all that it does by what it returns: it {form.problem}, or "
+                "use pp=1."
+            )
+        return form
 
     def absent(self, form: Form, point: str, name: str, stage: int) -> Any:
         """Return a result without values, or the values where they have come.
@@ -287,25 +398,3 @@ class StagedBlocks(PipelinedModule):
     @override
     def plan_of(self, cursor: StageCursor, result: Any) -> StepPlan:
         return self.crossings.plan(cursor, pytree.tree_leaves(result), self.plan)
-
-
-class Turn:
-    """Stand for one block of a list while code iterates over it.
-
-    Args:
-        blocks: The list.
-        index: Which one.
-    """
-
-    def __init__(self, blocks: StagedBlocks, index: int) -> None:
-        self._blocks, self._index = blocks, index
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block where it is this stage's."""
-        return self._blocks.call(self._index, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the block."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._blocks.block(self._index), name)

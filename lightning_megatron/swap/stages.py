@@ -94,6 +94,7 @@ class Stages:
         }
         for end, twin in zip(self.ends, self.end_twins, strict=True):
             stand_in, place = Elsewhere(end.place.name, twin, staged, end.is_before), end.place
+            staged.stand_ins.append(stand_in)
             if self._holds(end):
                 staged.held.append(HeldModule(place.parent, place.key, stand_in, staged))
             else:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 D, NUM_BLOCKS, SAMPLES = 8, 4, 8
@@ -99,6 +101,118 @@ class NormsBetween(Body):
         for block, norm in zip(self.blocks, self.norms, strict=True):
             x = norm(block(x))
         return x
+
+
+class Checkpointed(Body):
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks.children():
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Reentrant(Body):
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+@dataclass(frozen=True)
+class Both:
+    """Hold a hidden and a loss term."""
+
+    hidden: Tensor
+    term: Tensor
+
+
+class Leaving(nn.Module):
+    """Return a dataclass, and leave a loss term behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+
+    def forward(self, both: Both) -> Both:
+        hidden = self.inner(both.hidden).tanh()
+        self.inner.term = hidden.pow(2).mean()
+        return Both(hidden, both.term + hidden.mean())
+
+
+class TermsOfBlocks(Body):
+    """Read loss terms of blocks, a list of parameters, and a weight of the first stage behind the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaving() for _ in range(NUM_BLOCKS))
+        self.scales = nn.ParameterList(nn.Parameter(torch.full((D,), 1.5)) for _ in range(2))
+
+    def middle(self, x: Tensor) -> Tensor:
+        both = Both(x, x.mean())
+        for block in self.blocks:
+            both = block(both)
+        self.penalty = both.term + sum(block.inner.term for block in self.blocks) + self.enter.weight.norm()
+        for scale in self.scales:
+            self.penalty = self.penalty + scale.pow(2).sum()
+        return both.hidden * self.scales[-1]
+
+
+class TermsOfModules(TermsOfBlocks):
+    def middle(self, x: Tensor) -> Tensor:
+        x = super().middle(x)
+        self.penalty = sum(part.term for part in self.modules() if hasattr(part, "term"))
+        return x
+
+
+class WeightsOfBlocks(Body):
+    def middle(self, x: Tensor) -> Tensor:
+        x = super().middle(x)
+        self.penalty = sum(block[0].weight.norm() for block in self.blocks)
+        return x
+
+
+class Collecting(nn.Linear):
+    def forward(self, x: Tensor, terms: list[Tensor]) -> Tensor:
+        terms.append(x.pow(2).mean())
+        return super().forward(x)
+
+
+class TermsInAList(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Collecting(D, D) for _ in range(NUM_BLOCKS))
+
+    def middle(self, x: Tensor) -> Tensor:
+        terms: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, terms)
+        self.penalty = sum(terms)
+        return x
+
+
+class OnBothSides(Body):
+    def middle(self, x: Tensor) -> Tensor:
+        return self.enter(super().middle(x))
+
+
+class InnerLists(Body):
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            for part in block:
+                x = part(x)
+        return x
+
+
+class BlocksInPlace(Body):
+    """Have blocks that write into what they are given; what comes from another stage is a leaf of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(D, D)) for _ in range(NUM_BLOCKS))
+
+
+class WrittenByABlock(BlocksInPlace):
+    def middle(self, x: Tensor) -> Tensor:
+        return x + super().middle(x)
 
 
 class WrittenInPlace(Body):

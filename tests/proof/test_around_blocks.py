@@ -20,11 +20,19 @@ from tests.world import run_world
 
 EQUAL = (
     "ResidualInLoop", "ResidualAround", "SkipFromInput", "SkipsBetween", "TwoStreams", "EarlyLoss", "CalledTwice",
+    "Checkpointed", "TermsOfBlocks", "BlocksInPlace",
 )  # fmt: skip
 REFUSED = {
     "NormsBetween": ("'body.norms.0' is called between the blocks 'body.blocks'", "Make a module of every block"),
     "WrittenInPlace": ("the result of 'body.blocks.0'", "__setitem__ writes it", "x[:, 0] = 0.0"),
     "ReadByTheHost": ("the result of 'body.blocks.0'", "if x.abs().max() > 1e6"),
+    "Reentrant": ("with use_reentrant=False", "x = checkpoint(block, x, use_reentrant=True)"),
+    "TermsOfModules": ("the modules of 'body.blocks' are listed in a step", "for part in self.modules()"),
+    "WeightsOfBlocks": ("the parameter 'body.blocks.0.0.weight'", "block[0].weight.norm()"),
+    "TermsInAList": ("'body.blocks.0' must tell", "changes a list, dictionary or dataclass that it is given"),
+    "OnBothSides": ("'body.enter' is called before and after the blocks",),
+    "InnerLists": ("'body.blocks.0.0' is called by itself", "x = part(x)"),
+    "WrittenByABlock": ("'body.blocks.0' has written into it in place", "return x + super().middle(x)"),
     "DropoutBeside": ("the result of 'body.enter'", "random numbers are drawn for it"),
 }
 
