@@ -26,6 +26,7 @@ from lightning_megatron.strategy.modules import find_models
 from lightning_megatron.strategy.outputs import Weight, loss_in, token_counts_in
 from lightning_megatron.strategy.random_states import random_states, restore_random_states
 from lightning_megatron.strategy.steady_draws import SteadyDraws
+from lightning_megatron.strategy.weight_writes import unwritten_weights
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,8 @@ class MicrobatchTrials:
         whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
         trial = _Trial(self._mesh, self._module, key[0], run, state, whole)
         try:
-            trial.compare(joined, groups, parts)
+            with unwritten_weights(self._module, key[0]):
+                trial.compare(joined, groups, parts)
         except UnsupportedError:
             raise
         except Exception as error:

@@ -30,6 +30,7 @@ from lightning_megatron.strategy.microbatch_losses import MicrobatchLosses, unit
 from lightning_megatron.strategy.module_state import ModuleState
 from lightning_megatron.strategy.outputs import Weight, merge_outputs, token_counts_in, total_weight
 from lightning_megatron.strategy.weight_reads import WeightReads
+from lightning_megatron.strategy.weight_writes import unwritten_weights
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ class StepRunner:
         begin: Callable[[], None] = lambda: None,
     ) -> list[Any]:
         sizes = {id(part.data): part.num_samples for part in microbatches}
-        step_fn, trial = getattr(module, name), Trial(name, partial(_kept_state, module))
+        step_fn, trial = getattr(module, name), Trial(name, partial(_kept_state, module, name))
         guard = nullcontext() if guard is None else guard
 
         def run_one(data: Any) -> Any:
@@ -312,10 +313,11 @@ class StepRunner:
 
 
 @contextmanager
-def _kept_state(module: LightningModule) -> Iterator[None]:
-    """Put back, after the block, what the module holds beside its parameters."""
+def _kept_state(module: LightningModule, step: str) -> Iterator[None]:
+    """Put back, after the block, what the module holds beside its parameters, which may not change."""
     state = ModuleState(module)
     try:
-        yield
+        with unwritten_weights(module, step):
+            yield
     finally:
         state.restore()

@@ -215,6 +215,14 @@ class WrittenByABlock(BlocksInPlace):
         return x + super().middle(x)
 
 
+class WritesWeights(Body):
+    def middle(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for weight in (*self.enter.parameters(), *self.head.parameters()):
+                weight.mul_(0.9)
+        return super().middle(x)
+
+
 class WrittenInPlace(Body):
     def middle(self, x: Tensor) -> Tensor:
         for block in self.blocks:

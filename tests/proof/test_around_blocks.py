@@ -56,6 +56,9 @@ def fit_all(rank: int, size: int) -> dict[str, Any]:
             found[kind, name] = fit(kind, {**layout, "pipeline_plan": BLOCKS}, size)
     with pytest.raises(UnsupportedError, match="'body.norms.0' is called between the blocks"):
         fit("NormsBetween", {"pp": 2, "pipeline_plan": BLOCKS}, size)
+    here = ("enter", "head")[rank]
+    with pytest.raises(UnsupportedError, match=f"training_step must not write weights.*'body.{here}.weight'"):
+        fit("WritesWeights", {"pp": 2, "pipeline_plan": BLOCKS}, size)
     return found
 
 

@@ -110,6 +110,12 @@ def averages(module: Step, batch: Any) -> Tensor:
     return mean(module, batch)
 
 
+def teaches(module: Step, batch: Any) -> Tensor:
+    with torch.no_grad():
+        module.net[0].weight.data = 0.9 * module.net[0].weight.data
+    return mean(module, batch)
+
+
 def normalised(module: Step, batch: Any) -> Tensor:
     x = batch["x"]
     return mean(module, {**batch, "x": (x - x.mean(0)) / (x.std(0, correction=0) + 1)})
@@ -133,6 +139,7 @@ COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
     "statistics by hand": (normalised, "the loss"),
     "a logged value": (perplexity, "log 'ppl' of two microbatches"),
     "counted calls": (counts_calls, "training_step must not depend on the number of its calls.*self.calls changes"),
+    "weights that a step writes": (teaches, "must not write weights.*'net.0.weight' has changed"),
     "an average in a buffer": (averages, "self.level changes at every call"),
 }
 

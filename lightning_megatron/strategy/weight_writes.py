@@ -1,0 +1,53 @@
+"""The user's code that writes weights in a step, which runs more often than once for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import UnsupportedError
+
+
+@contextmanager
+def unwritten_weights(module: nn.Module, step: str) -> Iterator[None]:
+    """Refuse weights that change inside the block, which tries out a step, such as those of a teacher.
+
+    Args:
+        module: The user's module.
+        step: Name of the step.
+
+    Raises:
+        UnsupportedError: After the block, naming the weights.
+    """
+    before = _norms_of(module)
+    try:
+        yield
+    except UnsupportedError:
+        # Weights that have changed are the reason for a loss that has.
+        _check(module, step, before)
+        raise
+    _check(module, step, before)
+
+
+def _check(module: nn.Module, step: str, before: Mapping[str, Tensor]) -> None:
+    now = _norms_of(module)
+    changed = [name for name, norm in before.items() if name in now and not torch.equal(norm, now[name])]
+    if changed:
+        raise UnsupportedError(
+            f"{step} must not write weights where batches are cut or pp is above 1, because it runs more than once for "
+            f"a batch: {', '.join(repr(name) for name in changed[:5])} has changed. Write them in a hook such as "
+            "on_train_batch_end, or use pp=1 with microbatch_size='batch', or with check_microbatches=False to mean it."
+        )
+
+
+@torch.no_grad()
+def _norms_of(module: nn.Module) -> dict[str, Tensor]:
+    # Versions would not tell: what is written through .data has one of its own.
+    return {
+        name: torch.linalg.vector_norm(parameter.detach(), dtype=torch.float64).nan_to_num()
+        for name, parameter in module.named_parameters()
+        if not parameter.is_meta and parameter.is_floating_point()
+    }
