@@ -7,13 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.partial_use import PartialUse
-from lightning_megatron.training.replicas import check_data_replicas, check_tensor_replicas, whole_everywhere
+from lightning_megatron.training.replicas import (
+    check_data_replicas,
+    check_loss_replicas,
+    check_tensor_replicas,
+    whole_everywhere,
+)
 
 #: Steps at the start of a fit at which everything is compared: the first ones show what a layout does to a model, and
 #: the second what its update did.
@@ -22,7 +27,7 @@ _SHOWN = 8
 
 
 class ReplicaCheck:
-    """Compare copies of parameters and gradients at the first steps of a fit, and every so many.
+    """Compare copies of parameters and gradients, and the loss, at the first steps of a fit, and every so many.
 
     Args:
         module: The module that is trained.
@@ -40,6 +45,8 @@ class ReplicaCheck:
         self._use = PartialUse(module, main.mesh, self._whole)
         # Steps by what is trained in them: optimizers may take turns.
         self._num_steps: Counter[frozenset[str]] = Counter()
+        #: The loss of the last backward pass; None where the user's code runs it.
+        self.loss: Tensor | None = None
 
     @property
     def inspector(self) -> Callable[[Any, bool], None] | None:
@@ -66,16 +73,18 @@ class ReplicaCheck:
         return True
 
     def after_sums(self, names: frozenset[str], *, are_finite: bool = True) -> None:
-        """Compare parameters and finished gradients; where gradients overflowed, at the next step.
+        """Compare the loss, parameters and finished gradients; where gradients overflowed, at the next step.
 
         Raises:
-            ReplicaMismatchError: If copies differ.
+            ReplicaMismatchError: If copies or losses differ.
 
         Communication: that of the comparisons.
         """
         if are_finite:
             self._num_steps[names] += 1
             self._main.wait()
+            if self.loss is not None and self._main.mesh.tp.size > 1:
+                check_loss_replicas(self._main, self.loss)
             check_data_replicas(self._main)
             check_tensor_replicas(self._main, self._whole, names)
 

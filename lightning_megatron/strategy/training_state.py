@@ -143,6 +143,8 @@ class TrainingState:
 
     def note(self, kind: str, value: Tensor | None) -> None:
         """Keep a loss or the norm of a gradient, to be looked at later."""
+        if kind == "loss":
+            self.replicas.loss = value
         if self.finite is not None and value is not None:
             self.finite.note(kind, value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -35,6 +36,36 @@ def whole_everywhere(main: MainParameters) -> tuple[str, ...]:
     mine = {name for name, spec in specs.items() if spec.is_whole and not spec.is_expert}
     everyone = all_gather_objects(mine, main.mesh.tp)
     return tuple(name for name in main.names if all(name in one for one in everyone))
+
+
+def check_loss_replicas(main: MainParameters, loss: Tensor) -> None:
+    """Compare the loss over tp, whose ranks compute it from the same samples.
+
+    Args:
+        main: The parameters, whose coarsest type says what rounding may do.
+        loss: A scalar.
+
+    Raises:
+        ReplicaMismatchError: On every rank of the axis, naming the values by rank.
+
+    Communication: a gather of one number over tp, for which the host waits.
+    """
+    axis, dtypes = main.mesh.tp, {main.parameter(name).dtype for name in main.names}
+    spacing = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    tolerance = min(_TOLERANCE, 10 * spacing**0.5)
+    everyone = all_gather_objects(float(loss), axis)
+    is_alike = all(math.isclose(one, everyone[0], rel_tol=tolerance, abs_tol=tolerance / 10) for one in everyone)
+    # What is not finite is refused elsewhere, with the name of its rank.
+    if is_alike or not all(map(math.isfinite, everyone)):
+        return
+    values = ", ".join(f"{one:.9g} on rank {rank}" for rank, one in zip(axis.ranks, everyone, strict=True))
+    raise ReplicaMismatchError(
+        f"the ranks of tp must compute the same loss, because they have the same samples: it is {values}. Each of them "
+        "would train its part of the layers for another number. If a term of the loss, such as a penalty, is computed "
+        "between a 'column' and a 'row' layer, each rank has its own features there: compute it of what comes after "
+        "the 'row' layer, or give the layers around it the kinds 'column_gather' and 'row_split', or 'replicate', in "
+        "tensor_parallel_plan. If the step draws numbers of its own, seed them alike on every rank."
+    )
 
 
 def check_tensor_replicas(main: MainParameters, whole: Sequence[str], names: Collection[str]) -> None:

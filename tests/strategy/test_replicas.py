@@ -192,6 +192,26 @@ class WritesAlone(Regress):
                 self.get_parameter(self.key).mul_(1.1)
 
 
+class Watched(nn.Tanh):
+    """Keep the mean size of the features that come by."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.size = x.abs().mean()
+        return super().forward(x)
+
+
+class PenaltyOfActivations(Regress):
+    """Add to the loss what an activation between two cut layers says."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Net(Watched()))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        net: Any = self.net
+        return loss + 0.1 * net.between.size
+
+
 def plain_net() -> nn.Module:
     return Net(nn.GELU())
 
@@ -244,6 +264,12 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         lambda: LogsNorm(plain_net),
         {"tp": 2, "tensor_parallel_plan": PLAN},
         r"UnsupportedError: training_step must not read .*'net.down.weight' .* reads it: 'self.log\(\"size\"",
+    ),
+    "a penalty of activations": (
+        PenaltyOfActivations,
+        {"tp": 2, "tensor_parallel_plan": PLAN, "check_microbatches": False},
+        r"ReplicaMismatchError: the ranks of tp must compute the same loss.* it is ([\d.]+) on rank 0, (?!\1)[\d.]+ on "
+        r"rank 1\..*'column_gather'",
     ),
     "written on one of dp": (
         lambda: WritesAlone(plain_net, 1, "net.up.weight"),
