@@ -32,6 +32,13 @@ _GRADIENT_HOOKS = (
 )
 #: Hooks that mostly serve something else, and count if their code names gradients.
 _OTHER_HOOKS = ("optimizer_step", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
+#: Names that have to do with the recording of graphs, or forget gradients, and read none.
+_NO_READERS = frozenset(
+    {
+        *("zero_grad", "requires_grad", "requires_grad_", "no_grad", "enable_grad", "autograd"),
+        *("set_grad_enabled", "is_grad_enabled"),
+    }
+)
 #: How far calls of functions are followed.
 _DEPTH = 4
 #: Callbacks that look at counters, logged values and clocks, or save through the strategy.
@@ -107,7 +114,7 @@ def _names_gradients(hook: Any) -> bool:
     if getattr(function, "__code__", None) is None:
         # What has no code of Python's may do anything.
         return True
-    if any("grad" in name and name != "zero_grad" for code in _codes(function) for name in code.co_names):
+    if any("grad" in name and name not in _NO_READERS for code in _codes(function) for name in code.co_names):
         return True
     return any("grad" in code.co_names for called in _called(hook) for code in _codes(called))
 

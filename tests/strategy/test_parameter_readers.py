@@ -1,0 +1,51 @@
+"""Hooks that might look at gradients, which then are shown, are told from those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from lightning_megatron.strategy.parameter_readers import gradient_reader
+
+
+class Counts(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        with torch.no_grad(), torch.autograd.profiler.record_function("count"):
+            self.count = sum(one.numel() for one in module.parameters() if one.requires_grad)
+
+
+class Reads(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        self.seen = [one.grad for one in module.parameters()]
+
+
+def largest(module: torch.nn.Module) -> float:
+    return max(float(one.grad.abs().max()) for one in module.parameters() if one.grad is not None)
+
+
+class ReadsByFunction(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        self.seen = largest(module)
+
+
+class Before(L.Callback):
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.count = 1
+
+
+@pytest.mark.parametrize(
+    ("callback", "name"),
+    [
+        (Counts, None),
+        (Reads, "Reads.on_train_batch_end"),
+        (ReadsByFunction, "ReadsByFunction.on_train_batch_end"),
+        (Before, "Before.on_before_optimizer_step"),
+    ],
+)
+def test_code_that_names_gradients_is_a_reader(callback: type[L.Callback], name: str | None) -> None:
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[callback()])
+    trainer.strategy.connect(L.LightningModule())
+    assert gradient_reader(trainer) == name
