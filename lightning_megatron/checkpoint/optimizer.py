@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.entries import Entry
+from lightning_megatron.checkpoint.hyperparameters import check_hyperparameters
 from lightning_megatron.checkpoint.load import SavedTensor, load_tensors, saved_tensors
 from lightning_megatron.checkpoint.metadata_checks import check_states
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
@@ -115,7 +116,8 @@ def load_optimizer(
         metadata: What :func:`optimizer_metadata` returned when it was saved.
 
     Raises:
-        CheckpointMismatchError: On all ranks, if groups, their parameters or the shapes of the state differ.
+        CheckpointMismatchError: On all ranks, if groups, their parameters, the types of their hyperparameters or the
+            shapes of the state differ.
         UnsupportedError: On all ranks, if the state of a parameter cannot be cut as the optimizer is.
 
     Communication: gathers of names over tp x pp and over the world.
@@ -123,6 +125,7 @@ def load_optimizer(
     names_of_groups = main.names_of(optimizer)
     original = _originals(names_of_groups, metadata["groups"], main)
     _check_groups(names_of_groups, metadata["groups"], original, mesh)
+    check_hyperparameters(optimizer.param_groups, [group["hyperparameters"] for group in metadata["groups"]], index)
     saved = _saved_state(path, index)
     check_states(index, metadata["groups"], saved, os.fspath(path))
     expected = {

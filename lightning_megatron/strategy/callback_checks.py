@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.errors import UnsupportedError
@@ -92,3 +92,11 @@ def take_callbacks_along(trainer: Trainer, module: LightningModule, layout: Para
                 "replaced by a layer of its own before the first step. The mask would change nothing. Leave the "
                 "callback out, or train with strategy='ddp'."
             )
+
+
+def saves_optimizers(trainer: Trainer) -> bool:
+    """Return whether a callback is going to save states of optimizers."""
+    return any(
+        isinstance(callback, ModelCheckpoint) and not callback.save_weights_only
+        for callback in trainer.checkpoint_callbacks
+    )

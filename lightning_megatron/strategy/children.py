@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from lightning_megatron.strategy.signals import EXIT_CODE
 
@@ -45,6 +46,12 @@ class Children:
     def forget(self) -> None:
         """Take their ends for no failure from now on: this process is about to kill them."""
         self._is_over.set()
+
+    def wait_for_end(self) -> None:
+        """Wait until the processes, which have been killed, are gone."""
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_SECONDS)
 
     def failed(self) -> int | None:
         """Return the exit code of the first process that failed, as a shell reports it; None if none did."""

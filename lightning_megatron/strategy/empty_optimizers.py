@@ -38,12 +38,13 @@ def allowing_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
         Optimizer.__init__ = original  # type: ignore[method-assign]
 
 
-def check_trained_somewhere(optimizers: Sequence[Optimizer], mesh: ParallelMesh) -> None:
-    """Refuse an optimizer that trains nothing on any stage.
+def check_trained_somewhere(optimizers: Sequence[Optimizer], mesh: ParallelMesh, is_saved: bool) -> None:
+    """Refuse an optimizer that trains nothing on any stage, and groups that a checkpoint could not hold.
 
     Args:
         optimizers: Those of this stage.
         mesh: The groups of this rank.
+        is_saved: Whether the states of optimizers are going to be saved.
 
     Raises:
         UnsupportedError: If there is one.
@@ -52,12 +53,19 @@ def check_trained_somewhere(optimizers: Sequence[Optimizer], mesh: ParallelMesh)
     """
     if mesh.pp.size == 1:
         return
-    here = [sum(len(group["params"]) for group in optimizer.param_groups) for optimizer in optimizers]
+    here = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
     stages = all_gather_objects(here, mesh.pp_cpu)
     for number, counts in enumerate(zip(*stages, strict=False)):
-        if not any(counts):
+        name = type(optimizers[number]).__name__
+        if not any(map(sum, counts)):
             raise UnsupportedError(
-                f"an optimizer must have parameters on some pipeline stage: number {number} "
-                f"({type(optimizers[number]).__name__}) has none on any of {len(stages)}. Nothing would be trained. "
-                "Give it parameters of self in configure_optimizers."
+                f"an optimizer must have parameters on some pipeline stage: number {number} ({name}) has none on any "
+                f"of {len(stages)}. Nothing would be trained. Give it parameters of self in configure_optimizers."
+            )
+        if is_saved and len(set(map(len, counts))) > 1:
+            raise UnsupportedError(
+                "the optimizers of all pipeline stages must have equally many parameter groups to be saved: number "
+                f"{number} ({name}) has {list(map(len, counts))}. A checkpoint merges groups by number. Build the same "
+                "groups on every stage in configure_optimizers, empty ones included (one for each layer of the "
+                "configuration, say), or save weights alone by ModelCheckpoint(save_weights_only=True)."
             )

@@ -59,6 +59,7 @@ class FailureWatch:
         self._stop.set()
         self._cleanup_timer: threading.Timer | None = None
         self._watches_launcher = False
+        self._left: JobFolder | None = None
 
     @property
     def _folder(self) -> Path | None:
@@ -109,7 +110,13 @@ class FailureWatch:
         """Leave no file of this rank behind."""
         joined, self._joined = self._joined, None
         if joined is not None:
+            self._left = joined
             joined.leave()
+
+    def leave_after_others(self) -> None:
+        """Leave no file of the ranks of this machine behind, once all of them have been killed."""
+        if self._left is not None:
+            self._left.leave()
 
     def end(self, code: int) -> None:
         """End this process at once."""

@@ -67,9 +67,14 @@ class MegatronLauncher(SubprocessScriptLauncher):
 
     @override
     def kill(self, signum: Any) -> None:
-        if self._children is not None and signum == signal.SIGKILL:
-            self._children.forget()
+        if self._children is None or signum != signal.SIGKILL:
+            super().kill(signum)
+            return
+        # After Ctrl-C: this process has left the job, and the others cannot take their files along.
+        self._children.forget()
         super().kill(signum)
+        self._children.wait_for_end()
+        self._watch().leave_after_others()
 
     @override
     def _call_children_scripts(self) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -25,6 +23,7 @@ from lightning_megatron.strategy.module_state import ModuleState
 from lightning_megatron.strategy.modules import find_models
 from lightning_megatron.strategy.outputs import Weight, loss_in, token_counts_in
 from lightning_megatron.strategy.random_states import random_states, restore_random_states
+from lightning_megatron.strategy.seeded_draws import SeededDraws
 from lightning_megatron.strategy.steady_draws import SteadyDraws
 from lightning_megatron.strategy.weight_writes import unwritten_weights
 
@@ -62,7 +61,8 @@ class MicrobatchTrials:
     """Compare a step on neighbouring microbatches with the same step on their samples together, once for each step.
 
     No gradients are made; random states, buffers and attributes of the module are put back. Draws of torch are replaced
-    by constants, and dropout is off, so that what couples samples by a random number alone is not seen. What the step
+    by constants, and dropout is off, so that what couples samples by a random number alone is not seen. The
+    generators of Python and NumPy begin every microbatch with one seed, and give orders without drawing. What the step
     does outside the module, such as printing, it does again.
 
     Args:
@@ -137,7 +137,7 @@ class _Trial:
     ) -> None:
         self._mesh, self._module, self._step = mesh, module, step
         self._run_step, self._state, self._whole = run, state, whole
-        self._spacing = 0.0
+        self._spacing, self._ends = 0.0, frozenset[int]()
 
     def compare(self, joined: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]) -> None:
         """Run the step on parts and on several of them at once.
@@ -155,8 +155,9 @@ class _Trial:
         self._state.restore()
         found = _differences(together, groups, alone, tolerance)
         if self._gathered(bool(found)):
-            # What Python and NumPy draw cannot be made the same for one sample and for two.
-            again = self._run(joined, seed=1)
+            # What Python and NumPy draw for each sample cannot be made the same for one sample and for two; what they
+            # draw once for a batch was the same.
+            again = self._run(joined, seed=int(self._gathered(len(self._ends) > 1)))
             unsteady = {
                 name
                 for before, after in zip(together, again, strict=True)
@@ -196,21 +197,16 @@ class _Trial:
         return _readings(outputs, parts, recorder)
 
     def _outputs(self, parts: Sequence[Microbatch], recorder: Recorder, seed: int, gradients: Any) -> list[Any]:
-        steady = SteadyDraws()
-
-        def begin() -> None:
-            random.seed(seed)
-            np.random.seed(seed)
-
+        steady, seeded = SteadyDraws(), SeededDraws(seed)
         try:
-            with gradients, steady:
+            with gradients, steady, seeded.running():
                 # A step may take entries out of its batch, which runs again.
                 tried = [Microbatch(own_containers(part.data), part.num_samples) for part in parts]
-                return self._run_step(tried, recorder, begin)
+                return self._run_step(tried, recorder, seeded.begin)
         except Exception as error:
             raise self._noted(error, parts)  # noqa: B904
         finally:
-            self._spacing = max(self._spacing, steady.spacing)
+            self._spacing, self._ends = max(self._spacing, steady.spacing), self._ends | seeded.ends
 
     def _noted(self, error: Exception, parts: Sequence[Microbatch]) -> Exception:
         note = (
@@ -246,8 +242,8 @@ class _Trial:
     def _worst_spacing(self) -> float:
         return max(all_gather_objects(self._spacing, self._mesh.world_cpu))
 
-    def _gathered(self, is_different: bool) -> bool:
-        return any(all_gather_objects(is_different, self._mesh.world_cpu))
+    def _gathered(self, is_so: bool) -> bool:
+        return any(all_gather_objects(is_so, self._mesh.world_cpu))
 
     def _judge(self, found: Mapping[str, tuple[float, float, int]], changed: Mapping[str, str], size: int) -> None:
         texts = [_text_of_values(self._step, found, size)] if found else []

@@ -21,7 +21,7 @@ from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.buffers import SharedBuffers, check_synchronised_norms
-from lightning_megatron.strategy.callback_checks import take_callbacks_along
+from lightning_megatron.strategy.callback_checks import saves_optimizers, take_callbacks_along
 from lightning_megatron.strategy.checks import (
     check_module,
     check_train_loaders,
@@ -60,6 +60,7 @@ from lightning_megatron.strategy.step import AroundBackward, StepRunner
 from lightning_megatron.strategy.training_state import TrainingState, division_of
 from lightning_megatron.swap import building_on_meta, parallelize
 from lightning_megatron.swap.own_plan import whole_parts
+from lightning_megatron.training.ties import naming_copies_as_originals
 
 log = logging.getLogger(__name__)
 
@@ -189,9 +190,9 @@ class ModelStrategy(MeshStrategy):
     def _setup_training(self, trainer: Trainer, fitting: bool) -> None:
         if fitting:
             self._reset_optimizers_and_schedulers()
-            with allowing_empty_optimizers(self.mesh):
+            with allowing_empty_optimizers(self.mesh), naming_copies_as_originals(self.user_module):
                 self.setup_optimizers(trainer)
-            check_trained_somewhere(self.optimizers, self.mesh)
+            check_trained_somewhere(self.optimizers, self.mesh, saves_optimizers(trainer))
         previous, self._state = self._state, self._state_of_run(fitting)
         if previous is not None and previous is not self._state:
             previous.release()
@@ -358,7 +359,7 @@ class ModelStrategy(MeshStrategy):
         trainer = self.user_module.trainer
         will_step = not accumulates(trainer)
         self._state.begin_step(step, will_step and is_logged(trainer))
-        self._state.take_in(self.optimizers)
+        self._state.take_in(self.optimizers, trainer.current_epoch)
         self._state.main.written.take_noted()
         self._executor.observer = self._state.observer if will_step and self.options.overlap_gradients else None
         self._executor.inspector = self._state.replicas.inspector

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint import copy_full_tensors, model_placements, model_tensors
+from lightning_megatron.checkpoint.hyperparameters import check_hyperparameters
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -113,6 +114,7 @@ def load_optimizer(
     everywhere = [complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part]
     if everywhere:
         raise UnsupportedError(everywhere[0])
+    check_hyperparameters(optimizer.param_groups, groups)
     for group, taken in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in taken.items() if key not in _NOT_TAKEN})
 

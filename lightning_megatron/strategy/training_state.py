@@ -24,7 +24,7 @@ from lightning_megatron.training.fused_update import FusedUpdate
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.loss_scale import DynamicLossScale
 from lightning_megatron.training.main_parameters import Division, MainParameters, names_in
-from lightning_megatron.training.ties import check_ties, freeze_copies
+from lightning_megatron.training.ties import TiedCopies, check_ties
 
 
 def division_of(options: StrategyOptions, main_dtype: torch.dtype | None) -> Division:
@@ -91,6 +91,9 @@ class TrainingState:
         self._checks_gradients = bool(checks_gradients)
         self.finite = FiniteWatch(mesh) if checks_gradients is None else None
         self._zero_grads: list[tuple[Optimizer | nn.Module, Any]] = []
+        self._copies = TiedCopies(self.main)
+        if optimizers:
+            self._copies.follow(optimizers)
         for optimizer in optimizers:
             self._reducer.watch(self.main.attach(optimizer))
             check_ties(optimizer, self.main)
@@ -107,6 +110,7 @@ class TrainingState:
         self._unfinished: frozenset[str] = frozenset()
         self._num_tokens: Tensor | None = None
         self._is_in_backward = False
+        self._epoch: int | None = None
         self.step = 0
 
     @property
@@ -160,15 +164,26 @@ class TrainingState:
             self.finite.check()
 
     def begin_fit(self) -> None:
-        """Take in what hooks of the user's code have frozen and filled since the optimizers were attached.
-
-        Communication: that of :func:`freeze_copies`.
-        """
-        freeze_copies(self.main)
+        """Take in what hooks of the user's code have filled since the optimizers were attached."""
         self.main.written.take(all_values=True)
 
-    def take_in(self, optimizers: Sequence[Optimizer]) -> None:
-        """Attach what callbacks have unfrozen, or added to an optimizer, since the last step."""
+    def take_in(self, optimizers: Sequence[Optimizer], epoch: int | None = None) -> None:
+        """Take in what callbacks have frozen and unfrozen, or added to an optimizer, since the last step.
+
+        Args:
+            optimizers: Those of the fit.
+            epoch: Number of the epoch (epochs); None outside of training steps.
+
+        Raises:
+            UnsupportedError: If an embedding with a copy on another stage has been frozen or unfrozen within an epoch.
+
+        Communication: that of :meth:`TiedCopies.follow` at the first step of an epoch, and outside of steps.
+        """
+        if epoch is None or epoch != self._epoch:
+            self._epoch = epoch
+            self._copies.follow(optimizers)
+        else:
+            self._copies.check()
         for optimizer in optimizers:
             if self.main.waits_for_attach(optimizer):
                 self._reducer.watch(self.main.attach(optimizer))

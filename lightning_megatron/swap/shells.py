@@ -34,14 +34,22 @@ class Shell(nn.Module):
         Shapes: tokens ``(B, S)``; output ``(B, S, D)``, whole on every rank.
 
         Raises:
-            UnsupportedError: If this is another part of the model, or another stage holds the embedding.
+            UnsupportedError: If this is another part of the model, or there are several pipeline stages.
         """
+        is_elsewhere = isinstance(self, nn.Embedding) and not self._parameters
         for part in vars(self).get(_COUNTERPARTS, ()):
             if isinstance(part, VocabParallelEmbedding) and len(args) == 1 and not kwargs:
+                if part.mesh.pp.size > 1:
+                    is_elsewhere = True
+                    break
                 hidden = part(args[0])
                 full = gather_from_axis(hidden, part.mesh.tp, dim=0) if part.mesh.sequence_parallel else hidden
                 # Some classes scale their vectors by themselves.
                 return full.transpose(0, 1) * getattr(self, "scalar_embed_scale", 1.0)
+        if is_elsewhere:
+            # On all stages alike: one that went on alone would wait for the others.
+            remedy = "Give input_ids to the whole model, or use pp=1"
+            self._refuse("cannot be called with pp above 1", remedy, "The first stage alone has the vectors of tokens")
         return self._refuse("cannot be called by itself", "Call the whole model")
 
     def __getattr__(self, name: str) -> Any:

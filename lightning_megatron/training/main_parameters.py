@@ -187,6 +187,12 @@ class MainParameters:
             if id(parameter) not in self._main_ids
         )
 
+    def find_ties(self) -> None:
+        """Pair tied embeddings with their copies; the first call is one gather of names over pp."""
+        if self.ties is None:
+            stages = all_gather_objects([(name, self.spec(name).tied_to) for name in self.names], self.mesh.pp_cpu)
+            self.ties = resolve_ties(stages)
+
     def attach(self, optimizer: Optimizer) -> list[FlatBuffer]:
         """Make an optimizer train this rank's slices, in place: schedulers and the user's references keep working.
 
@@ -206,9 +212,7 @@ class MainParameters:
         Communication: one gather of names over pp at the first call.
         """
         self._check_known(optimizer)
-        if self.ties is None:
-            stages = all_gather_objects([(name, self.spec(name).tied_to) for name in self.names], self.mesh.pp_cpu)
-            self.ties = resolve_ties(stages)
+        self.find_ties()
         names = names_in(self.names_of(optimizer))
         new = [n for n in self.names if n in names and n not in self._mains and self._parameters[n].requires_grad]
         if not new:

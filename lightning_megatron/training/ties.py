@@ -2,11 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.training.main_parameters import MainParameters
+
+
+@dataclass(frozen=True)
+class _Training:
+    """Hold how a parameter is trained.
+
+    Args:
+        is_trained: Whether it requires gradients.
+        groups: For each optimizer, the number of the group that it is in; None for none.
+    """
+
+    is_trained: bool
+    groups: tuple[int | None, ...]
+
+
+@contextmanager
+def naming_copies_as_originals(module: nn.Module) -> Iterator[None]:
+    """List copies of tied embeddings under the names of their originals inside the block, as one device does.
+
+    Code that makes groups by names then puts the last stage's copy where the first stage's embedding is. A copy whose
+    original has no module on this stage keeps its name.
+
+    Args:
+        module: The module that is trained.
+    """
+    placed: list[tuple[nn.Module, str]] = []
+    for name, parameter in list(module.named_parameters()):
+        tied_to = shard_spec_of(parameter).tied_to
+        place = None if tied_to is None else _place_of_original(module, name, tied_to)
+        if place is not None:
+            owner, key = place
+            owner._parameters[key] = parameter
+            placed.append(place)
+    try:
+        yield
+    finally:
+        for owner, key in placed:
+            del owner._parameters[key]
+
+
+def _place_of_original(module: nn.Module, copy: str, tied_to: str) -> tuple[nn.Module, str] | None:
+    """Return the module that has the original on the first stage, and the name there, if that module is here."""
+    modules = dict(module.named_modules())
+    owner_name, _, key = tied_to.rpartition(".")
+    parts = copy.split(".")
+    for length in range(len(parts) - 1, -1, -1):
+        owner = modules.get(".".join([*parts[:length], *([owner_name] if owner_name else [])]))
+        if owner is not None and key not in owner._parameters:
+            return owner, key
+    return None
 
 
 def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
@@ -35,26 +92,94 @@ def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
         if first != last:
             raise UnsupportedError(
                 f"a tied embedding must be trained alike on the first and the last stage: {original!r} is in "
-                f"{first}, its copy {copy!r} in {last}. The two would drift apart. Put both in the same group in "
-                "configure_optimizers."
+                f"{first}, its copy {copy!r} in {last}. The two would drift apart. Make groups in the same number and "
+                "order on every stage, empty ones too, in configure_optimizers."
             )
 
 
-def freeze_copies(main: MainParameters) -> None:
-    """Train the last stage's copy of a tied embedding exactly if the first stage's embedding is trained.
+class TiedCopies:
+    """Train the last stage's copy of a tied embedding as the first stage's embedding is trained.
 
-    Code that freezes by names meets the embedding under its own name on the first stage alone.
+    Code that freezes by names, or puts a parameter into a group of an optimizer, meets the embedding under its own
+    name on the first stage alone.
 
     Args:
         main: The parameters of this rank.
-
-    Communication: one gather over pp where there are ties.
     """
-    if not main.ties:
+
+    def __init__(self, main: MainParameters) -> None:
+        self._main = main
+        self._followed: Mapping[str, bool] = {}
+
+    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Freeze copies, and put them into the groups of optimizers, as their originals are now.
+
+        A copy whose original's group has no counterpart stays where it is, which :func:`check_ties` refuses.
+
+        Args:
+            optimizers: Those of the fit, in their order.
+
+        Communication: one gather over pp where there are ties; one more at the first call.
+        """
+        main = self._main
+        main.find_ties()
+        if not main.ties:
+            return
+        held = [original for original, _ in main.ties if main.holds(original)]
+        stages = all_gather_objects({name: self._training_of(name, optimizers) for name in held}, main.mesh.pp_cpu)
+        training = {name: one for stage in stages for name, one in stage.items()}
+        self._followed = {name: training[name].is_trained for name in held}
+        for original, copy in main.ties:
+            if not main.holds(copy):
+                continue
+            main.parameter(copy).requires_grad_(training[original].is_trained)
+            for optimizer, number in zip(optimizers, training[original].groups, strict=False):
+                _move(optimizer, main, copy, original, number)
+
+    def check(self) -> None:
+        """Refuse an embedding that has been frozen or unfrozen on this stage alone since :meth:`follow`.
+
+        Raises:
+            UnsupportedError: If there is one.
+        """
+        for name, was_trained in self._followed.items():
+            if self._main.parameter(name).requires_grad != was_trained:
+                raise UnsupportedError(
+                    f"a tied embedding may be frozen and unfrozen between epochs alone with pp above 1: {name!r} has "
+                    f"requires_grad={not was_trained} now, and had {was_trained} when the epoch began. Its copy on the "
+                    "last stage learns of that at the beginning of an epoch. Set requires_grad in "
+                    "on_train_epoch_start, on_train_start or configure_model, or use pp=1."
+                )
+
+    def _training_of(self, name: str, optimizers: Sequence[Optimizer]) -> _Training:
+        groups = tuple(_group_of(optimizer, self._main, name) for optimizer in optimizers)
+        return _Training(self._main.parameter(name).requires_grad, groups)
+
+
+def _group_of(optimizer: Optimizer, main: MainParameters, name: str) -> int | None:
+    """Return the number of the group that a parameter, or what stands for it, is in."""
+    wanted = {id(main.parameter(name)), id(main.main(name))}
+    for number, group in enumerate(optimizer.param_groups):
+        if any(id(parameter) in wanted for parameter in group["params"]):
+            return number
+    return None
+
+
+def _move(optimizer: Optimizer, main: MainParameters, copy: str, original: str, number: int | None) -> None:
+    """Put a copy into a group of an optimizer, or into none."""
+    before = _group_of(optimizer, main, copy)
+    if before == number or (number is not None and number >= len(optimizer.param_groups)):
         return
-    held = [name for name, _ in main.ties if main.holds(name)]
-    stages = all_gather_objects({name: main.parameter(name).requires_grad for name in held}, main.mesh.pp_cpu)
-    is_trained = {name: flag for stage in stages for name, flag in stage.items()}
-    for original, copy in main.ties:
-        if main.holds(copy):
-            main.parameter(copy).requires_grad_(is_trained[original])
+    parameter: Any = main.parameter(copy)
+    if before is not None:
+        group = optimizer.param_groups[before]
+        wanted = {id(parameter), id(main.main(copy))}
+        place = next(place for place, one in enumerate(group["params"]) if id(one) in wanted)
+        parameter = group["params"].pop(place)
+        if "param_names" in group:
+            group["param_names"].pop(place)
+    if number is not None:
+        group = optimizer.param_groups[number]
+        group["params"].append(parameter)
+        if "param_names" in group:
+            group["param_names"].append(original)

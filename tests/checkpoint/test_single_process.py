@@ -134,6 +134,28 @@ def test_plain_values_in_an_optimizer_come_back(tmp_path: Path) -> None:
     assert fresh.optimizer.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("maximize", 7), ("nesterov", "yes"), ("lr", torch.tensor(0.1)), ("lr", True), ("lr", None), ("lr", [0.1])],
+        *[("momentum", "0.9"), ("weight_decay", {})],
+    ],
+)
+def test_hyperparameters_of_other_types_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    run = single({"weight": nn.Parameter(torch.ones(2))})
+    metadata = optimizer_metadata(run.optimizer, run.main, MESH)
+    save_checkpoint(tmp_path / "c", optimizer_tensors(0, run.optimizer, run.main), {}, {}, MESH)
+    metadata["groups"][0]["hyperparameters"][key] = value
+    before = dict(run.optimizer.param_groups[0])
+    with pytest.raises(CheckpointMismatchError, match=f"'{key}' of group 0 of optimizer 0 is .*{type(value).__name__}"):
+        load_optimizer(tmp_path / "c", 0, run.optimizer, run.main, MESH, metadata)
+    assert run.optimizer.param_groups[0] == before
+    for fitting in ({"lr": 1}, {"momentum": 0}, {"maximize": True}, {"of another version": "x"}):
+        metadata["groups"][0]["hyperparameters"] = fitting
+        load_optimizer(tmp_path / "c", 0, run.optimizer, run.main, MESH, metadata)
+        assert run.optimizer.param_groups[0].items() >= fitting.items()
+
+
 def test_an_optimizer_that_never_stepped_stays_without_state(tmp_path: Path) -> None:
     run = single({"weight": nn.Parameter(torch.ones(2))}, make=torch.optim.AdamW)
     metadata = optimizer_metadata(run.optimizer, run.main, MESH)

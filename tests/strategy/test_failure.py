@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -97,9 +98,13 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the list of processes from /proc")
-@pytest.mark.parametrize("launcher", ["own", "torchrun"])
-def test_launched_ranks_end_after_the_process_that_launched_them(launcher: str, tmp_path: Path) -> None:
-    marker = f"marker-{launcher}-{os.getpid()}"
+@pytest.mark.parametrize(
+    ("launcher", "number"), [("own", signal.SIGKILL), ("torchrun", signal.SIGKILL), ("own", signal.SIGINT)]
+)
+def test_launched_ranks_end_after_the_process_that_launched_them(
+    launcher: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    marker = f"marker-{launcher}-{number.name}-{os.getpid()}"
     torchrun = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
     )
@@ -114,7 +119,7 @@ def test_launched_ranks_end_after_the_process_that_launched_them(launcher: str, 
         for _ in range(2 if torchrun else 1):
             while "waits forever" not in process.stderr.readline():
                 assert process.poll() is None
-        process.kill()
+        process.send_signal(number)
         process.wait()
         killed = time.monotonic()
         wait_until(lambda: not processes_with(marker), 30)

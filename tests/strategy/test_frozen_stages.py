@@ -1,38 +1,48 @@
-"""A pipeline stage on which nothing is trained, against one process."""
+"""Stages that train nothing, and both copies of a tied embedding, against one process."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import MegatronStrategy, UnsupportedError
 from tests.oracles import assert_equal
+from tests.swap.encoders import encoder_of
 from tests.swap.families import V
 from tests.swap.test_language_models import exact_twin
 from tests.world import run_world
 
 pytest.importorskip("transformers")
 
-TOKENS = torch.randint(0, V, (4, 8), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(4, V, (8, 8), generator=torch.Generator().manual_seed(0))
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings")
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: exact_twin("llama"),
+    "gpt2": lambda: exact_twin("gpt2"),
+    "tied llama": lambda: exact_twin("llama tied with biases"),
+    "bert": lambda: encoder_of("bert masked", torch.float64).eval(),
+}
 
 
-class HeadOnly(L.LightningModule):
-    """Train the head of a model alone, as scripts do: by a list of the parameters that require gradients."""
+class Tuned(L.LightningModule):
+    """Train a model on predictions of its tokens, by the optimizers of its subclasses."""
 
-    def __init__(self, trains: str) -> None:
+    def __init__(self, model: str) -> None:
         super().__init__()
-        self.trains, self.losses = trains, []
+        self.kind, self.losses = model, []
 
     def configure_model(self) -> None:
         torch.manual_seed(1)
-        self.model = exact_twin("llama")
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(self.trains in name)
+        self.model = MODELS[self.kind]()
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         logits = self.model(input_ids=batch).logits
@@ -44,20 +54,168 @@ class HeadOnly(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def embeddings(self) -> list[nn.Parameter]:
+        return [one for name, one in self.named_parameters() if any(part in name for part in EMBEDDINGS)]
+
+    def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
 
 
-def fit(strategy: Any, trains: str, folder: str) -> list[float]:
-    module = HeadOnly(trains)
+class HeadOnly(Tuned):
+    """Train a part of a model alone, as scripts do: by a list of the parameters that require gradients."""
+
+    trains = "lm_head"
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(self.trains in name)
+
+
+class FirstBlock(HeadOnly):
+    trains = "layers.0"
+
+
+class Nothing(HeadOnly):
+    trains = "nothing"
+
+
+class ByNames(Tuned):
+    """Give embeddings a group, with a rate and a schedule of its own."""
+
+    def configure_optimizers(self) -> Any:
+        own = self.embeddings()
+        known = set(map(id, own))
+        groups = [
+            {"params": [one for one in self.parameters() if id(one) not in known], "weight_decay": 0.3},
+            {"params": own, "weight_decay": 0.0, "lr": 2e-3},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        rates = [lambda step: 1.0, lambda step: 0.5**step]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ByLayers(Tuned):
+    """Give every parameter a group, with a rate that grows with its layer."""
+
+    def configure_optimizers(self) -> Any:
+        groups = []
+        for name, parameter in self.model.named_parameters():
+            numbers = [int(part) + 1 for part in name.split(".") if part.isdecimal()]
+            depth = numbers[0] if numbers else (0 if any(part in name for part in EMBEDDINGS) else 4)
+            groups.append({"params": [parameter], "lr": 1e-2 * 0.6 ** (4 - depth)})
+        optimizer = torch.optim.AdamW(groups)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7), "interval": "step"}]
+
+
+class Without(Tuned):
+    """Leave embeddings out of the optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        own = set(map(id, self.embeddings()))
+        return torch.optim.SGD([one for one in self.parameters() if id(one) not in own], lr=0.3)
+
+
+class Thaws(Tuned):
+    """Freeze embeddings, and train them from the second epoch on."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for parameter in self.embeddings():
+            parameter.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        for parameter in self.embeddings():
+            parameter.requires_grad_(self.current_epoch > 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Freezes(Thaws):
+    """Train embeddings in the first epoch alone."""
+
+    def configure_model(self) -> None:
+        Tuned.configure_model(self)
+
+    def on_train_epoch_start(self) -> None:
+        for parameter in self.embeddings():
+            parameter.requires_grad_(self.current_epoch == 0)
+
+
+class Adds(Thaws):
+    """Freeze embeddings, and add them to the optimizer in the second epoch, as Lightning's callback does."""
+
+    def on_train_epoch_start(self) -> None:
+        """Leave it to the callback."""
+
+    def configure_optimizers(self) -> Any:
+        return Tuned.configure_optimizers(self)
+
+    def configure_callbacks(self) -> Any:
+        return Finetuning()
+
+
+class Finetuning(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        """Do nothing: the module froze what is frozen."""
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            parts = [part for name, part in pl_module.named_modules() if name.endswith(EMBEDDINGS)]
+            self.unfreeze_and_add_param_group(parts, optimizer, lr=4e-3)
+
+
+class Vectors(Tuned):
+    """Give vectors in place of tokens, which every stage has."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        vectors = torch.nn.functional.one_hot(batch % 48, 48).double()
+        logits = self.model(inputs_embeds=vectors).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
+        self.log("loss", loss)
+        return loss
+
+
+class LooksUp(Tuned):
+    """Give vectors that the first stage alone can look up."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        vectors = self.model.get_input_embeddings()(batch)
+        return self.model(inputs_embeds=vectors).logits.square().mean()
+
+
+class Saves(ByLayers):
+    """Have groups whose number depends on the stage, and checkpoints."""
+
+
+CASES = [
+    *[(HeadOnly, "llama"), (FirstBlock, "llama"), (ByNames, "gpt2"), (ByNames, "bert"), (ByLayers, "tied llama")],
+    *[
+        (Vectors, "gpt2"),
+        (ByLayers, "gpt2"),
+        (Without, "gpt2"),
+        (Thaws, "gpt2"),
+        (Freezes, "tied llama"),
+        (Adds, "gpt2"),
+    ],
+]
+REFUSED = {
+    (LooksUp, "gpt2"): "cannot be called with pp above 1.*The first stage alone has the vectors of tokens",
+    (Saves, "gpt2"): "the optimizers of all pipeline stages must have equally many parameter groups",
+}
+
+
+def fit(strategy: Any, kind: type[Tuned], model: str, folder: str) -> list[float]:
+    module = kind(model)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2 if isinstance(strategy, MegatronStrategy) else 1,
         strategy=strategy,
-        max_steps=3,
-        max_epochs=-1,
+        max_epochs=2,
         logger=False,
-        enable_checkpointing=True,
+        enable_checkpointing=kind is not ByLayers,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
@@ -66,18 +224,37 @@ def fit(strategy: Any, trains: str, folder: str) -> list[float]:
     return module.losses
 
 
-def train(rank: int, size: int, folder: str) -> dict[str, list[float]]:
-    strategies = {trains: MegatronStrategy(pp=2, microbatch_size=4) for trains in ("lm_head", "layers.0")}
-    found = {trains: fit(strategy, trains, folder) for trains, strategy in strategies.items()}
+def staged() -> MegatronStrategy:
+    return MegatronStrategy(pp=2, microbatch_size=4)
+
+
+def train(rank: int, size: int, folder: str) -> tuple[list[list[float]], list[str]]:
+    losses = [fit(staged(), kind, model, folder) for kind, model in CASES]
     with pytest.raises(ValueError, match=r"an optimizer must have parameters on some pipeline stage"):
-        fit(MegatronStrategy(pp=2, microbatch_size=4), "nothing", folder)
-    return found
+        fit(staged(), Nothing, "llama", folder)
+    refusals = []
+    for kind, model in REFUSED:
+        with pytest.raises(UnsupportedError) as raised:
+            fit(staged(), kind, model, folder)
+        refusals.append(str(raised.value))
+    return losses, refusals
 
 
-def test_stages_that_train_nothing_have_optimizers_without_complaint(tmp_path: Path) -> None:
-    everywhere = run_world(train, 2, str(tmp_path / "cut"))
-    for trains, losses in everywhere[0].items():
-        expected = fit("auto", trains, str(tmp_path / "whole"))
-        assert expected[0] > expected[-1]
-        for step, (one, other) in enumerate(zip(losses, expected, strict=True)):
-            assert_equal(torch.tensor(one), torch.tensor(other), f"{trains}, step {step}", 1e-6)
+@pytest.fixture(scope="module")
+def everywhere(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_world(train, 2, str(tmp_path_factory.mktemp("cut")))
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{kind.__name__} {model}" for kind, model in CASES])
+def test_stages_train_what_one_process_trains(everywhere: list[Any], number: int, tmp_path: Path) -> None:
+    expected = fit("auto", *CASES[number], str(tmp_path))
+    assert len(set(expected)) == len(expected)
+    for rank, (losses, _) in enumerate(everywhere):
+        for step, (one, other) in enumerate(zip(losses[number], expected, strict=True)):
+            assert_equal(torch.tensor(one), torch.tensor(other), f"rank {rank}, step {step}", 1e-6)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)), ids=[f"{kind.__name__} {model}" for kind, model in REFUSED])
+def test_what_one_stage_alone_would_know_is_refused(everywhere: list[Any], number: int) -> None:
+    for _, refusals in everywhere:
+        assert re.search(list(REFUSED.values())[number], refusals[number])

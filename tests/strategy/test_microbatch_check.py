@@ -125,6 +125,27 @@ def middle(module: Step, batch: Any) -> Tensor:
     return logits(module, batch).norm(dim=1).quantile(0.5)
 
 
+def mixed_by(share: Callable[[], float], order: Callable[[int], Any]) -> Callable[..., Any]:
+    def step(module: Step, batch: Any) -> Tensor:
+        part, places = share(), torch.as_tensor(order(len(batch["x"])))
+        return F.cross_entropy(
+            logits(module, {**batch, "x": part * batch["x"] + (1 - part) * batch["x"][places]}), batch["y"]
+        )
+
+    return step
+
+
+def shuffled(count: int) -> list[int]:
+    places = list(range(count))
+    random.shuffle(places)
+    return places
+
+
+mixed_by_numpy = mixed_by(lambda: np.random.beta(2, 2), lambda count: np.random.permutation(count))
+mixed_by_python = mixed_by(lambda: random.betavariate(2, 2), shuffled)
+mixed_by_both = mixed_by(lambda: np.random.beta(2, 2), torch.randperm)
+
+
 COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
     "negatives in the batch": (contrast, "the loss of two microbatches is"),
     "a sum": (lambda module, batch: mean(module, batch) * len(batch["x"]), "the loss of two microbatches"),
@@ -136,6 +157,9 @@ COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
     "a median of single samples": (middle, "the loss of t"),
     "halves of a batch": (halves, "training_step must run on microbatches|the loss"),
     "mixed samples": (mixed, "the loss"),
+    "samples mixed by NumPy": (mixed_by_numpy, "the loss"),
+    "samples mixed by Python": (mixed_by_python, "the loss"),
+    "samples mixed by NumPy and torch": (mixed_by_both, "the loss"),
     "statistics by hand": (normalised, "the loss"),
     "a logged value": (perplexity, "log 'ppl' of two microbatches"),
     "counted calls": (counts_calls, "training_step must not depend on the number of its calls.*self.calls changes"),
@@ -163,6 +187,16 @@ def python_draws(module: Step, batch: Any) -> Tensor:
     return mean(module, {**batch, "x": x})
 
 
+def draws_once(module: Step, batch: Any) -> Tensor:
+    factor = random.choice([0.5, 1.0, 2.0]) * np.random.uniform(0.5, 1.5)
+    flipped = batch["x"].flip(1) if random.random() < 0.5 else batch["x"]
+    return mean(module, {**batch, "x": factor * flipped[:, np.random.permutation(FEATURES)]})
+
+
+def numpy_draws(module: Step, batch: Any) -> Tensor:
+    return mean(module, {**batch, "x": batch["x"] + torch.from_numpy(np.random.randn(*batch["x"].shape))})
+
+
 def keeps(module: Step, batch: Any) -> Tensor:
     loss = mean(module, batch)
     module.accuracy(logits(module, batch), batch["y"])
@@ -179,6 +213,8 @@ SOUND: dict[str, Callable[..., Any]] = {
     "derivatives in the step": derivative,
     "noise and dropout": noisy,
     "draws of Python for each sample": python_draws,
+    "draws of NumPy for each sample": numpy_draws,
+    "draws of Python and NumPy once a call": draws_once,
     "metrics and lists": keeps,
 }
 
@@ -288,7 +324,7 @@ def test_what_couples_samples_is_refused_where_the_batch_is_cut(name: str, size:
 @pytest.mark.parametrize("name", [name for name in COUPLED if name != "wrong token counts"])
 def test_what_couples_samples_trains_as_without_the_strategy_by_default(name: str) -> None:
     step = COUPLED[name][0]
-    if step is mixed:
+    if step in (mixed, mixed_by_both):
         pytest.skip("its draws are those of one process only with one seed")
     plain, ours = fit(step, "auto", **attributes_of(step)), fit(step, MegatronStrategy(), **attributes_of(step))
     assert ours.losses == pytest.approx(plain.losses, rel=1e-12)
@@ -334,5 +370,5 @@ def test_what_treats_samples_alike_is_taken_and_nothing_of_the_trial_stays(
         assert "self._hparams" not in caplog.text
     else:
         assert "keeps something" not in caplog.text
-    if step is python_draws and size < SIZE:
+    if step in (python_draws, numpy_draws) and size < SIZE:
         assert "cannot compare the loss of training_step" in caplog.text

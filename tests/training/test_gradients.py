@@ -19,7 +19,7 @@ from lightning_megatron.training import (
     grad_norm,
 )
 from lightning_megatron.training.shared_gradients import original_name, overlapping_pieces, resolve_ties
-from lightning_megatron.training.ties import check_ties
+from lightning_megatron.training.ties import TiedCopies, check_ties
 from tests.training.logs import recorded
 from tests.training.runs import Run
 from tests.training.synthetic import HEAD, WORD, full_gradients, parameters, pieces, set_gradients
@@ -145,6 +145,33 @@ def tie_errors(mesh: ParallelMesh) -> list[str]:
     return found
 
 
+def followed(mesh: ParallelMesh) -> dict[str, Any]:
+    """Let a copy follow its original into a group, into none, and into being frozen."""
+    named = parameters(mesh)
+    main = MainParameters(named, mesh)
+    word = [parameter for name, parameter in named.items() if name == WORD]
+    rest = [parameter for name, parameter in named.items() if name != WORD]
+    groups: list[dict[str, Any]] = [{"params": rest}, {"params": word, "weight_decay": 0.1}]
+    together = torch.optim.SGD(groups, lr=0.1)
+    without = torch.optim.SGD(rest, lr=0.1)
+    copies, found = TiedCopies(main), dict[str, Any]()
+    copies.follow([together, without])
+    found["group"] = [[name in names for name in (WORD, HEAD)] for names in main.names_of(together)]
+    found["left out"] = HEAD in main.names_of(without)[0]
+    main.attach(together)
+    check_ties(together, main)
+    for parameter in word:
+        parameter.requires_grad_(False)
+    try:
+        copies.check()
+    except UnsupportedError as error:
+        found["message"] = str(error)
+    copies.follow([together, without])
+    copies.check()
+    found["frozen"] = [not named[name].requires_grad for name in (WORD, HEAD) if name in named]
+    return found
+
+
 def world(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for sizes in LAYOUTS:
@@ -164,6 +191,7 @@ def world(rank: int, size: int) -> dict[str, Any]:
             except UnsupportedError as error:
                 found["on several stages"] = str(error)
             found["ties"] = tie_errors(mesh)
+            found["followed"] = followed(mesh)
         mesh.destroy()
     return found
 
@@ -221,6 +249,16 @@ def test_a_tied_embedding_in_different_groups_is_refused_on_every_stage(results:
         (message,) = result["ties"]
         assert f"{WORD!r} is in group 0" in message
         assert f"its copy {HEAD!r} in group 1" in message
+
+
+def test_a_tied_copy_follows_its_original_into_groups_and_into_being_frozen(results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        found, is_first = result["followed"], rank < 2
+        assert found["group"] == [[False, False], [is_first, not is_first]]
+        assert not found["left out"]
+        assert found["frozen"] == [True]
+        assert ("message" in found) == is_first
+        assert f"{WORD!r} has requires_grad=False now" in found.get("message", f"{WORD!r} has requires_grad=False now")
 
 
 def test_norm_is_float32_and_zero_without_gradients() -> None:

@@ -1,0 +1,68 @@
+"""What a step draws from the generators of Python and NumPy, made comparable between a batch and its parts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+
+class SeededDraws:
+    """Seed the generators of Python and NumPy before each part of a batch, and note how far each part draws.
+
+    Orders that are drawn (``shuffle``, ``permutation``) give every entry the place of its neighbour, without drawing.
+    A step that draws as often for one sample as for two draws once for its batch, such as the share of a mixture; one
+    that draws more often for two draws for every sample, and cannot be given the same numbers for both.
+
+    Args:
+        seed: The seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._ends: list[int] = []
+        self._is_begun = False
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Return where the generators were after the parts, one number for each place."""
+        return frozenset(self._ends)
+
+    def begin(self) -> None:
+        """Seed the generators for the next part."""
+        self._note_end()
+        self._is_begun = True
+        random.seed(self._seed)
+        np.random.seed(self._seed)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Replace orders that are drawn inside the block, and note the end of the last part after it."""
+        before = random.shuffle, np.random.shuffle, np.random.permutation
+        random.shuffle, np.random.shuffle = _shuffle, _shuffle  # type: ignore[assignment]
+        np.random.permutation = _permutation  # type: ignore[assignment]
+        try:
+            yield
+            self._note_end()
+        finally:
+            random.shuffle, np.random.shuffle, np.random.permutation = before
+
+    def _note_end(self) -> None:
+        if self._is_begun:
+            _, keys, *rest = np.random.get_state()
+            self._ends.append(hash((random.getstate(), np.asarray(keys).tobytes(), *rest)))
+
+
+def _shuffle(values: Any) -> None:
+    # Rows of an array are views, which are written over.
+    before = values.copy() if isinstance(values, np.ndarray) else list(values)
+    for place in range(len(before)):
+        values[place] = before[place - 1]
+
+
+def _permutation(values: Any) -> Any:
+    array = np.arange(values) if np.ndim(values) == 0 else np.asarray(values)
+    return np.roll(array, 1, axis=0)
