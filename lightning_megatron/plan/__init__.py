@@ -1,4 +1,4 @@
-"""Plan parallel training with integers alone: who holds what, and who does what when."""
+"""Planning of parallel training with integers alone: layouts, shards, schedules and memory."""
 
 from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
 from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters

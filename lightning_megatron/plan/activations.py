@@ -1,4 +1,4 @@
-"""How many bytes the layers keep for their backward pass, and how many they need beside that while they run."""
+"""Bytes of activations that the layers keep for backward, and of their temporary buffers."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import MicrobatchShape, dense_costs, mixture_costs
 
-#: What backward computes again.
+#: Part of a block that backward computes again.
 Recompute = Literal["none", "selective", "experts", "full"]
 
 
 @dataclass(frozen=True)
 class ActivationCosts:
-    """Hold the bytes of one microbatch on one rank.
+    """Bytes that one microbatch needs on one rank.
 
     Args:
-        boundary: the residual stream between two blocks.
-        layer: what a block keeps, its input included, before recomputation is chosen.
-        kept: what it keeps under the recomputation that was chosen.
-        masks: what the blocks of a chunk keep together.
-        layer_forward: what a block's forward needs beside what it keeps.
-        layer_backward: what a block's backward needs beside what it keeps, with what is computed again.
-        head: what the final norm and the head keep.
-        head_backward: what the head's backward needs beside that.
-        loss_kept: what the loss keeps.
-        loss_forward: what the loss needs beside that in forward.
-        loss_backward: what it needs beside that in backward.
-        slots: memory that tokens are put into on their way to experts, one for all blocks.
+        boundary: Residual stream between two blocks.
+        layer: Activations that a block keeps without recomputation, its input included.
+        kept: Activations that a block keeps under the chosen recomputation.
+        masks: Attention masks that the blocks of a chunk share.
+        layer_forward: Temporary buffers of a block's forward pass, without what it keeps.
+        layer_backward: Temporary buffers of a block's backward pass and recomputed activations,
+            without what it keeps.
+        head: Activations that the final norm and the head keep.
+        head_backward: Temporary buffers of the head's backward pass, without what it keeps.
+        loss_kept: Activations that the loss keeps.
+        loss_forward: Temporary buffers of the loss in forward, without what it keeps.
+        loss_backward: Temporary buffers of the loss in backward, without what it keeps.
+        slots: Symmetric buffer for tokens on their way to experts; all blocks share one.
     """
 
     boundary: int
@@ -58,23 +59,26 @@ def activation_costs(
     """Compute the bytes that one microbatch needs on one rank.
 
     Args:
-        model: the model.
-        table: what its layers keep.
-        batch: the microbatch.
-        seq_length: length of the sequences, where there may be masks (tokens).
-        recompute: "none", "selective" (the attention core runs again), "experts" (they do) or "full" (whole blocks do).
-        has_experts: whether the block has experts in the place of its network.
+        model: Shape of the model.
+        table: Activations that its layers keep.
+        batch: Shape of the microbatch.
+        seq_length: Sequence length, needed only for the size of attention masks (tokens).
+        recompute: Part that backward computes again: "none", "selective" (the attention core),
+            "experts" or "full" (whole blocks).
+        has_experts: Whether the block has experts instead of an MLP.
     """
     if has_experts:
         network = mixture_costs(model, table, batch, recomputes=recompute in ("experts", "full"))
     else:
         network = dense_costs(model.ffn_hidden_size, model.hidden_size, table, batch)
     query, key = model.widths(batch.tp)
-    num_tokens, element = batch.num_tokens, batch.num_tokens * batch.activation_bytes
+    num_tokens = batch.num_tokens
+    element = num_tokens * batch.activation_bytes
     whole = element * model.hidden_size
     boundary = whole // batch.tp if batch.sequence_parallel else whole
     statistics = num_tokens * table.norm_bytes // (batch.tp if batch.sequence_parallel else 1)
-    # Attention: the projection's output (values are a view of it), rotated or repeated ones, the output of the core.
+    # Attention keeps the output of the QKV projection (values are a view of it), rotated or
+    # repeated copies of queries and keys, and the output of the attention core.
     features = 2 * query + 2 * key + table.rotated_copies * (query + key) + table.expanded_copies * 2 * query
     row_sums = num_tokens * 4 * (query // model.head_dim)
     masks = 2 * boundary // batch.activation_bytes if model.dropout else 0
@@ -82,10 +86,11 @@ def activation_costs(
     layer = norms + element * features + row_sums + network.kept + masks
     gathered = whole if batch.sequence_parallel else 0
     again = {"none": 0, "selective": 0, "experts": network.recomputed, "full": layer - boundary}[recompute]
-    # When attention runs backward, the block's network is done: what it kept pays for the gradients of Q, K and V
-    # (half, joined, and float32 sums for Q).
+    # The MLP has finished its backward pass when attention starts its own. The memory that the MLP
+    # has freed is subtracted from the gradients of Q, K and V (in half precision, fused, and
+    # float32 sums for Q).
     attention = element * (3 * query + 4 * key) + 4 * num_tokens * query - network.kept - norms // 2
-    # What is recomputed is not kept, but its features exist while it runs.
+    # Recomputed activations are not kept, but they exist while the block runs.
     running = {"none": 0, "selective": 0, "experts": network.recomputed, "full": network.kept}[recompute]
     others = network.kept - network.recomputed if recompute == "full" else 0
     forward = max(others + gathered + whole, others + network.forward, running)
@@ -96,7 +101,7 @@ def activation_costs(
         boundary=boundary,
         layer=layer,
         kept=layer - (row_sums if recompute == "selective" else again),
-        # Rows alike share one mask, which fills whole rows of scores.
+        # All samples of a microbatch share one mask of seq_length x seq_length scores.
         masks=seq_length**2 * batch.activation_bytes if model.window is not None and seq_length > model.window else 0,
         layer_forward=forward,
         layer_backward=backward + 2 * boundary,

@@ -1,4 +1,4 @@
-"""A range of a flattened tensor as boxes of the tensor: how slices of an optimizer are named in checkpoints."""
+"""Boxes that cover a range of a flattened tensor; they name optimizer slices in checkpoints."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lightning_megatron.errors import ParallelPlanError
 
 @dataclass(frozen=True)
 class FlatBox:
-    """Place a box of a tensor whose elements are contiguous in the flattened tensor.
+    """Box of a tensor whose elements are contiguous in the flattened tensor.
 
     Args:
-        offsets: first index of the box in each dimension.
-        sizes: extent of the box in each dimension.
-        start: its first element in the flattened tensor.
+        offsets: First index of the box in each dimension.
+        sizes: Extent of the box in each dimension.
+        start: Index of the box's first element in the flattened tensor.
     """
 
     offsets: tuple[int, ...]
@@ -25,26 +25,26 @@ class FlatBox:
 
     @property
     def stop(self) -> int:
-        """Return one past the last element in the flattened tensor."""
+        """Return the index after the last element in the flattened tensor."""
         return self.start + prod(self.sizes)
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[FlatBox]:
-    """Cut [start, stop) of a flattened tensor into as few boxes as hold exactly these elements.
+    """Split the range [start, stop) of a flattened tensor into the fewest boxes that cover it.
 
-    A range is the end of a row, whole rows and the start of a row, and so again within the rows: at most
-    2 x dimensions - 1 boxes.
+    A range consists of the end of a row, whole rows and the start of a row. The same holds within
+    each row, so that there are at most 2 x dimensions - 1 boxes.
 
     Args:
-        shape: of the tensor, row-major; () for a scalar.
-        start: first element of the range.
-        stop: one past its last element; equal to start for an empty range.
+        shape: Shape of the tensor, row-major; () for a scalar.
+        start: First element of the range.
+        stop: Index after its last element; equal to ``start`` for an empty range.
 
     Returns:
-        the boxes in flat order; none for an empty range.
+        The boxes in flat order; an empty list for an empty range.
 
     Raises:
-        ParallelPlanError: if the range leaves the tensor.
+        ParallelPlanError: If the range is not within the tensor.
     """
     shape = tuple(shape)
     if not 0 <= start <= stop <= prod(shape):
@@ -58,16 +58,20 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[FlatBo
 def _boxes(
     shape: tuple[int, ...], start: int, stop: int, base: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    # `base` is where this sub-tensor starts in the flattened whole.
+    # `base` is the index of this sub-tensor's first element in the flattened full tensor.
     if start == stop:
         return []
     if not shape:
         return [((), (), base)]
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # inside one row
+    # Whole rows are those from `first` up to, but not including, `last`.
+    first = -(-start // row)
+    last = stop // row
+    if first > last:  # the range lies inside one row
         return _within(shape, last, start - last * row, stop - last * row, base)
-    found = _within(shape, first - 1, start - (first - 1) * row, row, base) if start < first * row else []
+    found = []
+    if start < first * row:
+        found = _within(shape, first - 1, start - (first - 1) * row, row, base)
     if first < last:
         found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), base + first * row))
     return found + _within(shape, last, 0, stop - last * row, base)

@@ -1,4 +1,4 @@
-"""Where parameters lie in the flat buffers of gradients, and which slice of them each data rank optimises."""
+"""Layout of parameters in flat gradient buffers, and the slices that each data rank owns."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.legal_values import require_index, require_positive
 
 BUCKET_SIZE = 40_000_000
-"""Elements at which a bucket closes: large enough to use the whole bandwidth, small enough to start early."""
+"""Elements at which a bucket closes: enough for full bandwidth, few enough for an early start."""
 
 ALIGNMENT = 64
-"""Every parameter starts at a multiple of so many elements: 128 bytes of a half type."""
+"""Every parameter starts at a multiple of this number of elements: 128 bytes of a half type."""
 
-_BUCKET_MULTIPLE = 128  # a bucket's extent is a multiple of it, so that the next bucket and equal parts are aligned
+#: Bucket sizes are multiples of it, so that the next bucket and the equal parts are aligned
+#: (elements).
+_BUCKET_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Name a flattened parameter that wants a place in a buffer.
+    """Flattened parameter that is to be placed in a buffer.
 
     Args:
-        name: the parameter's name, unique in the buffer.
-        size: its extent (elements).
-        group: a bucket holds pieces of one group only.
-        alone: whether it has a bucket of its own (tied weights, whose gradients meet on another group first).
-        stack: what pieces share that one matrix product reads and that must be neighbours, so that no bucket ends
-            between them; None for a piece by itself.
+        name: Name of the parameter, unique in the buffer.
+        size: Number of elements (elements).
+        group: Group of the parameter; all pieces of a bucket have the same group.
+        alone: Whether the piece needs its own bucket. Tied weights do, because their gradients are
+            first summed over another process group.
+        stack: Key that pieces share if one matrix product reads them together. They stay
+            neighbours, and no bucket ends between them. None for an independent piece.
     """
 
     name: str
@@ -42,7 +45,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placed:
-    """Say that a flattened parameter lies at [start, stop) of the buffer (elements)."""
+    """Flattened parameter at [start, stop) of the buffer (elements)."""
 
     name: str
     start: int
@@ -51,13 +54,13 @@ class Placed:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Hold neighbouring parameters whose gradients travel together.
+    """Neighbouring parameters whose gradients are communicated together.
 
     Args:
-        start: first element in the buffer.
-        stop: one past the last element, padding included.
-        placed: the parameters, in buffer order.
-        group: the group of all of them.
+        start: First element in the buffer.
+        stop: Index after the last element, padding included.
+        placed: Parameters in buffer order.
+        group: Group of all the parameters.
     """
 
     start: int
@@ -67,14 +70,15 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """Return the extent, padding included (elements)."""
+        """Return the number of elements, padding included (elements)."""
         return self.stop - self.start
 
     def part(self, index: int, num_parts: int) -> tuple[int, int]:
-        """Return [start, stop) in the buffer of one of `num_parts` equal parts.
+        """Return [start, stop) in the buffer of one of ``num_parts`` equal parts.
 
         Raises:
-            ParallelPlanError: if there is no such part, or the bucket cannot be cut equally.
+            ParallelPlanError: If the index is out of range, or the size is not a multiple of
+                ``num_parts``.
         """
         require_index("part", index, "num_parts", num_parts)
         if self.size % num_parts:
@@ -88,15 +92,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Slice:
-    """Name a range of a flattened parameter that one part holds.
+    """Range of a flattened parameter that one part owns.
 
     Args:
-        name: the parameter.
-        start: first element of the range in the flattened parameter.
-        stop: one past its last element.
-        buffer_start: where the range starts in the buffer.
-        shard_start: where it starts in the compact shard: the part's share of every bucket, one after the other.
-        bucket: index of the bucket.
+        name: Name of the parameter.
+        start: First element of the range in the flattened parameter.
+        stop: Index after its last element.
+        buffer_start: First element of the range in the buffer.
+        shard_start: First element of the range in the compact shard, which is the concatenation of
+            the part's share of every bucket.
+        bucket: Index of the bucket.
     """
 
     name: str
@@ -108,17 +113,17 @@ class Slice:
 
     @property
     def size(self) -> int:
-        """Return the extent (elements)."""
+        """Return the number of elements (elements)."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """Place parameters in a buffer that `num_parts` ranks share, each an equal part of every bucket.
+    """Placement of parameters in a buffer; each rank owns an equal part of every bucket.
 
     Args:
-        num_parts: ranks that share the buffer.
-        buckets: neighbours, the first at element 0.
+        num_parts: Number of ranks that share the buffer.
+        buckets: Consecutive buckets; the first starts at element 0.
     """
 
     num_parts: int
@@ -126,28 +131,29 @@ class BufferPlan:
 
     @property
     def size(self) -> int:
-        """Return the extent of the buffer, padding included (elements)."""
+        """Return the number of elements of the buffer, padding included (elements)."""
         return self.buckets[-1].stop if self.buckets else 0
 
     @property
     def shard_size(self) -> int:
-        """Return the extent of one part's compact shard, padding included (elements)."""
+        """Return the size of one part's compact shard, padding included (elements)."""
         return self.size // self.num_parts
 
     def shard_start(self, bucket: int) -> int:
-        """Return where a bucket's share starts in every part's compact shard (elements)."""
+        """Return the start of a bucket's share in the compact shard of every part (elements)."""
         return self.buckets[bucket].start // self.num_parts
 
     def slices(self, part: int) -> tuple[Slice, ...]:
-        """List the ranges of parameters that one part holds, in buffer order; empty ones are left out.
+        """List the ranges of parameters that one part owns, in buffer order, without empty ranges.
 
         Raises:
-            ParallelPlanError: if there is no such part.
+            ParallelPlanError: If the index is out of range.
         """
         require_index("part", part, "num_parts", self.num_parts)
         found: list[Slice] = []
         for index, bucket in enumerate(self.buckets):
             low, high = bucket.part(part, self.num_parts)
+            # The placements are sorted: only those that overlap [low, high) are visited.
             first = bisect_right(bucket.placed, low, key=lambda placed: placed.stop)
             last = bisect_left(bucket.placed, high, key=lambda placed: placed.start)
             for placed in bucket.placed[first:last]:
@@ -160,10 +166,10 @@ class BufferPlan:
         return tuple(found)
 
     def place(self, name: str) -> Placed:
-        """Return where a parameter lies.
+        """Return the placement of a parameter.
 
         Raises:
-            KeyError: if the buffer has no such parameter.
+            KeyError: If the buffer has no such parameter.
         """
         bucket, index = self._places[name]
         return self.buckets[bucket].placed[index]
@@ -180,21 +186,23 @@ class BufferPlan:
 def plan_by_elements(
     pieces: Iterable[Piece], num_parts: int, bucket_size: int = BUCKET_SIZE, alignment: int = ALIGNMENT
 ) -> BufferPlan:
-    """Lay parameters out in reverse order of use, in buckets that are cut without regard to parameters.
+    """Place parameters in reverse order of use, in buckets that ranks share by elements.
 
-    The gradients that are ready first come first. A bucket closes once it holds `bucket_size` elements or more, and
-    where the group changes. Equal to Megatron-Core's layout of the distributed optimizer.
+    Backward produces the gradients of the last parameters first, so those come first in the buffer.
+    A bucket closes when it has at least ``bucket_size`` elements, and at every change of group. The
+    layout equals that of Megatron-Core's distributed optimizer.
 
     Args:
-        pieces: the parameters in order of use.
-        num_parts: ranks that share the buffer; a bucket's extent is a multiple of it, and of 128.
-        bucket_size: where a bucket closes (elements).
-        alignment: every parameter starts at a multiple of it (elements).
+        pieces: Parameters in order of use.
+        num_parts: Number of ranks that share the buffer; the size of a bucket is a multiple of it
+            and of 128.
+        bucket_size: Size at which a bucket closes (elements).
+        alignment: Every parameter starts at a multiple of this number (elements).
 
     Raises:
-        ParallelPlanError: for sizes below 1, negative pieces and doubled names.
+        ParallelPlanError: For sizes below 1, negative pieces and duplicate names.
 
-    Source: Megatron-Core's `core/optimizer/param_layout.py`.
+    Source: Megatron-Core's ``core/optimizer/param_layout.py``.
     """
     pieces = _checked(pieces, num_parts, bucket_size=bucket_size, alignment=alignment)
     multiple = lcm(num_parts, _BUCKET_MULTIPLE, alignment)
@@ -219,17 +227,19 @@ def plan_by_elements(
 
 
 def plan_by_parameters(pieces: Iterable[Piece], num_parts: int) -> BufferPlan:
-    """Deal whole parameters to the parts, one bucket for each group, for optimizers that look at whole parameters.
+    """Assign whole parameters to the parts, for optimizers that need whole parameters.
 
-    The largest parameter goes first, each to the part that holds least; so parts differ by at most the largest. All
-    parts are padded to the extent of the fullest. Within a part, parameters lie in reverse order of use.
+    There is one bucket for each group. The parameters are assigned in order of decreasing size,
+    each to the part with the fewest elements, so that the parts differ by at most the largest
+    parameter. All parts are padded to the size of the largest part. Within a part, parameters are
+    in reverse order of use.
 
     Args:
-        pieces: the parameters in order of use.
-        num_parts: ranks that share the buffer.
+        pieces: Parameters in order of use.
+        num_parts: Number of ranks that share the buffer.
 
     Raises:
-        ParallelPlanError: for sizes below 1, negative pieces and doubled names.
+        ParallelPlanError: For sizes below 1, negative pieces and duplicate names.
     """
     pieces = _checked(pieces, num_parts)
     groups = dict.fromkeys(piece.group for piece in reversed(pieces))
@@ -249,8 +259,9 @@ def plan_by_parameters(pieces: Iterable[Piece], num_parts: int) -> BufferPlan:
 
 
 def _deal(pieces: Sequence[Piece], num_parts: int) -> list[list[Piece]]:
-    # Loads count aligned extents, so that padding cannot unbalance what is really held.
-    loads, owners = [0] * num_parts, {}
+    # Loads count aligned sizes, because the padding between parameters takes memory, too.
+    loads = [0] * num_parts
+    owners: dict[str, int] = {}
     for piece in sorted(pieces, key=lambda piece: -piece.size):
         lightest = min(range(num_parts), key=loads.__getitem__)
         loads[lightest] += _align(piece.size, ALIGNMENT)

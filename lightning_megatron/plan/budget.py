@@ -1,4 +1,4 @@
-"""An estimate of every stage's memory, by part, before anything is built."""
+"""Estimate of the memory of every pipeline stage, by category, before anything is built."""
 
 from __future__ import annotations
 
@@ -22,26 +22,29 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingShape:
-    """Describe a training step by what its memory depends on.
+    """Settings of a training step that determine its memory.
 
     Args:
-        seq_length: tokens of a sample.
-        microbatch_size: samples of a microbatch.
-        num_microbatches: microbatches of a step on one data-parallel rank.
-        schedule: name of the pipeline schedule.
-        microbatch_group_size: "interleaved" only, see `build_schedule`.
-        sequence_parallel: whether the residual stream is cut along the sequence over tp.
-        recompute: what backward computes again: "none", "selective" (the attention core), "experts" (what they make of
-            their rows) or "full" (whole blocks).
-        expert_transport: how tokens come to the ranks that share the experts of a block.
-        zero: 1 if every data rank keeps only its part of main parameters and optimizer state, 0 if it keeps all.
-        parameter_bytes: size of a parameter's element.
-        gradient_bytes: size of a gradient's element.
-        main_bytes: size of a main parameter's element; 0 where parameters are their own mains.
-        state_bytes: optimizer state of a parameter's element (AdamW: two float32).
-        activation_bytes: size of an activation's element.
-        step_bytes: what the optimizer's step needs for a trained element (0 for fused ones).
-        library_bytes: workspaces of libraries, whatever the model.
+        seq_length: Tokens of a sample (tokens).
+        microbatch_size: Samples of a microbatch (samples).
+        num_microbatches: Microbatches of a step on one data-parallel rank.
+        schedule: Name of the pipeline schedule.
+        microbatch_group_size: Group size of the "interleaved" schedule, see ``build_schedule``.
+        sequence_parallel: Whether the residual stream is sharded along the sequence over tp.
+        recompute: Part that backward computes again: "none", "selective" (the attention core),
+            "experts" (activations inside experts) or "full" (whole blocks).
+        expert_transport: Transport of tokens to the ranks that share the experts of a block.
+        zero: 1 if every data rank keeps only its part of main parameters and optimizer state, 0 if
+            it keeps all.
+        parameter_bytes: Size of a parameter's element (bytes).
+        gradient_bytes: Size of a gradient's element (bytes).
+        main_bytes: Size of a main parameter's element; 0 if the optimizer updates the parameters
+            themselves (bytes).
+        state_bytes: Optimizer state of a parameter's element; AdamW has two float32 (bytes).
+        activation_bytes: Size of an activation's element (bytes).
+        step_bytes: Temporary memory of the optimizer step for each element that it updates; 0 for
+            fused optimizers (bytes).
+        library_bytes: Workspaces of libraries, independent of the model (bytes).
     """
 
     seq_length: int
@@ -64,22 +67,22 @@ class TrainingShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Hold the bytes of one rank of a stage at its peak, by part.
+    """Peak memory of one rank of a stage, by category (bytes).
 
     Args:
-        stage: position on the pp axis.
-        moment: when the peak is: "forward", "backward" or "optimizer step".
-        in_flight: microbatches, over all chunks, whose activations are held then.
-        num_parameters: elements of this rank's parameters.
-        parameters: the model's parameters.
-        gradients: the buffers of the summed gradients.
-        mains: main parameters of the optimizer.
-        optimizer: its state.
-        activations: what layers keep for backward.
-        loss: logits, and what the loss makes of them.
-        workspace: what the layer or the optimizer needs while it runs.
-        communication: transfers between stages on their way, and memory that tokens are put into.
-        libraries: workspaces of libraries.
+        stage: Position on the pp axis.
+        moment: Moment of the peak: "forward", "backward" or "optimizer step".
+        in_flight: Microbatches, over all chunks, whose activations exist at the peak.
+        num_parameters: Elements of this rank's parameters.
+        parameters: Parameters of the model.
+        gradients: Buffers of the summed gradients.
+        mains: Main parameters of the optimizer.
+        optimizer: Optimizer state.
+        activations: Activations that layers keep for backward.
+        loss: Logits, and tensors that the loss derives from them.
+        workspace: Temporary buffers of the running layer or optimizer.
+        communication: Transfers in flight between stages, and symmetric buffers for tokens.
+        libraries: Workspaces of libraries.
     """
 
     stage: int
@@ -98,12 +101,12 @@ class StageMemory:
 
     @property
     def static(self) -> int:
-        """Return the bytes that are held all the time."""
+        """Return the bytes that are allocated during the whole training."""
         return self.parameters + self.gradients + self.mains + self.optimizer
 
     @property
     def peak(self) -> int:
-        """Return the sum of all parts."""
+        """Return the sum of all categories."""
         return self.static + self.activations + self.loss + self.workspace + self.communication + self.libraries
 
 
@@ -115,24 +118,28 @@ def estimate_memory(
     table: KeptActivations | None = None,
     stage_layers: Sequence[Sequence[int]] | None = None,
 ) -> tuple[StageMemory, ...]:
-    """Estimate what every stage needs, after the first step has made the optimizer's state.
+    """Estimate the peak memory of every stage, including the optimizer state.
 
-    The schedule's actions are walked through: a forward adds what its chunk keeps, a backward takes it away, and the
-    peak is where that and what the running layer needs are most. Buffers of experts are those of
-    :func:`~lightning_megatron.plan.network_activations.mixture_costs`: of an all-to-all for a balanced routing.
+    The first step creates the optimizer state. The estimate walks through the actions of the
+    schedule: a forward adds the activations that its chunk keeps, a backward frees them. The peak
+    is the maximum of these activations plus the temporary buffers of the running layer. Buffers of
+    experts are those of
+    :func:`~lightning_megatron.plan.network_activations.mixture_costs`, which assumes balanced
+    routing for an all-to-all.
 
     Args:
-        model: the model.
-        layout: sizes of the axes; data ranks are dp x cp.
-        training: the step.
-        table: what layers keep; that of plain torch operations by default.
-        stage_layers: stage_layers[stage][chunk], how many blocks; an even split by default.
+        model: Shape of the model.
+        layout: Sizes of the axes; the data ranks are dp x cp.
+        training: Settings of the step.
+        table: Activations that layers keep; by default those of plain torch operations.
+        stage_layers: Number of blocks of each chunk, as ``stage_layers[stage][chunk]``; by default
+            an even split.
 
     Returns:
-        one estimate for each stage, for the rank of tp that holds most.
+        One estimate for each stage, for the rank of tp with the largest memory.
 
     Raises:
-        ParallelPlanError: for sizes that do not fit together.
+        ParallelPlanError: For sizes that do not fit together.
     """
     _check(layout, training)
     if stage_layers is None:
@@ -152,7 +159,7 @@ def estimate_memory(
 def _costs_of_blocks(
     model: ModelShape, layout: ParallelLayout, training: TrainingShape, table: KeptActivations
 ) -> tuple[ActivationCosts, ActivationCosts]:
-    """Compute what a block without experts costs, and one with experts."""
+    """Compute the costs of a block without experts and of a block with experts."""
     batch = MicrobatchShape(
         num_tokens=-(-training.seq_length // layout.cp) * training.microbatch_size,
         activation_bytes=training.activation_bytes,
@@ -184,7 +191,7 @@ def _stage_memory(
     schedule: Schedule,
     chunks: Sequence[Sequence[_Block]],
 ) -> StageMemory:
-    """Find the peak of one stage."""
+    """Find the peak memory of one stage."""
     blocks = [block for chunk in chunks for block in chunk]
     num_mixtures = sum(block.has_experts for block in blocks)
     dense = model.stage_parameters(layout, stage, len(blocks), num_mixtures)
@@ -205,7 +212,7 @@ def _stage_memory(
         activations=worst.activations,
         loss=worst.loss,
         workspace=worst.workspace,
-        # One tensor on its way in, one on its way out.
+        # A stage receives one tensor while it sends another.
         communication=(2 * costs.boundary if layout.pp > 1 and worst.name != "optimizer step" else 0)
         + max(block.costs.slots for block in blocks),
         libraries=training.library_bytes,
@@ -213,12 +220,14 @@ def _stage_memory(
 
 
 def static_bytes(num_parameters: int, data_ranks: int, training: TrainingShape) -> dict[str, int]:
-    """Return what a rank holds all the time: 2 + 4 + 12 / data ranks bytes a parameter with AdamW in mixed precision.
+    """Return the bytes that a rank needs for parameters, gradients and optimizer.
+
+    With AdamW in mixed precision they are 2 + 4 + 12 / data ranks bytes for each parameter.
 
     Args:
-        num_parameters: elements of the rank's parameters.
-        data_ranks: ranks that hold the same parameters: dp x cp, of experts edp.
-        training: sizes of the types, and zero.
+        num_parameters: Elements of the rank's parameters.
+        data_ranks: Number of ranks that have the same parameters: dp x cp, for experts edp.
+        training: Sizes of the types, and the ZeRO level.
     """
     owned = _owned(num_parameters, data_ranks, training)
     return {
@@ -230,7 +239,7 @@ def static_bytes(num_parameters: int, data_ranks: int, training: TrainingShape) 
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Join cells to lines: the first column to the left, the others to the right."""
+    """Join cells to lines: the first column aligned to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
@@ -260,7 +269,11 @@ class _Block:
 def _blocks_of_stages(
     model: ModelShape, stage_layers: Sequence[Sequence[int]], costs: tuple[ActivationCosts, ActivationCosts]
 ) -> list[list[list[_Block]]]:
-    """List the blocks of every stage's chunks: chunks of all stages in turn have the layers of the model in order."""
+    """List the blocks of every chunk of every stage.
+
+    Chunk 0 of all stages has the first layers of the model in order, then chunk 1 of all stages,
+    and so on.
+    """
     stages: list[list[list[_Block]]] = [[] for _ in stage_layers]
     layers = iter(range(sum(map(sum, stage_layers))))
     for chunk in range(len(stage_layers[0])):
@@ -280,15 +293,19 @@ def _moments(schedule: Schedule, stage: int, chunks: Sequence[Sequence[_Block]])
         for chunk, blocks in enumerate(chunks)
     ]
     workspaces = [_workspaces([block.costs for block in blocks]) for blocks in chunks]
-    held, num_held, losses = 0, 0, 0
+    held = 0
+    num_held = 0
+    losses = 0
     for action in schedule.actions(stage):
         at_head = (stage, action.chunk) == head
         loss = costs.loss_kept if at_head else 0
         in_forward, in_backward = workspaces[action.chunk]
-        # When the last block runs, head and loss have not begun, or are done.
+        # While the blocks run, the head has not started yet (forward) or is done (backward).
         not_held = costs.head if at_head else 0
         if action.kind == "F":
-            held, num_held, losses = held + kept[action.chunk], num_held + 1, losses + loss
+            held += kept[action.chunk]
+            num_held += 1
+            losses += loss
             yield _Moment("forward", num_held, held - not_held, losses - loss, in_forward)
             if loss:
                 yield _Moment("forward", num_held, held, losses + costs.loss_forward, 0)
@@ -297,12 +314,17 @@ def _moments(schedule: Schedule, stage: int, chunks: Sequence[Sequence[_Block]])
             yield _Moment("backward", num_held, held, losses + costs.loss_backward, costs.head_backward)
         yield _Moment("backward", num_held, held - not_held, losses - loss, in_backward)
         if action.kind != "I":
-            held, num_held, losses = held - kept[action.chunk], num_held - 1, losses - loss
+            held -= kept[action.chunk]
+            num_held -= 1
+            losses -= loss
 
 
 def _workspaces(blocks: Sequence[ActivationCosts]) -> tuple[int, int]:
-    """Return what the forward and the backward pass of a chunk need beside what all of its blocks keep."""
-    # When a block runs, later ones do not keep anything yet, or no longer.
+    """Return the temporary bytes of a chunk's forward and backward pass.
+
+    They are in addition to the activations that all blocks of the chunk keep.
+    """
+    # While a block runs, later blocks keep nothing: not yet in forward, no longer in backward.
     later = [sum(block.kept for block in blocks[number + 1 :]) for number in range(len(blocks))]
     pairs = list(zip(blocks, later, strict=True))
     forward = max((block.layer_forward - kept for block, kept in pairs), default=0)

@@ -1,4 +1,4 @@
-"""What a mixture of experts is: plain numbers."""
+"""Configuration of a mixture of experts, and the choice of the transport for its tokens."""
 
 from __future__ import annotations
 
@@ -11,54 +11,63 @@ from lightning_megatron.plan.settings import Count, NotNegative, Positive, Proba
 
 Scoring = Literal["softmax", "sigmoid"]
 BalanceScope = Literal["microbatch", "sequence", "global"]
-#: ``auto``: static sizes where a token goes to as many experts as there are ranks or more, else all-to-all.
+#: ``auto`` means a transport with static sizes if top_k >= ep, else an all-to-all.
 Transport = Literal["auto", "all_gather", "all_to_all", "one_sided"]
 ChosenTransport = Literal["none", "all_gather", "all_to_all", "one_sided"]
 
-#: A group of experts is as good as this many of its best together.
+#: The score of a group of experts is the sum of this many of its best scores.
 BEST_OF_GROUP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Describe the mixture of experts that takes the place of the MLP in all or some layers.
+    """Mixture of experts that replaces the MLP in all or some layers.
 
-    A router scores all experts for every token, in float32. The token goes to the ``top_k`` with the highest scores;
-    their outputs are added up, each times its score.
+    A router scores all experts for every token, in float32. The token is sent to the ``top_k``
+    experts with the highest scores. Their outputs are summed, each multiplied by its score.
 
     Args:
-        num_experts: Experts of a layer (experts).
-        top_k: Experts that a token goes to (experts).
-        ffn_hidden_size: Inner features of an expert, which has the model's activation and no biases (elements).
-        layers: Which layers have experts: an integer n says every n-th, the first of them being layer n - 1; otherwise
-            one truth value for every layer. The other layers have an MLP.
-        scoring: What makes scores of the router's logits: ``softmax`` over all experts, or ``sigmoid``.
-        normalize_top_k: Whether the scores of the chosen experts are divided by their sum. With ``softmax`` they are
-            then the softmax over the chosen ones alone.
-        score_scale: The scores of the chosen experts are multiplied by it, last.
-        num_groups: Equal groups of neighbouring experts; a token goes to experts of its best groups alone (groups).
-        top_k_groups: How many groups that is. A group is as good as its two best experts together (groups).
-        expert_bias: Whether every expert has a bias that is added to its score where experts are chosen, and there
-            alone.
-        expert_bias_rate: What is added to the biases of experts with fewer tokens than the mean after every step, and
-            taken from those with more; 0 leaves them as they are.
-        aux_loss: Coefficient of the loss that grows as tokens are spread unevenly; 0 means none.
-        aux_loss_scope: Over which tokens that loss counts the load of experts: those of a microbatch of one data rank,
-            of each sequence, or of the whole step before on all ranks (global).
-        z_loss: Coefficient of the mean squared logarithm of the sum of the exponentials of logits; 0 means none.
-        jitter: In training the router's input, not that of the experts, is multiplied by uniform random numbers of
-            1 - jitter to 1 + jitter.
-        capacity_factor: An expert takes at most this many times its even share of a microbatch's tokens, rounded up;
-            later ones are dropped. None drops none.
-        shared_ffn_hidden_size: Inner features of an MLP beside the experts that every token goes through; None means
-            there is none (elements).
-        shared_gate: Whether its output is multiplied by the sigmoid of a projection of the token to one number.
+        num_experts: Number of experts of a layer (experts).
+        top_k: Number of experts for each token (experts).
+        ffn_hidden_size: Inner features of an expert. An expert has the model's activation and no
+            biases (elements).
+        layers: Layers with experts. An integer n means every n-th layer, starting with layer n - 1.
+            A tuple has one truth value for each layer. All other layers have an MLP.
+        scoring: Function that turns the router's logits into scores: ``softmax`` over all experts,
+            or ``sigmoid``.
+        normalize_top_k: Whether the scores of the chosen experts are divided by their sum. With
+            ``softmax`` this equals a softmax over the chosen experts alone.
+        score_scale: Factor that the scores of the chosen experts are multiplied by, after
+            normalization.
+        num_groups: Number of equal groups of neighbouring experts; a token is sent only to experts
+            of its best groups (groups).
+        top_k_groups: Number of groups that are chosen for a token. The score of a group is the sum
+            of its two best experts (groups).
+        expert_bias: Whether every expert has a bias that is added to its score only for the
+            selection of experts.
+        expert_bias_rate: Step by which biases change after every optimizer step: up for experts
+            with fewer tokens than the mean, down for those with more. 0 leaves them unchanged.
+        aux_loss: Coefficient of the load-balancing loss, which grows with the imbalance of the
+            experts; 0 disables it.
+        aux_loss_scope: Tokens over which that loss counts the load of experts: those of a
+            ``microbatch`` of one data rank, of each ``sequence``, or of the whole previous step on
+            all ranks (``global``).
+        z_loss: Coefficient of the mean squared log-sum-exp of the router's logits; 0 disables it.
+        jitter: In training the input of the router, but not that of the experts, is multiplied by
+            uniform random numbers between 1 - jitter and 1 + jitter.
+        capacity_factor: Limit on the tokens of an expert, as a multiple of its even share of a
+            microbatch's tokens, rounded up. Later tokens are dropped. None drops none.
+        shared_ffn_hidden_size: Inner features of a shared MLP that every token passes through in
+            addition to its experts; None disables it (elements).
+        shared_gate: Whether the output of the shared MLP is multiplied by the sigmoid of a
+            projection of the token to one number.
 
     Raises:
-        ParallelPlanError: If a value is of another type or outside of its range, or numbers contradict each other.
+        ParallelPlanError: If a value has the wrong type or is out of its range, or if values
+            contradict each other.
 
-    Source: Shazeer et al. 2017; Fedus et al. 2022 (aux_loss, capacity_factor, jitter); Zoph et al. 2022 (z_loss);
-        DeepSeek-AI 2024 (groups, expert_bias, shared experts).
+    Source: Shazeer et al. 2017; Fedus et al. 2022 (aux_loss, capacity_factor, jitter); Zoph et al.
+        2022 (z_loss); DeepSeek-AI 2024 (groups, expert_bias, shared experts).
     """
 
     num_experts: Count
@@ -95,18 +104,19 @@ class ExpertsConfig:
 
     @property
     def has_losses(self) -> bool:
-        """Tell whether routers have losses of their own."""
+        """Return whether the routers have a load-balancing loss or a z-loss."""
         return bool(self.aux_loss or self.z_loss)
 
     def is_in(self, layer: int) -> bool:
-        """Tell whether a layer has experts."""
+        """Return whether a layer has experts."""
         return (layer + 1) % self.layers == 0 if isinstance(self.layers, int) else self.layers[layer]
 
     def check_num_layers(self, num_layers: int) -> None:
-        """Refuse a model of another number of layers.
+        """Check that ``layers`` fits a model of so many layers.
 
         Raises:
-            ParallelPlanError: If ``layers`` does not say of every layer whether it has experts, or none has.
+            ParallelPlanError: If ``layers`` has another length than the model, or no layer would
+                have experts.
         """
         if isinstance(self.layers, int):
             rule = f"be at most num_layers ({num_layers})"
@@ -139,17 +149,18 @@ class ExpertsConfig:
 
 
 def transport_over_ep(top_k: int, ep: int, transport: Transport = "auto", *, can_put: bool = False) -> ChosenTransport:
-    """Say how tokens come to the ranks that share the experts of a layer.
+    """Choose the transport of tokens to the ranks that share the experts of a layer.
 
-    An all-gather brings a rank the tokens of ep - 1 others, an all-to-all top_k / ep times as many rows, puts those of
-    an all-gather that are needed. Behind an all-gather or puts experts have memory for the worst routing, so that
-    neither is chosen where an all-to-all brings fewer rows.
+    An all-gather brings each rank the tokens of ep - 1 others. An all-to-all brings it top_k / ep
+    times as many rows, and one-sided puts bring it only the rows of an all-gather that its experts
+    need. With an all-gather or puts, expert buffers are sized for the worst routing, so that "auto"
+    takes neither where an all-to-all brings fewer rows.
 
     Args:
-        top_k: Experts that a token goes to (experts).
-        ep: Ranks that share the experts (ranks).
-        transport: What was asked for.
-        can_put: Whether puts may take the place of an all-gather that is not asked for.
+        top_k: Number of experts for each token (experts).
+        ep: Number of ranks that share the experts (ranks).
+        transport: Requested transport.
+        can_put: Whether "auto" may use one-sided puts instead of an all-gather.
     """
     if ep == 1:
         return "none"

@@ -1,7 +1,8 @@
-"""Choose the variant of the grouped GEMM for a shape, from numbers that the host knows.
+"""Choice of the grouped GEMM variant for a shape, from sizes that the host knows.
 
-The rule is measured: one H200, bursts of single calls, seven shapes of mixtures with balanced and skewed groups. Sizes
-of groups are on the device, so only their mean, ``num_rows / num_groups``, can enter.
+The rule is measured on one H200: bursts of single calls, seven shapes of mixtures, balanced and
+skewed groups. The group sizes are on the device, so that the rule sees only the mean number of rows
+per group.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from lightning_megatron.plan.legal_values import one_of
 
 
 class Pass(StrEnum):
-    """Name a product of a linear layer whose weight is chosen by group; N rows and K columns have each weight."""
+    """Product of a linear layer with one weight per group; each weight has N rows and K columns."""
 
     FORWARD = "forward"  # y = x w^T
     FORWARD_SWIGLU = "forward_swiglu"  # y = silu(gate) up p of (gate, up) = x w^T
@@ -26,13 +27,14 @@ class Pass(StrEnum):
 
 @dataclass(frozen=True)
 class Choice:
-    """Hold what to launch and why.
+    """Kernel variant to launch, with the reason for it.
 
     Args:
         variant: Name of a variant, one of VARIANTS.
-        along_n: Whether neighbouring tiles are neighbours along N of the product, not M.
-        band: Clusters of tiles walked in that direction before the other advances; 0 for all.
-        reason: What the rule saw, for the log.
+        along_n: Whether consecutive tiles are neighbours along N of the product instead of M.
+        band: Number of clusters of tiles that are walked in that direction before the other
+            direction advances; 0 means all.
+        reason: Explanation for the log.
     """
 
     variant: str
@@ -41,10 +43,12 @@ class Choice:
     reason: str
 
 
-_COOPERATIVE, _WIDE, _SQUARE = "cooperative_128x256_1x1", "pingpong_128x192_1x2", "pingpong_128x128_1x2"
+_COOPERATIVE = "cooperative_128x256_1x1"
+_WIDE = "pingpong_128x192_1x2"
+_SQUARE = "pingpong_128x128_1x2"
 _WIDE_ALONE = "pingpong_128x192_1x1"
 
-#: Every variant that the rule can name; the bundled library has these and no others.
+#: Every variant that the rule can return; the bundled library contains exactly these.
 VARIANTS: tuple[str, ...] = (
     *(f"forward_{tile}" for tile in (_COOPERATIVE, _WIDE, _SQUARE)),
     *(f"forward_swiglu_{tile}" for tile in (_WIDE_ALONE, _SQUARE)),
@@ -55,40 +59,52 @@ VARIANTS: tuple[str, ...] = (
 )
 
 MAX_GROUPS = 1024
-# Of the rows of a weight with gates and ups: each of the two has rows of whole 16 bytes in the result.
+# Rows of a weight with gate and up must be a multiple of it: TMA stores rows of multiples of 16
+# bytes for each half.
 _SWIGLU_UNIT = 16
-#: Of the workspace, in bytes; the arguments of a group lie in nine arrays.
-WORKSPACE_ALIGNMENT, BYTES_PER_GROUP = 128, 96
+#: Alignment of each array in the workspace (bytes).
+WORKSPACE_ALIGNMENT = 128
+#: Arguments of one group, summed over all arrays (bytes).
+BYTES_PER_GROUP = 96
+# The arguments of the groups are in nine arrays.
 _NUM_ARRAYS = 9
-# Each CTA has five tensor maps of 128 bytes (A, B, C, and D for both consumer warp groups), behind some alignment.
+# Each CTA has five tensor maps of 128 bytes (A, B, C, and D for both consumer warp groups), plus
+# alignment.
 _BYTES_PER_SM = 8 * 128
 
-# Below this mean the weights stream from memory, and small tiles waste less of a group's last rows.
+# With fewer rows per group the product is bound by reading the weights, and small tiles waste fewer
+# rows.
 _FEW_ROWS = 256
-# A reduction this long hides the epilogue of the largest tile.
+# A reduction of at least this length hides the epilogue of the largest tile.
 _LONG_REDUCTION = 4096
 _LONG_REDUCTION_BAND = 16
-# With SwiGLU in its launch a product gains 7 % at 4,096, and nothing at 7,168.
+# Fusing SwiGLU into the product gains 7 % at a reduction of 4,096, and nothing at 7,168.
 _TOO_LONG_FOR_SWIGLU = 6144
-# TMA adds reach 1.2 TB/s, loads and stores 3.2 TB/s: the adds pay when the product takes longer than them anyway.
+# TMA reduce-adds reach 1.2 TB/s, loads and stores 3.2 TB/s. From this many rows per group on, the
+# product takes longer than the reduce-adds and hides them.
 _ROWS_FOR_REDUCE_ADD = 1024
-# Two tiles of 192 columns make a cluster, or one stands alone; they may waste this part of the columns.
-_WIDE_COLUMNS, _WIDE_ALONE_COLUMNS, _WIDE_WASTE = 384, 192, 0.035
+# A cluster has two tiles of 192 columns, or one.
+_WIDE_COLUMNS = 384
+_WIDE_ALONE_COLUMNS = 192
+# Largest share of padded columns that wide tiles may waste.
+_WIDE_WASTE = 0.035
 
 
 def choose_variant(which: Pass, num_rows: int, num_groups: int, n: int, k: int, variant: str | None = None) -> Choice:
-    """Choose what to launch for a grouped product.
+    """Choose the kernel variant for a grouped product.
 
     Args:
-        which: The product.
-        num_rows: Rows of the token buffers, of all groups together.
+        which: Product to compute.
+        num_rows: Number of rows of the token buffer, over all groups.
         num_groups: Number of groups.
         n: Rows of each weight: the features of y.
         k: Columns of each weight: the features of x.
-        variant: A variant to take instead of the rule's, one of VARIANTS for this product.
+        variant: Variant that replaces the rule's choice, one of VARIANTS for this product; None for
+            the rule's choice.
 
     Raises:
-        UnsupportedError: If the kernels cannot do these sizes, or the variant is for another product.
+        UnsupportedError: If the kernels do not support these sizes, or the variant computes another
+            product.
     """
     _check_sizes(num_rows, num_groups, n, k)
     if which is Pass.FORWARD_SWIGLU and n % _SWIGLU_UNIT:
@@ -124,13 +140,14 @@ def pass_of(variant: str) -> Pass:
 
 
 def why_apart(n: int, k: int) -> str | None:
-    """Return why SwiGLU should be a kernel of its own behind the product; None if it belongs into the product's.
+    """Return why SwiGLU should be a separate kernel after the product; None if it should be fused.
 
-    Inside of the product's kernel it saves a pass over the result, which is a part of the time that falls with the
-    length of the reduction. But that kernel has no cooperative variant, the product's best one for long reductions.
+    The fused kernel saves a pass over the result. The longer the reduction, the smaller the share
+    of that pass in the total time. The fused kernel has no cooperative variant, which is the
+    fastest one for long reductions.
 
     Args:
-        n: Rows of each weight: gates and ups.
+        n: Rows of each weight: gate and up features.
         k: Columns of each weight: the features of x.
     """
     if n % _SWIGLU_UNIT:
@@ -144,11 +161,11 @@ def why_apart(n: int, k: int) -> str | None:
 
 
 def workspace_bytes(num_groups: int, num_sms: int) -> int:
-    """Return a size of the workspace that suffices for every variant, in bytes.
+    """Return a workspace size that suffices for every variant (bytes).
 
     Args:
         num_groups: Number of groups.
-        num_sms: CTAs of the launch.
+        num_sms: Number of CTAs of the launch.
     """
     return num_groups * BYTES_PER_GROUP + _NUM_ARRAYS * WORKSPACE_ALIGNMENT + num_sms * _BYTES_PER_SM
 
@@ -174,7 +191,7 @@ def _choose_swiglu(rows: int, n: int, k: int) -> Choice:
 
 
 def _choose_weight_grad(which: Pass, rows: int, n: int, k: int) -> Choice:
-    along_n = k < n  # the operand that a wave of tiles shares is then the larger one
+    along_n = k < n  # so that the tiles of a wave share the larger operand
     tile, reason = _tile_of_columns(k)
     if which is Pass.WEIGHT_GRAD_ADD:
         if rows < _ROWS_FOR_REDUCE_ADD:

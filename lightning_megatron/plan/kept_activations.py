@@ -1,4 +1,4 @@
-"""What the layers keep from forward to backward: in plain torch operations, and in fused kernels."""
+"""Activations that layers keep for backward, with plain torch operations and with fused kernels."""
 
 from __future__ import annotations
 
@@ -9,29 +9,35 @@ from lightning_megatron.plan.model_shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class KeptActivations:
-    """Say what the layers keep from forward to backward: the table that a measurement may correct.
+    """Activations that the layers keep for backward, as numbers that a measurement may correct.
 
-    Copies are tensors in the activations' type. Attention runs in a fused kernel, which keeps queries, keys, values,
-    its output (which the output projection keeps as its input) and a float32 number for each row of the scores.
+    A copy is a tensor in the type of the activations. Attention runs in a fused kernel. It keeps
+    queries, keys, values, its output (the input of the output projection) and one float32 number
+    for each row of the scores.
 
     Args:
-        hidden_copies: tensors of D features a block keeps: the inputs of both norms, and their outputs as inputs of the
-            projections. Sequence parallelism cuts them.
-        norm_bytes: bytes a token and norm: float32 statistics.
-        rotated_copies: tensors of the queries' and keys' features kept beside the projection's output: rotated ones,
-            unless they are rotated in place.
-        expanded_copies: 1 where the attention kernel needs keys and values repeated for every query head.
-        ffn_copies: tensors of F features: what the activation keeps, and the input of the second projection.
-        expert_copies: tensors of their inner features that experts keep beside those: the activation's output before it
-            is multiplied by probabilities; 0 where a kernel does both.
-        expert_gradients: 1 where the gradients of all experts' matrices are made before they are added to those of
-            earlier microbatches, 0 where they are added one by one or in place.
-        router_keeps_logits: whether a router keeps its logits alone, from which a kernel makes all else again.
-        choice_copies: tensors of D features for every choice of a token, while outputs of experts are added up.
-        ffn_backward: tensors of F features that backward of the activation adds to what is kept.
-        loss_kept: bytes a logit from forward to backward.
-        loss_forward: bytes a logit beside those, while the loss is computed.
-        loss_backward: bytes a logit beside those kept, while its gradient is computed.
+        hidden_copies: Number of tensors of D features that a block keeps: the inputs of both norms,
+            and their outputs as inputs of the projections. Sequence parallelism shards them.
+        norm_bytes: Float32 statistics of a norm for each token (bytes).
+        rotated_copies: Number of tensors of query and key features that are kept in addition to the
+            projection's output: rotated ones, unless the rotation is in place.
+        expanded_copies: 1 if the attention kernel needs keys and values repeated for every query
+            head.
+        ffn_copies: Number of tensors of F features that the MLP keeps: those for the activation's
+            backward pass, and the input of the second projection.
+        expert_copies: Number of tensors of inner features that experts keep in addition: the
+            activation's output before its multiplication by probabilities. 0 if one kernel computes
+            both.
+        expert_gradients: 1 if the gradients of all expert matrices are computed before they are
+            added to those of earlier microbatches; 0 if they are added one by one or in place.
+        router_keeps_logits: Whether a router keeps only its logits, from which a kernel recomputes
+            the rest.
+        choice_copies: Number of tensors of D features for each of a token's choices while the
+            expert outputs are summed.
+        ffn_backward: Number of temporary tensors of F features in the activation's backward pass.
+        loss_kept: Bytes that the loss keeps for each logit from forward to backward.
+        loss_forward: Temporary bytes for each logit while the loss is computed.
+        loss_backward: Temporary bytes for each logit while the logit's gradient is computed.
     """
 
     hidden_copies: int = 4
@@ -50,22 +56,29 @@ class KeptActivations:
 
 
 def eager_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActivations:
-    """Describe the layers in plain torch operations.
+    """Return the activations that layers of plain torch operations keep.
 
-    The gate, its activation, the up projection and their product are kept. The loss is computed in float32 beside the
-    logits: their copy and its exponentials in forward, probabilities and their gradient in backward.
+    The gate, its activation, the up projection and their product are kept. The loss is computed in
+    float32. Next to the logits it needs a float32 copy and its exponentials in forward,
+    probabilities and their gradient in backward.
 
     Args:
-        model: the model.
-        activation_bytes: size of an activation's element.
+        model: Shape of the model.
+        activation_bytes: Size of an activation's element (bytes).
     """
     wide = max(4, activation_bytes)
-    narrow = activation_bytes if activation_bytes < wide else 0  # logits, or their gradient, beside the wide ones
+    # Logits in a half type, or their gradient, exist in addition to the float32 copy.
+    narrow = activation_bytes if activation_bytes < wide else 0
+    ffn_copies = 2
+    if model.gated:
+        ffn_copies = 4
+    elif model.activation == "relu":
+        ffn_copies = 1
     return KeptActivations(
         hidden_copies=_hidden_copies(model),
         norm_bytes=8 if model.norm == "layernorm" else 4,
         rotated_copies=1 if model.qk_norm or not model.num_positions else 0,
-        ffn_copies=4 if model.gated else 1 if model.activation == "relu" else 2,
+        ffn_copies=ffn_copies,
         ffn_backward=2 if model.gated else 1,
         loss_kept=wide,
         loss_forward=wide + narrow,
@@ -74,14 +87,15 @@ def eager_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
 
 
 def fused_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActivations:
-    """Describe the layers in fused kernels, as they run in half types on a GPU.
+    """Return the activations that layers with fused kernels keep in half types on a GPU.
 
-    Queries and keys are rotated in place, unless they are normed or rotated in part; swiglu keeps its input alone; the
-    gradient of the logits overwrites them. What has no fused kernel runs in plain operations.
+    Queries and keys are rotated in place, unless they are normed or only partly rotated. SwiGLU
+    keeps only its input. The gradient of the logits overwrites them. Operations without a fused
+    kernel run as plain torch operations.
 
     Args:
-        model: the model.
-        activation_bytes: size of an activation's element.
+        model: Shape of the model.
+        activation_bytes: Size of an activation's element (bytes).
     """
     eager = eager_activations(model, activation_bytes)
     return KeptActivations(
@@ -99,5 +113,5 @@ def fused_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
 
 
 def _hidden_copies(model: ModelShape) -> int:
-    # In parallel both norms read the same tensor.
+    # If attention and MLP run in parallel, both norms read the same tensor.
     return 3 if model.parallel else 4

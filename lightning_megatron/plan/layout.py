@@ -1,4 +1,4 @@
-"""Which global rank stands where on the dense and the expert grid, and which ranks form a group."""
+"""Positions of global ranks on the dense and the expert grid, and the groups along their axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_megatron.plan.legal_values import divisors, one_of, require_index
 from lightning_megatron.plan.settings import Count, Index, settle, shown
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
-"""Axes from the fastest, whose neighbours talk most and share a node, to the slowest."""
+"""Axes from the fastest, whose neighbours communicate most and share a node, to the slowest."""
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
@@ -21,11 +21,11 @@ _EXPERT_NAME_IN_ORDER = {"etp": "tp", "ep": "ep", "edp": "dp", "pp": "pp"}
 
 @dataclass(frozen=True)
 class Grid:
-    """Lay ranks out over named axes, the first of which varies fastest.
+    """Arrangement of ranks over named axes, the first of which varies fastest.
 
     Args:
-        sizes: (axis, size) from the fastest axis to the slowest.
-        rank_offset: global rank of the grid's first rank.
+        sizes: Pairs (axis, size) from the fastest axis to the slowest.
+        rank_offset: Global rank of the grid's first rank.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -33,18 +33,19 @@ class Grid:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the axes' names, fastest first."""
+        """Return the names of the axes, fastest first."""
         return tuple(axis for axis, _ in self.sizes)
 
     def stride(self, axis: str) -> int:
-        """Return how many ranks apart neighbours on the axis are."""
+        """Return the distance between neighbours on the axis (ranks)."""
         return prod(size for _, size in self.sizes[: self.axes.index(axis)])
 
     def groups(self, axes: Iterable[str]) -> list[list[int]]:
         """Return the groups of ranks that differ only in their positions on the given axes.
 
-        Equal to Megatron-Core's `RankGenerator.get_ranks`: groups are listed by their position on the other axes, the
-        ranks of a group by their position on the given axes, fastest axis first in both cases.
+        The result equals that of Megatron-Core's ``RankGenerator.get_ranks``: the groups are sorted
+        by their position on the other axes, the ranks of a group by their position on the given
+        axes, both with the fastest axis first.
         """
         inside = set(axes)
         members = self._offsets([axis for axis in self.axes if axis in inside])
@@ -63,35 +64,40 @@ class Grid:
     def _offsets(self, axes: list[str]) -> list[int]:
         offsets = [0]
         for axis in axes:
-            stride, size = self.stride(axis), dict(self.sizes)[axis]
+            stride = self.stride(axis)
+            size = dict(self.sizes)[axis]
             offsets = [step * stride + offset for step in range(size) for offset in offsets]
         return offsets
 
 
 @dataclass(frozen=True, init=False)
 class ParallelLayout:
-    """Divide the ranks of a job among the parallel axes of its dense layers and of its experts.
+    """Division of a job's ranks among the parallel axes of the dense layers and of the experts.
 
-    The dense grid tp x cp x dp x pp and the expert grid etp x ep x edp x pp share the same ranks; `dp` and `edp` follow
-    from the world size.
+    The dense grid tp x cp x dp x pp and the expert grid etp x ep x edp x pp share the same ranks.
+    The sizes ``dp`` and ``edp`` follow from the world size.
 
     Args:
-        world_size: number of ranks (processes, one accelerator each).
-        tp: ranks that share each matrix product of the dense layers (tensor parallel).
-        pp: stages that the layers are cut into (pipeline parallel).
-        cp: ranks that share one sequence (context parallel).
-        ep: ranks that share the experts of one layer (expert parallel).
-        etp: ranks that share each expert's matrix products; None means tp.
-        vpp: chunks of layers that every stage holds (virtual pipeline stages).
-        order: axes joined by dashes, fastest first: neighbours on the first axis are neighbouring ranks. `tp` and `dp`
-            stand for `etp` and `edp` in the expert grid. Axes of size 1 may be left out.
-        rank_offset: global rank of the first rank.
+        world_size: Number of ranks; each rank is a process with one accelerator.
+        tp: Number of ranks that share each matrix product of the dense layers (tensor parallel).
+        pp: Number of stages that the layers are divided into (pipeline parallel).
+        cp: Number of ranks that share one sequence (context parallel).
+        ep: Number of ranks that share the experts of one layer (expert parallel).
+        etp: Number of ranks that share each matrix product of an expert (expert tensor parallel);
+            None means tp.
+        vpp: Number of chunks of layers on every stage (virtual pipeline stages).
+        order: Axes joined by dashes, fastest first: neighbours on the first axis are neighbouring
+            ranks. In the expert grid ``tp`` and ``dp`` stand for ``etp`` and ``edp``. Axes of size
+            1 may be omitted.
+        rank_offset: Global rank of the first rank.
 
     Raises:
-        ParallelPlanError: for sizes that do not fit the world, an impossible order, or grids that disagree on stages.
+        ParallelPlanError: For sizes that do not divide the world size, an invalid order, or grids
+            with different stages.
 
-    Source: "Efficient Large-Scale Language Model Training on GPU Clusters" (https://arxiv.org/abs/2104.04473) and
-        "MoE Parallel Folding" (https://arxiv.org/abs/2504.14960).
+    Source: "Efficient Large-Scale Language Model Training on GPU Clusters"
+        (https://arxiv.org/abs/2104.04473) and "MoE Parallel Folding"
+        (https://arxiv.org/abs/2504.14960).
     """
 
     world_size: Count
@@ -104,7 +110,7 @@ class ParallelLayout:
     order: str
     rank_offset: Index
 
-    # Written out, because `etp=None` is a legal argument but never the value of the field.
+    # Not generated by dataclass: `etp=None` is a legal argument but never the value of the field.
     def __init__(
         self,
         world_size: int,
@@ -136,12 +142,12 @@ class ParallelLayout:
 
     @property
     def has_experts(self) -> bool:
-        """Return whether the expert grid was asked for: ep above 1, or etp other than tp."""
+        """Return whether the expert grid is in use: ep above 1, or etp other than tp."""
         return self.ep > 1 or self.etp != self.tp
 
     @property
     def dense_grid(self) -> Grid:
-        """Return the grid of everything but experts: axes tp, cp, dp, pp."""
+        """Return the grid of all layers except experts: axes tp, cp, dp, pp."""
         sizes = {axis: getattr(self, axis) for axis in DENSE_AXES}
         return self._grid(sizes, {axis: axis for axis in DENSE_AXES})
 
@@ -151,30 +157,31 @@ class ParallelLayout:
         return self._grid({axis: getattr(self, axis) for axis in EXPERT_AXES}, _EXPERT_NAME_IN_ORDER)
 
     def groups(self, name: str) -> list[list[int]]:
-        """Return the groups of the dense grid over one axis or several, such as "tp" or "dp-cp".
+        """Return the groups of the dense grid over one or several axes, such as "tp" or "dp-cp".
 
         Args:
-            name: axes of tp, cp, dp, pp joined by dashes, in any order (which changes nothing).
+            name: Axes of tp, cp, dp, pp joined by dashes; their order does not matter.
 
         Returns:
-            lists of global ranks, ascending, as Megatron-Core lists them.
+            Lists of global ranks, ascending, in the order of Megatron-Core.
 
         Raises:
-            ParallelPlanError: for an axis that the dense grid does not have, or one named twice.
+            ParallelPlanError: For an axis that the dense grid does not have, or a repeated axis.
         """
         return self.dense_grid.groups(_axes_of(name, DENSE_AXES, {}))
 
     def expert_groups(self, name: str) -> list[list[int]]:
-        """Return the groups of the expert grid over one axis or several, such as "ep" or "etp-ep".
+        """Return the groups of the expert grid over one or several axes, such as "ep" or "etp-ep".
 
         Args:
-            name: axes of etp, ep, edp, pp joined by dashes, in any order; "tp" and "dp" mean "etp" and "edp".
+            name: Axes of etp, ep, edp, pp joined by dashes, in any order; "tp" and "dp" mean "etp"
+                and "edp".
 
         Returns:
-            lists of global ranks, ascending, as Megatron-Core lists them.
+            Lists of global ranks, ascending, in the order of Megatron-Core.
 
         Raises:
-            ParallelPlanError: for an axis that the expert grid does not have, or one named twice.
+            ParallelPlanError: For an axis that the expert grid does not have, or a repeated axis.
         """
         return self.expert_grid.groups(_axes_of(name, EXPERT_AXES, {"tp": "etp", "dp": "edp"}))
 
@@ -189,17 +196,21 @@ class ParallelLayout:
         return {axis: position[axis] for axis in EXPERT_AXES}
 
     def embedding_groups(self) -> list[list[int]]:
-        """Return, per pipeline, the ranks that hold the tied embedding: first and last stage, or the only one."""
+        """Return the ranks of every pipeline that have the tied embedding.
+
+        They are the first and the last stage, or the only one.
+        """
         return [[stages[0], stages[-1]] if len(stages) > 1 else stages for stages in self.groups("pp")]
 
     def position_embedding_groups(self) -> list[list[int]]:
-        """Return, per pipeline, the rank that holds the position embedding: the first stage."""
+        """Return the first stage of every pipeline, which has the position embedding."""
         return [stages[:1] for stages in self.groups("pp")]
 
     def _grid(self, sizes: Mapping[str, int], name_in_order: Mapping[str, str]) -> Grid:
         axis_named = {name: axis for axis, name in name_in_order.items()}
         order = [axis_named[name] for name in self.order.split("-") if name in axis_named]
-        order += [axis for axis in sizes if axis not in order]  # all of size 1, so that their place does not matter
+        # Omitted axes have size 1, so that their place in the order does not matter.
+        order += [axis for axis in sizes if axis not in order]
         return Grid(tuple((axis, sizes[axis]) for axis in order), self.rank_offset)
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""The words and numbers that every error about sizes is made of."""
+"""Helpers for error messages about sizes: lists of legal values and checks of ranges."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def one_of(values: Sequence[object]) -> str:
 
 
 def require_positive(name: str, value: int) -> None:
-    """Raise unless a size is an integer of at least 1.
+    """Check that a size is an integer of at least 1.
 
     Raises:
-        ParallelPlanError: for zero, negative numbers and everything that is not an integer.
+        ParallelPlanError: For zero, negative numbers and values that are not integers.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ParallelPlanError(
@@ -32,10 +32,10 @@ def require_positive(name: str, value: int) -> None:
 
 
 def require_index(name: str, index: int, size_name: str, size: int) -> None:
-    """Raise unless 0 <= index < size.
+    """Check that 0 <= index < size.
 
     Raises:
-        ParallelPlanError: for an index outside of the axis.
+        ParallelPlanError: For an index out of range.
     """
     if not 0 <= index < size:
         raise ParallelPlanError(

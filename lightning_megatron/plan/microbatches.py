@@ -1,4 +1,4 @@
-"""How many samples a microbatch has: as the user says, the whole batch, or chosen for the pipeline."""
+"""Size of a microbatch: given by the user, the whole batch, or chosen for the pipeline."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from typing import Literal
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.schedule import check_schedule_sizes
 
-#: Microbatches and chunks for each stage after the first: stages are then idle for at most a fifth of a step.
+#: Microbatches x chunks for each stage after the first; stages are then idle for at most a fifth of
+#: a step.
 _PER_STAGE = 4
 
 
 @dataclass(frozen=True)
 class MicrobatchRule:
-    """Decide into how many microbatches a batch is cut, from integers that all ranks of a pipeline share.
+    """Rule that splits a batch into microbatches, from integers that all ranks of a pipeline share.
 
     Args:
-        size: Samples of a microbatch; ``batch`` for one microbatch; None for one with a single stage, and else for the
-            fewest microbatches of equal size that keep the stages idle for at most a fifth of a step.
-        schedule: ``1f1b``, ``interleaved`` or ``gpipe``.
+        size: Samples of a microbatch. ``batch`` means one microbatch. None means one microbatch
+            with a single stage, otherwise the fewest microbatches of equal size with which stages
+            are idle for at most a fifth of a step.
+        schedule: Pipeline schedule: ``1f1b``, ``interleaved`` or ``gpipe``.
         num_stages: Pipeline-parallel size.
         num_chunks: Chunks of layers on a stage.
-        group_size: Microbatches that pass a chunk before the next chunk's turn; None means ``num_stages``.
+        group_size: Microbatches that pass through a chunk before the next chunk starts; None means
+            ``num_stages``.
     """
 
     size: int | Literal["batch"] | None
@@ -34,16 +37,16 @@ class MicrobatchRule:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every batch is one microbatch, whatever it holds."""
+        """Return whether every batch is one microbatch, regardless of its size."""
         return self.size == "batch" or (self.size is None and self.num_stages == 1)
 
     @property
     def is_chosen(self) -> bool:
-        """Return whether the size is found for the pipeline, and neither given nor the whole batch."""
+        """Return whether the size is chosen for the pipeline."""
         return self.size is None and self.num_stages > 1
 
     def size_for(self, num_samples: int) -> int:
-        """Return the samples of a microbatch.
+        """Return the number of samples in a microbatch.
 
         Args:
             num_samples: Samples of a batch of one data-parallel rank (samples).
@@ -55,7 +58,7 @@ class MicrobatchRule:
         return _chosen_size(self, num_samples)
 
     def count_for(self, num_samples: int) -> int:
-        """Return the microbatches of a batch; the last one may be smaller.
+        """Return the number of microbatches in a batch; the last one may be smaller.
 
         Args:
             num_samples: Samples of a batch of one data-parallel rank (samples).
@@ -63,16 +66,16 @@ class MicrobatchRule:
         return -(-num_samples // self.size_for(num_samples))
 
     def check(self, num_samples: int) -> None:
-        """Refuse a batch of so many samples if the schedule cannot run its microbatches.
+        """Check that the schedule can run the microbatches of a batch with so many samples.
 
         Raises:
-            ParallelPlanError: If there are too few of them, or another number of them.
+            ParallelPlanError: If the schedule cannot run this number of microbatches.
         """
         count = self.count_for(num_samples)
         check_schedule_sizes(self.schedule, self.num_stages, count, self.num_chunks, self.group_size)
 
     def idle_share(self, num_microbatches: int) -> float:
-        """Return the share of a step that a stage waits for its first and after its last microbatch.
+        """Return the share of a step in which a stage waits for other stages.
 
         Source: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2.
         """
@@ -80,7 +83,7 @@ class MicrobatchRule:
         return waits / (num_microbatches * self.num_chunks + waits)
 
     def can_run(self, num_microbatches: int) -> bool:
-        """Return whether the schedule takes so many microbatches."""
+        """Return whether the schedule can run this number of microbatches."""
         try:
             check_schedule_sizes(self.schedule, self.num_stages, num_microbatches, self.num_chunks, self.group_size)
         except ParallelPlanError:
@@ -93,5 +96,8 @@ def _chosen_size(rule: MicrobatchRule, num_samples: int) -> int:
     divisors = [count for count in range(1, num_samples + 1) if not num_samples % count]
     counts = [count for count in divisors if rule.can_run(count)]
     enough = [count for count in counts if count * rule.num_chunks >= _PER_STAGE * (rule.num_stages - 1)]
-    # Without a legal count the schedule is checked with the most microbatches, and says which numbers it takes.
-    return num_samples // (min(enough) if enough else max(counts, default=num_samples))
+    if enough:
+        return num_samples // min(enough)
+    # Without a legal count, `check` fails for one sample per microbatch and names the legal
+    # numbers.
+    return num_samples // max(counts, default=num_samples)

@@ -1,4 +1,4 @@
-"""What the memory of a GPT-like model depends on, and how many parameters a rank of it has."""
+"""Sizes of a GPT-like model that determine its memory, and the parameter counts of ranks."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ from lightning_megatron.plan.shards import attention_ranges, padded_vocab_size
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Describe a GPT-like model by what its memory depends on.
+    """Sizes of a GPT-like model that determine its memory.
 
     Args:
-        num_layers: Transformer blocks.
-        hidden_size: size D of the residual stream.
-        ffn_hidden_size: inner features F of the network in a block.
-        num_heads: query heads.
-        num_kv_heads: key/value heads.
-        head_dim: size of a head.
-        vocab_size: true vocabulary.
-        vocab_multiple: the vocabulary is padded to a multiple of it times tp.
-        num_positions: rows of a learned position table; 0 for rotary positions.
-        gated: whether the first projection has a gate beside it.
-        activation: where it matters: "relu" keeps its result alone; of those with a gate, "swiglu" has a fused kernel
-            and "geglu" has none.
-        norm: "layernorm" (a bias if `bias`) or "rmsnorm" (none).
-        bias: whether linear layers have biases.
-        qkv_bias: whether the projections to queries, keys and values have; None means `bias`.
-        output_bias: whether the attention's output projection has; None means `bias`.
-        mlp_bias: whether both projections of the network have; None means `bias`.
-        qk_norm: whether queries and keys are normed before they are rotated.
-        partly_rotated: whether only some elements of a head are rotated.
-        parallel: whether attention and network read the same residual stream.
-        tied: whether the output head is the embedding.
-        final_norm: whether a norm comes before the head.
-        dropout: whether elements of the residual stream are dropped.
-        window: how many positions one sees in some layers, if that is not all; these layers share a mask (tokens).
-        experts: the mixture in the place of the network of all or some blocks; None means there is none.
+        num_layers: Number of transformer blocks.
+        hidden_size: Size D of the residual stream.
+        ffn_hidden_size: Inner features F of the MLP in a block.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key/value heads.
+        head_dim: Size of a head.
+        vocab_size: Size of the vocabulary, without padding.
+        vocab_multiple: The vocabulary is padded to a multiple of this number times tp.
+        num_positions: Rows of a learned position table; 0 for rotary positions.
+        gated: Whether the MLP has a gate projection in addition to the up projection.
+        activation: Activation of the MLP, which determines what it keeps: "relu" keeps only its
+            result; of the gated ones, "swiglu" has a fused kernel and "geglu" has none.
+        norm: "layernorm" (with a bias if ``bias``) or "rmsnorm" (without).
+        bias: Whether linear layers have biases.
+        qkv_bias: Whether the projections to queries, keys and values have biases; None means
+            ``bias``.
+        output_bias: Whether the attention's output projection has a bias; None means ``bias``.
+        mlp_bias: Whether the projections of the MLP have biases; None means ``bias``.
+        qk_norm: Whether queries and keys are normed before the rotation.
+        partly_rotated: Whether only a part of each head is rotated.
+        parallel: Whether attention and MLP read the same residual stream.
+        tied: Whether the output head shares its weight with the embedding.
+        final_norm: Whether there is a norm before the head.
+        dropout: Whether dropout is applied to the residual stream.
+        window: Attention window of the layers that have one; they share a mask. None if no layer
+            has one (tokens).
+        experts: Mixture of experts that replaces the MLP of all or some blocks; None means no
+            experts.
     """
 
     num_layers: int
@@ -68,27 +71,32 @@ class ModelShape:
     experts: ExpertsConfig | None = None
 
     def widths(self, tp: int) -> tuple[int, int]:
-        """Return the features of the queries, and of keys or values, that one tensor-parallel rank holds."""
+        """Return the number of query features and of key features on one tensor-parallel rank.
+
+        There are as many value features as key features.
+        """
         query, key, _ = attention_ranges(self.num_heads, self.num_kv_heads, self.head_dim, tp, 0)
         return query.size, key.size
 
     def vocab_rows(self, tp: int) -> int:
-        """Return the rows of the padded vocabulary that one tensor-parallel rank holds."""
+        """Return the rows of the padded vocabulary on one tensor-parallel rank."""
         return padded_vocab_size(self.vocab_size, tp, self.vocab_multiple) // tp
 
     def has_experts_in(self, layer: int) -> bool:
-        """Tell whether a block has a mixture of experts in the place of its network."""
+        """Return whether a block has a mixture of experts instead of an MLP."""
         return self.experts is not None and self.experts.is_in(layer)
 
     def layer_parameters(self, tp: int, has_experts: bool = False) -> int:
-        """Count the parameters of one block on one tensor-parallel rank, experts left out.
+        """Count the parameters of one block on one tensor-parallel rank, without experts.
 
         Args:
-            tp: tensor-parallel size.
-            has_experts: whether the block has a router, and what else is beside experts, in the place of its network.
+            tp: Tensor-parallel size.
+            has_experts: Whether the block has experts instead of an MLP; its router and shared MLP
+                are counted.
         """
         query, key = self.widths(tp)
-        hidden, heads = self.hidden_size, query + 2 * key
+        hidden = self.hidden_size
+        heads = query + 2 * key
         weights = hidden * (heads + query)
         biases = [(self.qkv_bias, heads), (self.output_bias, hidden)]
         weights += sum(size for has_bias, size in biases if (self.bias if has_bias is None else has_bias))
@@ -96,10 +104,11 @@ class ModelShape:
         return weights + network + 2 * self._norm_parameters + (2 * self.head_dim if self.qk_norm else 0)
 
     def expert_parameters(self, layout: ParallelLayout) -> int:
-        """Count the parameters of the experts that one rank has in a block with experts.
+        """Count the parameters of the experts on one rank in a block with experts.
 
         Args:
-            layout: sizes of the axes; experts are dealt out over ep, the inner features of each over etp.
+            layout: Sizes of the axes; experts are distributed over ep, the inner features of each
+                over etp.
         """
         if self.experts is None:
             return 0
@@ -107,17 +116,18 @@ class ModelShape:
         return self.experts.num_experts // layout.ep * one
 
     def stage_parameters(self, layout: ParallelLayout, stage: int, num_layers: int, num_expert_layers: int = 0) -> int:
-        """Count the parameters of a stage on one tensor-parallel rank, experts left out.
+        """Count the parameters of a stage on one tensor-parallel rank, without experts.
 
-        A tied head on another stage is a copy.
+        A tied head on another stage than the embedding is a copy and is counted.
 
         Args:
-            layout: sizes of the axes.
-            stage: position on the pp axis.
-            num_layers: blocks of the stage, over all its chunks.
-            num_expert_layers: those of them that have experts.
+            layout: Sizes of the axes.
+            stage: Position on the pp axis.
+            num_layers: Number of the stage's blocks, over all its chunks.
+            num_expert_layers: Number of these blocks that have experts.
         """
-        is_first, is_last = stage == 0, stage == layout.pp - 1
+        is_first = stage == 0
+        is_last = stage == layout.pp - 1
         table = self.vocab_rows(layout.tp) * self.hidden_size
         count = (num_layers - num_expert_layers) * self.layer_parameters(layout.tp)
         count += num_expert_layers * self.layer_parameters(layout.tp, has_experts=True)
@@ -135,7 +145,7 @@ class ModelShape:
         return self._num_matrices * self.hidden_size * inner + biases
 
     def _beside_experts(self, tp: int) -> int:
-        """Count the router, and the network that every token goes through with its gate."""
+        """Count the parameters of the router, the shared MLP and its gate."""
         if self.experts is None:
             return 0
         shared = (self.experts.shared_ffn_hidden_size or 0) // tp

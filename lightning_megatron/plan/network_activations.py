@@ -1,4 +1,4 @@
-"""How many bytes the network of a block, or the mixture of experts in its place, keeps and needs while it runs."""
+"""Activation memory of a block's MLP or of the mixture of experts that replaces it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.token_slots import TokenSlots
 
-#: Positions in sorted rows, and numbers of experts, are int64.
+#: Size of an int64, the type of row positions and expert indices (bytes).
 _INDEX = 8
 
 
 @dataclass(frozen=True)
 class NetworkCosts:
-    """Hold the bytes of one microbatch on one rank, in the network of a block.
+    """Bytes that one microbatch needs on one rank in the MLP or the experts of a block.
 
     Args:
-        kept: what it keeps beside its input.
-        recomputed: how much of that the experts make again if asked to.
-        forward: what its forward needs beside what it keeps.
-        backward: what its backward needs beside what it keeps, at most; negative where it has given up more.
-        backward_start: the same until experts have the gradients of their outputs.
-        slots: memory that tokens are put into, one for all blocks.
+        kept: Activations kept for backward, without the input.
+        forward: Temporary buffers of the forward pass, without ``kept``.
+        backward: Peak of temporary buffers in the backward pass, without ``kept``; negative if more
+            of ``kept`` has been freed by then.
+        recomputed: Part of ``kept`` that is freed and computed again if experts are recomputed.
+        backward_start: Peak of temporary buffers in the backward pass before experts have the
+            gradients of their outputs, without ``kept``.
+        slots: Symmetric buffer for tokens on their way to experts; all blocks share one.
     """
 
     kept: int
@@ -36,16 +38,16 @@ class NetworkCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchShape:
-    """Describe a microbatch on one rank, and how its tokens are shared.
+    """Size of a microbatch on one rank, and the parallel sizes that divide its tokens.
 
     Args:
-        num_tokens: tokens on one rank of tp: sequence length / cp x samples.
-        activation_bytes: size of an activation's element.
-        tp: tensor-parallel size.
-        sequence_parallel: whether the residual stream is cut along the sequence over tp.
-        ep: ranks that share the experts of a block.
-        etp: ranks that share the inner features of an expert.
-        transport: how tokens come to the ranks of ep.
+        num_tokens: Tokens on one rank of tp: sequence length / cp x samples (tokens).
+        activation_bytes: Size of an activation's element (bytes).
+        tp: Tensor-parallel size.
+        sequence_parallel: Whether the residual stream is sharded along the sequence over tp.
+        ep: Number of ranks that share the experts of a block.
+        etp: Number of ranks that share the inner features of an expert.
+        transport: Transport of tokens to the ranks of ep.
     """
 
     num_tokens: int
@@ -58,7 +60,7 @@ class MicrobatchShape:
 
     @property
     def own_tokens(self) -> int:
-        """Count the tokens that one rank, and no other of tp, sends to experts."""
+        """Count the tokens that this rank, and no other rank of tp, sends to experts."""
         return -(-self.num_tokens // self.tp)
 
     @property
@@ -68,23 +70,25 @@ class MicrobatchShape:
 
     @property
     def wide_bytes(self) -> int:
-        """Return the size of an element of scores and probabilities: float32, or wider as activations are."""
+        """Return the size of an element of scores and probabilities: at least that of float32."""
         return max(4, self.activation_bytes)
 
 
 def dense_costs(inner: int, hidden: int, table: KeptActivations, batch: MicrobatchShape) -> NetworkCosts:
-    """Compute the bytes of the network that every token goes through.
+    """Compute the bytes of an MLP that every token passes through.
 
     Args:
-        inner: its inner features, on all ranks of tp.
-        hidden: features of the residual stream.
-        table: what layers keep.
-        batch: the microbatch.
+        inner: Inner features of the MLP, over all ranks of tp.
+        hidden: Features of the residual stream.
+        table: Activations that layers keep.
+        batch: Shape of the microbatch.
     """
     element = batch.num_tokens * batch.activation_bytes
-    ffn, gathered = element * (inner // batch.tp), element * hidden if batch.sequence_parallel else 0
-    # Its second projection (gradients gathered), its activation, its first projection (inputs gathered, gradients not
-    # yet scattered; more than one tensor of F features has been given up by then).
+    ffn = element * (inner // batch.tp)
+    gathered = element * hidden if batch.sequence_parallel else 0
+    # In the order of backward: the second projection with gathered gradients; the activation; the
+    # first projection with gathered inputs and gradients before their reduce-scatter. At least one
+    # tensor of F features has been freed before the first projection.
     backward = max(ffn + gathered, table.ffn_backward * ffn, 2 * gathered - ffn)
     return NetworkCosts(kept=table.ffn_copies * ffn, forward=0, backward=backward)
 
@@ -94,43 +98,53 @@ def mixture_costs(
 ) -> NetworkCosts:
     """Compute the bytes of a mixture of experts.
 
-    Over ep 1, by an all-gather and by puts, buffers have sizes that do not depend on the routing: the most rows that
-    could come. By an all-to-all they have the sizes of the routing, which is taken to be balanced: as many rows come to
-    a rank as leave it. No choice is taken to be dropped.
+    Without expert parallelism, with an all-gather and with one-sided puts, buffers are sized for
+    the worst routing. With an all-to-all they have the size of the actual routing, which is assumed
+    to be balanced: a rank receives as many rows as it sends. No token is assumed to be dropped.
 
     Args:
-        model: the model, which has experts.
-        table: what layers keep.
-        batch: the microbatch.
-        recomputes: whether backward computes what experts make of their rows again.
+        model: Shape of the model, which has experts.
+        table: Activations that layers keep.
+        batch: Shape of the microbatch.
+        recomputes: Whether backward computes the activations inside experts again.
     """
-    experts, hidden, element = model.experts, model.hidden_size, batch.activation_bytes
+    experts = model.experts
+    hidden = model.hidden_size
+    element = batch.activation_bytes
     assert experts is not None, "the block has experts"
     rows = _RowCounts.of(experts, batch)
     inner = experts.ffn_hidden_size // batch.etp
     features = element * rows.buffer * inner
-    vectors, choices = element * rows.buffer * hidden, element * rows.choices * hidden
+    vectors = element * rows.buffer * hidden
+    choices = element * rows.choices * hidden
     recomputed = (table.ffn_copies + table.expert_copies) * features
     kept = recomputed + vectors + rows.buffer * batch.wide_bytes + rows.map_bytes
     kept += batch.stream_tokens * _routing_bytes(experts, hidden, table, batch)
     kept += _shared_bytes(experts, hidden, table, batch)
-    # Outputs of experts, and those of every choice; behind an all-to-all both again.
-    forward = vectors + table.choice_copies * choices + (vectors + choices if rows.are_exchanged else 0)
-    forward += element * batch.stream_tokens * hidden if experts.shared_ffn_hidden_size else 0
+    # Outputs of experts, sorted by expert and by choice; an all-to-all needs send and receive
+    # buffers for both.
+    forward = vectors + table.choice_copies * choices
+    if rows.are_exchanged:
+        forward += vectors + choices
+    if experts.shared_ffn_hidden_size:
+        forward += element * batch.stream_tokens * hidden
     gathered = element * rows.gathered * hidden if rows.gathered > batch.own_tokens else 0
-    # Those of all experts' matrices, where they are made before they are added to those of earlier microbatches.
+    # Gradients of all experts' matrices, if they are computed before they are added to those of
+    # earlier microbatches.
     matrix = table.expert_gradients * element * (experts.num_experts // batch.ep) * inner * hidden
     firsts = 2 if model.gated else 1
     wide = features // element * batch.wide_bytes
     moments = (
-        # Second product.
+        # Second matrix product.
         vectors + features + matrix,
-        # Probabilities, in a wide type. What the second product kept has been given up; but a narrow gradient comes to
-        # what the product with probabilities keeps, unless that is given up, too, as soon as it is read.
+        # Product with the probabilities, in float32 or wider. The kept input of the second matrix
+        # product has been freed. In half types a gradient of the same size replaces it, unless
+        # recomputation also frees the input of the product with the probabilities.
         3 * wide - (features if wide == features or recomputes else 0) if table.expert_copies else 0,
-        # Activation, if it is one kernel.
+        # Activation as one kernel.
         firsts * features,
-        # First product, when experts have given up all features; the sum over every token's choices.
+        # First matrix product after all inner features have been freed; then the sum over every
+        # token's choices.
         vectors + firsts * (features + matrix) - recomputed,
         table.choice_copies * choices - recomputed,
     )
@@ -146,14 +160,14 @@ def mixture_costs(
 
 @dataclass(frozen=True)
 class _RowCounts:
-    """Count what one rank has of tokens.
+    """Number of tokens and rows on one rank.
 
     Args:
-        gathered: tokens that collectives bring together.
-        choices: how many experts those chose together that it sorts by expert.
-        buffer: rows of the buffer that its experts compute on.
-        are_exchanged: whether rows come and go by an all-to-all.
-        are_put: whether tokens are put into memory that ranks share.
+        gathered: Tokens that the rank has after a collective has gathered them.
+        choices: Pairs (token, chosen expert) that the rank sorts by expert.
+        buffer: Rows of the buffer that its experts compute on.
+        are_exchanged: Whether rows are sent and returned by an all-to-all.
+        are_put: Whether tokens are put into symmetric memory.
     """
 
     gathered: int
@@ -175,12 +189,12 @@ class _RowCounts:
 
     @property
     def map_bytes(self) -> int:
-        """Return the bytes that say where the choices of tokens lie in sorted rows, and whose these are."""
+        """Return the bytes of the maps from choices to sorted rows and back."""
         return 2 * _INDEX * (self.choices + (self.buffer if self.are_exchanged else 0))
 
 
 def _slot_bytes(experts: ExpertsConfig, hidden: int, batch: MicrobatchShape) -> int:
-    """Return the memory that tokens are put into with what they chose."""
+    """Return the size of the symmetric buffer for tokens and their choices (bytes)."""
     return TokenSlots(
         num_ranks=batch.ep,
         num_tokens=batch.own_tokens * batch.etp,
@@ -192,19 +206,22 @@ def _slot_bytes(experts: ExpertsConfig, hidden: int, batch: MicrobatchShape) -> 
 
 
 def _routing_bytes(experts: ExpertsConfig, hidden: int, table: KeptActivations, batch: MicrobatchShape) -> int:
-    """Return what the router keeps for a token of its own."""
-    wide, top_k = batch.wide_bytes, experts.top_k
+    """Return the bytes that the router keeps for one token."""
+    wide = batch.wide_bytes
+    top_k = experts.top_k
     size = _INDEX * top_k + (top_k if experts.capacity_factor is not None else 0)
     size += wide * (experts.num_experts if table.router_keeps_logits else _num_scores(experts))
     if experts.jitter:
-        # The factors and the product, in the place of the input.
+        # The random factors and their product with the input are kept instead of the input, which
+        # only a shared MLP still needs.
         size += 2 * wide * hidden - (0 if experts.shared_ffn_hidden_size else batch.activation_bytes * hidden)
     return size
 
 
 def _num_scores(experts: ExpertsConfig) -> int:
-    """Count the numbers that operators on a token's scores keep."""
-    is_sigmoid, count = experts.scoring == "sigmoid", 0
+    """Count the numbers that operators on a token's scores keep for backward."""
+    is_sigmoid = experts.scoring == "sigmoid"
+    count = 0
     if experts.normalize_top_k:
         count += experts.top_k + is_sigmoid
     if experts.aux_loss or is_sigmoid or not experts.normalize_top_k:
@@ -213,10 +230,10 @@ def _num_scores(experts: ExpertsConfig) -> int:
 
 
 def _shared_bytes(experts: ExpertsConfig, hidden: int, table: KeptActivations, batch: MicrobatchShape) -> int:
-    """Return what the network that every token goes through keeps."""
+    """Return the bytes that the shared MLP keeps."""
     if experts.shared_ffn_hidden_size is None:
         return 0
     kept = dense_costs(experts.shared_ffn_hidden_size, hidden, table, batch).kept
-    # Its output and the gate's.
+    # The gate keeps the MLP's output and its own.
     gate = batch.activation_bytes * batch.stream_tokens * (hidden + 1) if experts.shared_gate else 0
     return kept + gate

@@ -1,4 +1,4 @@
-"""How rotary positions are stretched beyond the length that a model was first trained on: plain numbers."""
+"""Scaling of rotary positions for sequences longer than those of the first training."""
 
 from __future__ import annotations
 
@@ -14,27 +14,33 @@ RotaryScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """Describe how the angles of rotary positions are changed.
+    """Change of the angles of rotary positions.
 
     Args:
-        kind: "linear" (all angles divided by the factor), "llama3" (slow ones divided, fast ones kept, those between
-            blended), "yarn" (the same by another ramp, and longer queries and keys) or "longrope" (a factor for every
-            angle, one set for short and one for long sequences, and longer queries and keys).
-        factor: how many times longer the sequences became.
-        original_length: longest sequence before (tokens); all kinds but linear need it.
-        low_frequency_factor: llama3: angles that turn fewer times than this over `original_length` are divided.
-        high_frequency_factor: llama3: those that turn more times than this are kept.
-        beta_fast: yarn: angles that turn more times than this over `original_length` are kept.
-        beta_slow: yarn: those that turn fewer times than this are divided.
-        truncate: yarn: whether the ends of the ramp are rounded to whole angles.
-        short_factors: longrope: divisor of every angle in sequences of at most `original_length` tokens.
-        long_factors: longrope: the same in longer sequences.
-        attention_factor: multiplies cosines and sines; None means what the kind's authors recommend.
+        kind: "linear" divides all angles by the factor. "llama3" divides slow angles, keeps fast
+            ones and blends those in between. "yarn" does the same with another ramp, and scales
+            queries and keys. "longrope" divides every angle by its own factor, with one set of
+            factors for short and one for long sequences, and scales queries and keys.
+        factor: Ratio of the new sequence length to the original one.
+        original_length: Longest sequence of the first training; required by all kinds except
+            "linear" (tokens).
+        low_frequency_factor: llama3: Angles with fewer turns than this over ``original_length`` are
+            divided.
+        high_frequency_factor: llama3: Angles with more turns than this are kept.
+        beta_fast: yarn: Angles with more turns than this over ``original_length`` are kept.
+        beta_slow: yarn: Angles with fewer turns than this are divided.
+        truncate: yarn: Whether the ends of the ramp are rounded to whole angles.
+        short_factors: longrope: Divisor of every angle in sequences of at most ``original_length``
+            tokens.
+        long_factors: longrope: Divisor of every angle in longer sequences.
+        attention_factor: Factor of cosines and sines; None means the value that the kind's authors
+            recommend.
 
     Raises:
-        ParallelPlanError: if a number that the kind needs is missing or cannot be.
+        ParallelPlanError: If a number that the kind needs is missing or out of range.
 
-    Source: Chen et al. 2023 (linear); Dubey et al. 2024 (llama3); Peng et al. 2023 (yarn); Ding et al. 2024 (longrope).
+    Source: Chen et al. 2023 (linear); Dubey et al. 2024 (llama3); Peng et al. 2023 (yarn); Ding et
+        al. 2024 (longrope).
     """
 
     kind: RotaryScalingKind
@@ -70,7 +76,7 @@ class RotaryScaling:
 
     @property
     def amplitude(self) -> float:
-        """Return what cosines and sines are multiplied by."""
+        """Return the factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1.0:

@@ -1,4 +1,4 @@
-"""Where each number lies among the sums that a router keeps of a step."""
+"""Indices into the sums that a router accumulates over a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class RoutingSum(IntEnum):
-    """Name the place of a number; from :attr:`LOAD` on there are the choices that each expert had."""
+    """Index of a sum; the number of choices of each expert starts at :attr:`LOAD`."""
 
     DROPPED = 0
     ENTROPY = 1

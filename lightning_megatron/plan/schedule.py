@@ -1,4 +1,4 @@
-"""Who computes which microbatch of which chunk, in which order: pipeline schedules as data."""
+"""Pipeline schedules as data: the order of microbatches and chunks on every stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.legal_values import one_of, require_index, require_positive
 
 Kind = Literal["F", "B", "I", "W"]
-"""F forward, B backward, or its halves: I gradient of the input, W gradient of the weights."""
+"""F forward, B backward, or the halves of B: I input gradient, W weight gradient."""
 
 ScheduleName = Literal["1f1b", "interleaved", "gpipe"]
 SCHEDULE_NAMES = get_args(ScheduleName)
@@ -17,12 +17,12 @@ SCHEDULE_NAMES = get_args(ScheduleName)
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """Compute one microbatch in one chunk of a stage.
+    """Computation of one microbatch in one chunk of a stage.
 
     Args:
-        kind: F, B, I or W.
-        chunk: chunk of this stage, from 0.
-        microbatch: index in the step, from 0.
+        kind: Kind of the computation: F, B, I or W.
+        chunk: Index of the chunk on this stage.
+        microbatch: Index of the microbatch in the step.
     """
 
     kind: Kind
@@ -32,15 +32,15 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Hold the ordered actions of every stage.
+    """Ordered actions of every stage.
 
     Args:
-        name: the schedule's name.
-        num_stages: pipeline-parallel size.
-        num_microbatches: microbatches per step.
-        num_chunks: chunks per stage (vpp).
-        rows: rows[stage], what the stage computes, in order.
-        forward_only: whether there is no backward (validation, test, predict).
+        name: Name of the schedule.
+        num_stages: Pipeline-parallel size.
+        num_microbatches: Microbatches per step.
+        num_chunks: Chunks per stage (vpp).
+        rows: Actions of every stage in order, as ``rows[stage]``.
+        forward_only: Whether there is no backward (validation, test, predict).
     """
 
     name: str
@@ -51,27 +51,29 @@ class Schedule:
     forward_only: bool = False
 
     def actions(self, rank: int) -> tuple[Action, ...]:
-        """Return what a stage computes, in order."""
+        """Return the actions of a stage in order."""
         require_index("rank", rank, "pp", self.num_stages)
         return self.rows[rank]
 
     def order(self, rank: int) -> list[int]:
         """Return the signed chunk of every action: +c for a forward, -c for a backward, c from 1.
 
-        Equal to Megatron-Core's `convert_schedule_table_to_order`. Weight-gradient halves are left out.
+        The result equals that of Megatron-Core's ``convert_schedule_table_to_order``.
+        Weight-gradient halves are omitted.
         """
         signs = {"F": 1, "B": -1, "I": -1}
         return [signs[action.kind] * (action.chunk + 1) for action in self.actions(rank) if action.kind in signs]
 
     def virtual_stage(self, rank: int, chunk: int) -> int:
-        """Return the place of a stage's chunk on the way of a microbatch through the model."""
+        """Return the position of a stage's chunk in the order in which a microbatch passes them."""
         return chunk * self.num_stages + rank
 
     def validate(self) -> Schedule:
-        """Return this schedule if every stage does all its work once, forward before backward.
+        """Return the schedule after a check that every stage does all its work once and in order.
 
         Raises:
-            ParallelPlanError: naming the stage and the action that is missing, doubled, unknown or too early.
+            ParallelPlanError: If an action is missing, repeated, unknown or too early; the message
+                names stage and action.
         """
         if len(self.rows) != self.num_stages:
             raise ParallelPlanError(f"a schedule has one row per stage: {len(self.rows)} rows, pp {self.num_stages}.")
@@ -82,7 +84,8 @@ class Schedule:
     def _validate_row(self, rank: int, row: tuple[Action, ...]) -> None:
         done: set[Action] = set()
         for action in row:
-            chunk, microbatch = action.chunk, action.microbatch
+            chunk = action.chunk
+            microbatch = action.microbatch
             if action in done:
                 raise self._fault(rank, action, "happens twice")
             if not (0 <= chunk < self.num_chunks and 0 <= microbatch < self.num_microbatches):
@@ -113,25 +116,27 @@ def build_schedule(
     microbatch_group_size: int | None = None,
     forward_only: bool = False,
 ) -> Schedule:
-    """Build the order of work of every pipeline stage.
+    """Build the order of actions of every pipeline stage.
 
-    Equal to Megatron-Core's order for "1f1b" and "interleaved"; "gpipe" does all forwards, then all backwards.
+    The order equals Megatron-Core's for "1f1b" and "interleaved". "gpipe" runs all forwards, then
+    all backwards.
 
     Args:
-        name: "1f1b" (one forward, one backward: at most num_stages microbatches in flight), "interleaved" (the same
-            over several chunks per stage: a smaller bubble), or "gpipe".
-        num_stages: pipeline-parallel size.
-        num_microbatches: microbatches per step.
-        num_chunks: chunks per stage (vpp); above 1 only with "interleaved".
-        microbatch_group_size: "interleaved" only: microbatches that pass a chunk before the next chunk's turn;
-            num_stages by default.
-        forward_only: leave the backwards out.
+        name: "1f1b" (one forward, one backward; at most num_stages microbatches in flight),
+            "interleaved" (the same over several chunks per stage, with a smaller bubble), or
+            "gpipe".
+        num_stages: Pipeline-parallel size.
+        num_microbatches: Microbatches per step.
+        num_chunks: Chunks per stage (vpp); above 1 only with "interleaved".
+        microbatch_group_size: Number of microbatches that pass through a chunk before the next
+            chunk starts, for "interleaved" only; None means num_stages.
+        forward_only: Whether to omit the backwards.
 
     Raises:
-        ParallelPlanError: for an unknown name, and for sizes that the schedule cannot run.
+        ParallelPlanError: For an unknown name, and for sizes that the schedule cannot run.
 
-    Source: GPipe (https://arxiv.org/abs/1811.06965), 1F1B (https://arxiv.org/abs/2006.09503), interleaved
-        (https://arxiv.org/abs/2104.04473).
+    Source: GPipe (https://arxiv.org/abs/1811.06965), 1F1B (https://arxiv.org/abs/2006.09503),
+        interleaved (https://arxiv.org/abs/2104.04473).
     """
     check_schedule_sizes(name, num_stages, num_microbatches, num_chunks, microbatch_group_size, forward_only)
     group = num_microbatches
@@ -157,10 +162,10 @@ def check_schedule_sizes(
     microbatch_group_size: int | None = None,
     forward_only: bool = False,
 ) -> None:
-    """Refuse what :func:`build_schedule`, with the same arguments, cannot build.
+    """Check that :func:`build_schedule` can build a schedule from the same arguments.
 
     Raises:
-        ParallelPlanError: for an unknown name, and for sizes that the schedule cannot run.
+        ParallelPlanError: For an unknown name, and for sizes that the schedule cannot run.
     """
     sizes = {"pp": num_stages, "num_microbatches": num_microbatches, "vpp": num_chunks}
     for size_name, size in sizes.items():
@@ -168,14 +173,15 @@ def check_schedule_sizes(
     if name not in SCHEDULE_NAMES:
         raise ParallelPlanError(f"schedule must be one that exists: it is {name!r}. Use {one_of(SCHEDULE_NAMES)}.")
     _check_chunks(name, num_stages, num_chunks, microbatch_group_size)
-    # Without backwards a chunk only ever waits for what comes before it, so groups of any size work.
+    # Without backwards a chunk waits only for the chunk before it, so that groups of any size work.
     if name == "interleaved" and not forward_only:
         group = num_stages if microbatch_group_size is None else microbatch_group_size
         _check_group(num_stages, num_microbatches, group)
 
 
 def _forwards(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
-    # (chunk, microbatch): a group of microbatches goes through all chunks before the next group starts.
+    # Pairs (chunk, microbatch): a group of microbatches passes all chunks before the next group
+    # starts.
     return [
         (chunk, microbatch)
         for first in range(0, num_microbatches, group)

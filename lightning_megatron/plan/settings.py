@@ -1,4 +1,4 @@
-"""Settings of users, checked against the annotations of the record or the function that takes them."""
+"""Checks and conversions of user settings against the annotations of a dataclass or a function."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.legal_values import one_of
 
-#: The largest count: sizes are multiplied with each other in 64 bits.
+#: Largest count; products of two counts fit into 64 bits.
 MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Range:
-    """Bound a number, or a duration in seconds.
+    """Range of a number, or of a duration in seconds.
 
     Args:
         least: Smallest legal value.
-        above: Number that a legal value exceeds.
-        below: Number that a legal value does not reach.
+        above: Exclusive lower bound.
+        below: Exclusive upper bound.
         most: Largest legal value.
     """
 
@@ -36,7 +36,7 @@ class Range:
     most: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Return whether a number is legal."""
+        """Return whether a number is in the range."""
         return (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -49,30 +49,32 @@ class Range:
         return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
 
 
-#: A number of things, of which there is at least one.
+#: A number of items, at least one.
 Count = Annotated[int, Range(least=1, most=MOST)]
-#: A place in a list, counted from 0.
+#: An index, counted from 0.
 Index = Annotated[int, Range(least=0, most=MOST)]
-#: A number of elements, which memory alone bounds.
+#: A number of elements, limited only by memory.
 Elements = Annotated[int, Range(least=1, most=2**63 - 1)]
 NotNegative = Annotated[float, Range(least=0)]
 Positive = Annotated[float, Range(above=0)]
-#: A probability other than 1: what is left is divided by.
+#: A probability below 1, because its complement is a divisor.
 Probability = Annotated[float, Range(least=0, below=1)]
 
 
 def settle(record: Any, prefix: str = "") -> None:
-    """Put every field of a frozen dataclass into the type of its annotation, or refuse it.
+    """Convert every field of a frozen dataclass to the type of its annotation, or raise.
 
-    A whole number is any that Python or NumPy counts as integral, but never a truth value; a number is finite; a list
-    stands for a tuple, a path for text, and a mapping for a record with these fields.
+    An integer may be any type that Python or NumPy counts as integral, except bool. A number must
+    be finite. A list is converted to a tuple, a path to text, and a mapping to a dataclass with
+    these fields.
 
     Args:
         record: Instance of a frozen dataclass.
-        prefix: Stands before the names of its fields in errors, such as ``experts.``.
+        prefix: Prefix of its field names in errors, such as ``experts.``.
 
     Raises:
-        ParallelPlanError: For a value of another type or outside of its range, naming the field and what is legal.
+        ParallelPlanError: For a value of another type or out of its range; the message names the
+            field and the legal values.
     """
     kinds = get_type_hints(type(record), include_extras=True)
     for field in fields(record):
@@ -81,11 +83,12 @@ def settle(record: Any, prefix: str = "") -> None:
 
 
 def settled_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of a function in the types of its annotations.
+    """Return arguments of a function, converted to the types of its annotations.
 
     Args:
-        function: Function whose annotations are meant.
-        values: Arguments by name, such as ``locals()`` at the start of the function; others are left out.
+        function: Function with annotations.
+        values: Arguments by name, such as ``locals()`` at the start of the function; names without
+            an annotation are omitted.
 
     Raises:
         ParallelPlanError: As for :func:`settle`.
@@ -95,13 +98,14 @@ def settled_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -
 
 
 def settled(name: str, value: Any, kind: Any) -> Any:
-    """Return a value in a type.
+    """Return a value, converted to a type.
 
     Args:
-        name: Name of the setting, for errors.
-        value: What the user gave.
-        kind: Annotation: bool, int, float, str, None, timedelta, ``Literal``, ``Annotated`` with a :class:`Range`,
-            ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``, a dataclass, ``Any``, or a union of these.
+        name: Name of the setting in errors.
+        value: Value that the user gave.
+        kind: Annotation: bool, int, float, str, None, timedelta, ``Literal``, ``Annotated`` with a
+            :class:`Range`, ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``, a dataclass, ``Any``,
+            or a union of these.
 
     Raises:
         ParallelPlanError: As for :func:`settle`.
@@ -113,40 +117,43 @@ def settled(name: str, value: Any, kind: Any) -> Any:
         if bounds is None or bounds.holds(found.total_seconds() if isinstance(found, timedelta) else found):
             return found
         raise ParallelPlanError(f"{name} must be {describe(kind, found)}: it is {shown(value)}.")
-    note = "" if value is None or _has_type_of(value, kind) else f", of type {type(value).__name__}"
+    note = ""
+    if value is not None and not _has_type_of(value, kind):
+        note = f", of type {type(value).__name__}"
     raise ParallelPlanError(f"{name} must be {describe(kind)}: it is {shown(value)}{note}.")
 
 
 def describe(kind: Any, value: Any = None) -> str:
-    """Return what is legal in words, such as "a whole number of at least 1 or None".
+    """Describe the legal values in words, such as "a whole number of at least 1 or None".
 
     Args:
         kind: Annotation.
-        value: Number that is refused: a bound that nobody meets by chance is named only if this breaks it.
+        value: Number that is refused. A very large upper bound is mentioned only if this number
+            exceeds it.
     """
     return one_of([word for bare, bounds in _alternatives(kind) for word in _words(bare, bounds, value)])
 
 
 def shown(value: object) -> str:
-    """Return a value as it is written, cut where it is long."""
+    """Return the ``repr`` of a value, shortened if it is long."""
     return _Shortened().repr(value)
 
 
 class _Shortened(reprlib.Repr):
-    """Write values in at most a line, whatever they are."""
+    """Shortened ``repr`` of values, at most about a line long."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxstring = self.maxother = 80
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python itself refuses to write very long integers.
+        # Python raises ValueError for the text of very long integers.
         digits = int(x.bit_length() * math.log10(2)) + 1
         return repr(x) if digits <= 40 else f"a whole number of {digits} digits"
 
 
 def _alternatives(kind: Any) -> list[tuple[Any, Range | None]]:
-    """List the types that an annotation allows, each with the range of its values."""
+    """List the types that an annotation allows, each with its range of values."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return [found for one in args for found in _alternatives(one)]
@@ -157,7 +164,7 @@ def _alternatives(kind: Any) -> list[tuple[Any, Range | None]]:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a type, without a look at what it contains."""
+    """Return whether a value is of a type, without a check of its elements."""
     origin = get_origin(kind)
     if kind is Any:
         return True
@@ -186,14 +193,14 @@ def _is_finite(value: Real) -> bool:
 
 
 def _has_type_of(value: Any, kind: Any) -> bool:
-    """Return whether the type of a refused value is legal, so that to name it would say nothing."""
+    """Return whether a refused value has a legal type, so that the error need not name the type."""
     bare = [one for one, _ in _alternatives(kind)]
     types_of_literals = {type(legal) for one in bare if get_origin(one) is Literal for legal in get_args(one)}
     return type(value) in types_of_literals or (float in bare and isinstance(value, float))
 
 
 def _literal(value: Any, kind: Any) -> Any:
-    """Return the legal constant that a value equals, None if there is none; True is not 1."""
+    """Return the legal constant that a value equals, or None; True does not equal 1."""
     for legal in get_args(kind):
         is_same_kind = _is_of(value, type(legal)) if type(legal) in (int, str) else type(value) is type(legal)
         if is_same_kind and value == legal:
@@ -202,7 +209,7 @@ def _literal(value: Any, kind: Any) -> Any:
 
 
 def _converted(name: str, value: Any, kind: Any) -> Any:
-    """Return a value that is of a type as that type, with everything in it."""
+    """Return a value converted to a type, with its elements; :func:`_is_of` has accepted it."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return _literal(value, kind)
@@ -229,7 +236,7 @@ def _fixed_tuple(name: str, value: Sequence[Any], kinds: tuple[Any, ...]) -> tup
 
 
 def _record(name: str, value: Mapping[Any, Any], kind: Any) -> Any:
-    """Build a dataclass of the mapping that a file of settings has in its place."""
+    """Build a dataclass from a mapping, such as one in a settings file."""
     known = [field.name for field in fields(kind)]
     required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
     for key in value:
@@ -242,7 +249,7 @@ def _record(name: str, value: Mapping[Any, Any], kind: Any) -> Any:
 
 
 def _words(kind: Any, bounds: Range | None, value: Any) -> tuple[str, ...]:
-    """Return what is legal for one type, in words."""
+    """Return descriptions of the legal values of one type."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return tuple(map(str, args))
@@ -257,12 +264,13 @@ def _words(kind: Any, bounds: Range | None, value: Any) -> tuple[str, ...]:
     if is_dataclass(kind):
         return (f"{_type_name(kind)} or a mapping of its settings",)
     names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text", Any: "anything"}
-    name = names.get(kind, "None" if kind in (None, type(None)) else _type_name(kind))
-    return (name if bounds is None or kind not in names else f"{name} {_shown_bounds(bounds, value)}",)
+    if kind in names:
+        return (names[kind] if bounds is None else f"{names[kind]} {_shown_bounds(bounds, value)}",)
+    return ("None" if kind in (None, type(None)) else _type_name(kind),)
 
 
 def _shown_bounds(bounds: Range, value: Any) -> str:
-    """Return a range in words, without a bound at the end of an integer type that the value does not break."""
+    """Return a range in words, without the limit of an integer type unless the value exceeds it."""
     breaks = bounds.most is not None and isinstance(value, int | float) and value > bounds.most
     is_plain = bounds.most is None or bounds.most < MOST or breaks
     return str(bounds if is_plain else Range(bounds.least, bounds.above, bounds.below))

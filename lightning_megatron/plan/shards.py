@@ -1,4 +1,4 @@
-"""Which rows of a full tensor each tensor-parallel rank holds."""
+"""Row ranges of a full tensor that tensor-parallel ranks own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from lightning_megatron.plan.legal_values import divisors, one_of, require_index
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Name the rows [start, stop) of a full tensor, and which of their copies this is.
+    """Rows [start, stop) of a full tensor, with the index of this copy of them.
 
     Args:
-        start: first row.
-        stop: one past the last row; equal to start for an empty range.
-        copy: which copy of these rows this is; copy 0 is the one that norms count and checkpoints save.
+        start: First row.
+        stop: Index after the last row; equal to ``start`` for an empty range.
+        copy: Index of this copy of the rows. Norms count copy 0, and checkpoints save it.
     """
 
     start: int
@@ -29,17 +29,19 @@ class ShardRange:
 
 
 def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 128) -> int:
-    """Return the vocabulary rounded up to a multiple of `multiple` x tp, so that every rank holds equally many rows.
+    """Return the vocabulary size rounded up to a multiple of ``multiple`` x tp.
 
-    Equal to Megatron-Core's `vocab_size_with_padding`.
+    All ranks then have the same number of rows. The result equals Megatron-Core's
+    ``vocab_size_with_padding``.
 
     Args:
-        vocab_size: true number of tokens.
-        tp: tensor-parallel size.
-        multiple: rows per rank are a multiple of this (128 keeps matrix products aligned).
+        vocab_size: Number of tokens, without padding.
+        tp: Tensor-parallel size.
+        multiple: The number of rows per rank is a multiple of this (128 keeps matrix products
+            aligned).
 
     Raises:
-        ParallelPlanError: for a number below 1.
+        ParallelPlanError: For a number below 1.
     """
     require_positive("vocab_size", vocab_size)
     require_positive("tp", tp)
@@ -49,17 +51,17 @@ def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 128) -> int:
 
 
 def even_range(size: int, parts: int, index: int, what: str = "size", axis: str = "tp") -> ShardRange:
-    """Return part `index` of a dimension cut into equal parts.
+    """Return the range of part ``index`` of a dimension that is divided into equal parts.
 
     Args:
-        size: rows of the full tensor.
-        parts: number of ranks that share them.
-        index: position on the axis.
-        what: the dimension's name in an error.
-        axis: the axis's name in an error.
+        size: Rows of the full tensor.
+        parts: Number of ranks that share them.
+        index: Position on the axis.
+        what: Name of the dimension in an error.
+        axis: Name of the axis in an error.
 
     Raises:
-        ParallelPlanError: if the parts would not be equal.
+        ParallelPlanError: If the size is not a multiple of the number of parts.
     """
     require_positive(what, size)
     require_positive(axis, parts)
@@ -74,32 +76,32 @@ def even_range(size: int, parts: int, index: int, what: str = "size", axis: str 
 
 
 def whole_range(size: int, copy: int = 0) -> ShardRange:
-    """Return the range of a dimension that is not cut, as the given copy."""
+    """Return the full range of a dimension that is not sharded, as copy ``copy``."""
     return ShardRange(0, size, copy)
 
 
 def attention_ranges(
     num_heads: int, num_kv_heads: int, head_dim: int, tp: int, index: int
 ) -> tuple[ShardRange, ShardRange, ShardRange]:
-    """Return the rows of the full fused [Q; K; V] weight that one tensor-parallel rank holds.
+    """Return the rows of the full fused [Q; K; V] weight on one tensor-parallel rank.
 
-    Each rank holds whole heads. Where tp exceeds the key/value heads, tp / num_kv_heads neighbours hold a copy of the
-    same head, the one that their query heads read.
+    Each rank has whole heads. If tp exceeds the number of key/value heads, tp / num_kv_heads
+    neighbouring ranks have copies of the same key/value head, which their query heads share.
 
     Shapes: the full weight has (num_heads + 2 num_kv_heads) x head_dim rows.
 
     Args:
-        num_heads: query heads.
-        num_kv_heads: key/value heads.
-        head_dim: rows per head.
-        tp: tensor-parallel size.
-        index: position on the tp axis.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key/value heads.
+        head_dim: Rows per head.
+        tp: Tensor-parallel size.
+        index: Position on the tp axis.
 
     Returns:
-        the ranges of Q, K and V.
+        The ranges of Q, K and V.
 
     Raises:
-        ParallelPlanError: if heads would have to be cut.
+        ParallelPlanError: If the heads cannot be divided among the ranks.
     """
     for name, size in {"num_attention_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}.items():
         require_positive(name, size)
@@ -110,7 +112,8 @@ def attention_ranges(
     sharers = max(1, tp // num_kv_heads)
     group, copy = divmod(index, sharers)
     key = max(1, num_kv_heads // tp) * head_dim
-    key_start, value_start = num_heads * head_dim, (num_heads + num_kv_heads) * head_dim
+    key_start = num_heads * head_dim
+    value_start = key_start + num_kv_heads * head_dim
     return (
         ShardRange(index * query, (index + 1) * query),
         ShardRange(key_start + group * key, key_start + (group + 1) * key, copy),
@@ -119,25 +122,25 @@ def attention_ranges(
 
 
 def gated_ranges(ffn: int, tp: int, index: int) -> tuple[ShardRange, ShardRange]:
-    """Return the rows of the full fused [gate; up] weight that one tensor-parallel rank holds.
+    """Return the rows of the full fused [gate; up] weight on one tensor-parallel rank.
 
     Shapes: the full weight has 2 ffn rows.
 
     Raises:
-        ParallelPlanError: if tp does not divide ffn.
+        ParallelPlanError: If tp does not divide ffn.
     """
     gate = even_range(ffn, tp, index, what="ffn_hidden_size")
     return gate, ShardRange(ffn + gate.start, ffn + gate.stop)
 
 
 def vocab_range(vocab_size: int, tp: int, index: int, multiple: int = 128) -> ShardRange:
-    """Return the true vocabulary rows that one tensor-parallel rank holds.
+    """Return the vocabulary rows on one tensor-parallel rank, without padding.
 
-    The rank's rows past them, up to padded_vocab_size / tp, are padding. On a rank that holds nothing but padding the
-    range is empty.
+    The rank's remaining rows, up to padded_vocab_size / tp, are padding. The range is empty on a
+    rank that has only padding.
 
     Raises:
-        ParallelPlanError: for a number below 1 or an index outside of the axis.
+        ParallelPlanError: For a number below 1 or an index out of range.
     """
     require_index("index", index, "tp", tp)
     part = padded_vocab_size(vocab_size, tp, multiple) // tp

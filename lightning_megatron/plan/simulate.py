@@ -1,4 +1,4 @@
-"""When every action of a schedule runs, if each takes a known time and transfers take none."""
+"""Simulation of a pipeline schedule with known durations of actions and instant transfers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.schedule import Action, Kind, Schedule
 
 UNIT_COSTS: Mapping[str, int] = MappingProxyType({"F": 1, "B": 2, "I": 1, "W": 1})
-"""Ticks per action: a backward computes two matrix products for each one of the forward."""
+"""Ticks per action: a backward computes two matrix products for each product of the forward."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Say from when to when a stage works on an action.
+    """Time span in which a stage works on an action.
 
     Args:
-        stage: position on the pp axis.
-        action: what it computes.
-        start: first tick.
-        stop: one past the last tick.
+        stage: Position on the pp axis.
+        action: Action that the stage computes.
+        start: First tick.
+        stop: Tick after the last one.
     """
 
     stage: int
@@ -32,11 +32,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold when every action of a schedule runs.
+    """Time spans of all actions of a schedule.
 
     Args:
-        schedule: the schedule that was simulated.
-        rows: rows[stage], the spans of its actions, in order.
+        schedule: Schedule that was simulated.
+        rows: Spans of every stage's actions in order, as ``rows[stage]``.
     """
 
     schedule: Schedule
@@ -44,20 +44,21 @@ class Timeline:
 
     @property
     def length(self) -> int:
-        """Return the ticks until the last stage is done."""
+        """Return the number of ticks until the last stage is done."""
         return max((row[-1].stop for row in self.rows if row), default=0)
 
     @property
     def bubble(self) -> float:
-        """Return the share of all stages' time that is spent waiting."""
+        """Return the share of the stages' total time that is spent waiting."""
         busy = sum(span.stop - span.start for row in self.rows for span in row)
         return 1.0 - busy / (self.length * len(self.rows)) if self.length else 0.0
 
 
 def consumer_of(schedule: Schedule, stage: int, action: Action) -> tuple[int, Action] | None:
-    """Return which stage does what with the result of an action, or None if no other action waits for it.
+    """Return the stage and the action that consume the result of an action, or None if none does.
 
-    A forward feeds the forward of the next virtual stage, a backward (or input gradient) the backward of the last one.
+    A forward feeds the forward of the next virtual stage. A backward or input gradient feeds the
+    backward of the previous virtual stage.
     """
     if action.kind == "W":
         return None
@@ -69,16 +70,17 @@ def consumer_of(schedule: Schedule, stage: int, action: Action) -> tuple[int, Ac
 
 
 def simulate(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Timeline:
-    """Run a schedule on a clock: every stage takes its actions in order, each as soon as its input is there.
+    """Simulate a schedule: a stage runs its actions in order, each once its input is available.
 
     Args:
-        schedule: the order of work.
-        costs: ticks per kind of action, at least 1 each.
+        schedule: Order of actions.
+        costs: Ticks for each kind of action, at least 1.
 
     Raises:
-        ParallelPlanError: if stages wait for each other for ever.
+        ParallelPlanError: If stages wait for each other in a cycle.
     """
-    ready: dict[tuple[int, Action], int] = {}  # when an action's input from another virtual stage arrives
+    # Tick at which the input of a stage's action from another virtual stage is available.
+    ready: dict[tuple[int, Action], int] = {}
     waiting = {
         target
         for stage, row in enumerate(schedule.rows)
@@ -86,6 +88,8 @@ def simulate(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Timel
         if (target := consumer_of(schedule, stage, action)) is not None
     }
     spans: list[list[Span]] = [[] for _ in schedule.rows]
+    # Each pass over the stages runs all actions whose inputs are available, until none is left or
+    # none can run.
     progress = True
     while progress:
         progress = False
@@ -113,13 +117,13 @@ def simulate(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Timel
 
 
 def render(schedule: Schedule) -> str:
-    """Draw a schedule as text: one row per stage, one column per tick.
+    """Draw a schedule as text, with one row per stage and one column per tick.
 
-    A forward is drawn as F and its microbatch, a backward as B and its microbatch over two ticks; with several chunks a
-    letter (a for the first) follows.
+    A forward is drawn as F and its microbatch, a backward as B and its microbatch over two ticks.
+    With several chunks a letter follows, which is "a" for the first chunk.
 
     Returns:
-        the picture, with a line that gives the ticks and the share of them spent waiting.
+        The drawing, followed by a line with the number of ticks and the share of waiting.
     """
     timeline = simulate(schedule)
     suffixes = [chr(ord("a") + chunk) for chunk in range(schedule.num_chunks)] if schedule.num_chunks > 1 else [""]

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds."""
+"""Assignment of layers to pipeline stages."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from lightning_megatron.plan.legal_values import one_of, require_positive
 def split_layers(
     num_layers: int, num_stages: int, num_chunks: int = 1, embedding_cost: float = 0.0, loss_cost: float = 0.0
 ) -> tuple[tuple[range, ...], ...]:
-    """Cut the layers into contiguous virtual stages so that the busiest stage has as little to do as possible.
+    """Divide the layers into contiguous virtual stages that minimize the cost of the busiest stage.
 
-    Virtual stage v = chunk x num_stages + stage follows v - 1. Every virtual stage holds at least one layer. The
-    embedding weighs on the first, the loss on the last. Stages that could take one more layer at the same cost take it
-    in this order: middle stages, the last, the first (which also holds the most activations).
+    Virtual stage v = chunk x num_stages + stage follows v - 1. Every virtual stage has at least one
+    layer. The cost of the embedding is added to the first virtual stage, that of the loss to the
+    last. If several stages could take one more layer at the same cost, middle stages take it before
+    the last one, and the first one is last, because it keeps the most activations.
 
     Args:
-        num_layers: transformer layers of the model.
-        num_stages: pipeline-parallel size.
-        num_chunks: chunks per stage (vpp).
-        embedding_cost: time of the embedding, in units of one layer's time.
-        loss_cost: time of the output layer and the loss, in units of one layer's time.
+        num_layers: Number of transformer layers of the model.
+        num_stages: Pipeline-parallel size.
+        num_chunks: Chunks per stage (vpp).
+        embedding_cost: Time of the embedding, relative to one layer's time.
+        loss_cost: Time of the output layer and the loss, relative to one layer's time.
 
     Returns:
-        layers[stage][chunk], the global indices of the layers.
+        Global indices of the layers, as ``layers[stage][chunk]``.
 
     Raises:
-        ParallelPlanError: if there are fewer layers than virtual stages, or a cost is negative.
+        ParallelPlanError: If there are fewer layers than virtual stages, or a cost is negative.
     """
     for name, size in {"num_layers": num_layers, "pp": num_stages, "vpp": num_chunks}.items():
         require_positive(name, size)
@@ -45,23 +46,28 @@ def split_layers(
 
 
 def _edges(num_parts: int, embedding: float | None, loss: float | None) -> list[tuple[float, int]]:
-    # (cost beside the layers, reluctance): of two parts at equal cost the less reluctant one takes the next layer.
-    costs, reluctances = [0.0] * num_parts, [0] * num_parts
+    # Pairs (cost in addition to layers, reluctance): of two parts at equal cost the one with lower
+    # reluctance takes the next layer.
+    costs = [0.0] * num_parts
+    reluctances = [0] * num_parts
     if loss is not None:
-        costs[-1], reluctances[-1] = loss, 1
+        costs[-1] = loss
+        reluctances[-1] = 1
     if embedding is not None:
-        costs[0], reluctances[0] = costs[0] + embedding, 2
+        costs[0] += embedding
+        reluctances[0] = 2
     return list(zip(costs, reluctances, strict=True))
 
 
 def _fill(total: int, least: int, parts: Sequence[tuple[float, int]]) -> list[int]:
-    # Giving each layer in turn to the cheapest part is optimal: all layers cost the same, so swapping any one of them
-    # to another part can only raise the maximum.
+    # Giving each layer in turn to the cheapest part is optimal: all layers cost the same, so that
+    # moving one of them to another part can only raise the maximum.
     counts = [least] * len(parts)
 
     def price(part: int) -> tuple[float, int, int]:
         cost, reluctance = parts[part]
-        return round(cost + counts[part], 9), reluctance, -part  # later stages hold fewer activations
+        # At equal cost and reluctance later stages come first, because they keep fewer activations.
+        return round(cost + counts[part], 9), reluctance, -part
 
     for _ in range(total - least * len(parts)):
         counts[min(range(len(parts)), key=price)] += 1

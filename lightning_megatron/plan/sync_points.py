@@ -1,4 +1,4 @@
-"""When each pipeline stage starts to sum the gradients of a chunk, so that stages do not slow each other."""
+"""Points of a schedule at which stages start to reduce gradients without slowing each other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_megatron.plan.simulate import simulate
 
 @dataclass(frozen=True)
 class ReductionPoint:
-    """Say after which action a stage starts to sum a chunk's gradients over the data ranks.
+    """Action after which a stage starts to reduce a chunk's gradients over the data ranks.
 
     Args:
-        after_action: index in the stage's actions.
-        chunk: the chunk whose gradients are complete and are summed.
-        early: whether the action is the stage's own last backward of the chunk, so that gradients may be sent while
-            that backward still runs, as they become ready.
+        after_action: Index of the action among the stage's actions.
+        chunk: Chunk whose gradients are complete and are reduced.
+        early: Whether the action is the stage's own last backward of the chunk. Gradients may then
+            be sent as they become ready, while that backward is still running.
     """
 
     after_action: int
@@ -26,21 +26,23 @@ class ReductionPoint:
 
 
 def reduction_points(schedule: Schedule) -> tuple[tuple[ReductionPoint, ...], ...]:
-    """Plan when every stage starts to sum each chunk's gradients.
+    """Choose when every stage starts to reduce each chunk's gradients.
 
-    Stages finish a chunk at different times. A stage that sums at once competes, for links and for compute, with the
-    backwards of those behind it on the critical path. So all wait, in unit times of :func:`simulate`, until the last
-    stage has finished its last backward of the chunk, and start after the first action that ends then or later; a stage
-    that has nothing left to compute starts after its last action. The chunks follow in the same order on all stages.
+    Stages finish a chunk at different times. If a stage reduced at once, it would compete for links
+    and compute with backwards of other stages on the critical path. Therefore all stages wait, in
+    unit times of :func:`simulate`, until the last stage has finished its last backward of the
+    chunk. Each stage starts after its first action that ends then or later, or after its last
+    action. The order of the chunks is the same on all stages.
 
     Args:
-        schedule: the order of work, with backwards.
+        schedule: Order of actions, with backwards.
 
     Returns:
-        by stage, one point for each chunk in the order in which they start; `after_action` never decreases.
+        For each stage one point per chunk, in the order of their start; ``after_action`` never
+        decreases.
 
     Raises:
-        ParallelPlanError: for a schedule without backwards, which has no gradients.
+        ParallelPlanError: For a schedule without backwards, which has no gradients.
     """
     if schedule.forward_only:
         raise ParallelPlanError(
@@ -55,7 +57,8 @@ def reduction_points(schedule: Schedule) -> tuple[tuple[ReductionPoint, ...], ..
         chunk: max(row[last[chunk]].stop for row, last in zip(rows, last_backward, strict=True))
         for chunk in range(schedule.num_chunks)
     }
-    # The first chunk of a model is complete last: of two that are complete together, the higher one goes first.
+    # Backward reaches the first chunk last, so that of two chunks with equal times the higher one
+    # goes first.
     order = sorted(done, key=lambda chunk: (done[chunk], -chunk))
     points = []
     for row, last in zip(rows, last_backward, strict=True):

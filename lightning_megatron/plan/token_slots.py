@@ -1,27 +1,27 @@
-"""Where tokens of all ranks lie in memory that every rank has alike, and others write into."""
+"""Byte layout of the symmetric buffer that contains every rank's tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Rows begin where the widest load of a GPU may begin (bytes).
+#: Alignment of the widest load of a GPU (bytes).
 _ALIGNMENT = 16
-#: The number of an expert is an int64 (bytes).
+#: Size of an expert index, an int64 (bytes).
 _NUMBER = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSlots:
-    """Lay out a slot for every token of every rank: its features, the probabilities of its choices, and the choices.
+    """Layout of one slot for every token of every rank: features, probabilities and chosen experts.
 
-    Slot ``rank * num_tokens + t`` is of token t of a rank. First there are the features of all slots, then the
-    probabilities of all, then the choices of all.
+    Slot ``rank * num_tokens + t`` belongs to token t of a rank. The buffer contains the features of
+    all slots, then the probabilities of all slots, then the chosen experts of all slots.
 
     Args:
-        num_ranks: Ranks that have tokens (ranks).
-        num_tokens: Tokens of each of them (tokens).
+        num_ranks: Number of ranks with tokens (ranks).
+        num_tokens: Number of tokens of each rank (tokens).
         width: Features of a token (elements).
-        top_k: Choices of a token (experts).
+        top_k: Number of chosen experts of a token (experts).
         element: Size of a feature (bytes).
         scale: Size of a probability (bytes).
     """
@@ -40,17 +40,17 @@ class TokenSlots:
 
     @property
     def scales_at(self) -> int:
-        """Return where the probabilities begin (bytes)."""
+        """Return the offset of the probabilities (bytes)."""
         return _aligned(self.count * self.width * self.element)
 
     @property
     def choices_at(self) -> int:
-        """Return where the choices begin (bytes)."""
+        """Return the offset of the chosen experts (bytes)."""
         return self.scales_at + _aligned(self.count * self.top_k * self.scale)
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of the memory (bytes)."""
+        """Return the size of the buffer (bytes)."""
         return self.choices_at + self.count * self.top_k * _NUMBER
 
 

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send each other, when, and in an order that cannot deadlock."""
+"""Transfers between pipeline stages, in an order that cannot deadlock."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from lightning_megatron.plan.simulate import UNIT_COSTS, Span, consumer_of, simu
 
 @dataclass(frozen=True, order=True)
 class Transfer:
-    """Name one tensor that goes from one stage to another.
+    """Tensor that one stage sends to another.
 
     Args:
-        kind: "F" for a hidden state on its way forward, "B" for its gradient on the way back.
-        chunk: on the sending side the chunk that made it, on the receiving side the chunk that takes it.
-        microbatch: the microbatch it belongs to.
-        peer: the other stage, as a position on the pp axis.
+        kind: "F" for hidden states in forward, "B" for their gradient in backward.
+        chunk: On the sending side the chunk that produced the tensor, on the receiving side the
+            chunk that consumes it.
+        microbatch: Microbatch of the tensor.
+        peer: Position of the other stage on the pp axis.
     """
 
     kind: Literal["F", "B"]
@@ -31,21 +32,22 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Compute:
-    """Run one action of the schedule."""
+    """Instruction to run one action of the schedule."""
 
     action: Action
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Send and receive at once; pairs only with the exchange of equal number on each peer.
+    """Instruction to send and receive in one batch, matched by its number on each peer.
 
-    For every peer, this side's sends and that side's receives are the same tensors in the same order.
+    For every peer, the sends of one side and the receives of the other are the same tensors in the
+    same order.
 
     Args:
-        number: place in the order that all stages follow.
-        sends: what goes out.
-        receives: what comes in.
+        number: Index in the global order that all stages follow.
+        sends: Transfers to other stages.
+        receives: Transfers from other stages.
     """
 
     number: int
@@ -58,25 +60,25 @@ Instruction = Compute | Exchange
 
 @dataclass(frozen=True)
 class Program:
-    """Hold what every stage does, transfers included.
+    """Instructions of every stage, transfers included.
 
     Args:
-        schedule: the schedule that it carries out.
-        rows: rows[stage], its instructions, in order.
+        schedule: Schedule that the program runs.
+        rows: Instructions of every stage in order, as ``rows[stage]``.
     """
 
     schedule: Schedule
     rows: tuple[tuple[Instruction, ...], ...]
 
     def instructions(self, rank: int) -> tuple[Instruction, ...]:
-        """Return what a stage does, in order."""
+        """Return the instructions of a stage in order."""
         require_index("rank", rank, "pp", self.schedule.num_stages)
         return self.rows[rank]
 
 
 @dataclass(frozen=True)
 class _Delivery:
-    """One transfer seen from both sides, with the clock's time at which the tensor exists."""
+    """Transfer as seen by both stages, with the tick at which the tensor exists."""
 
     time: int
     sort_key: tuple[str, int, int]
@@ -87,20 +89,22 @@ class _Delivery:
 
 
 def plan_transfers(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Program:
-    """Place the transfers between stages among the actions of a schedule so that no order of arrival can deadlock.
+    """Insert the transfers between stages into the actions of a schedule without risk of deadlock.
 
-    The schedule runs on a clock (by default a forward takes one tick, a backward two). All tensors that come into being
-    at one tick form the exchanges of one number, and each stage carries an exchange out before the first action that
-    starts at that tick or later. All stages' instructions are thereby parts of one global order, in which a tensor is
-    made before it is sent and received before it is used. Streams that run their operations strictly in order, as
-    NCCL's do, then cannot block each other.
+    The schedule runs on a clock; by default a forward takes one tick, a backward two. All tensors
+    that are produced at one tick form the exchanges of one number. Each stage runs an exchange
+    before its first action that starts at that tick or later. The instructions of all stages are
+    thus parts of one global order, in which a tensor is produced before it is sent and received
+    before it is used. Streams that run their operations strictly in order, such as NCCL's, then
+    cannot block each other.
 
     Args:
-        schedule: the order of work.
-        costs: ticks per kind of action; the plan is deadlock-free for any, and waits least for true ones.
+        schedule: Order of actions.
+        costs: Ticks for each kind of action. Any costs give a plan without deadlocks; true costs
+            give the shortest waits.
 
     Raises:
-        ParallelPlanError: if the schedule's stages wait for each other for ever.
+        ParallelPlanError: If the schedule's stages wait for each other in a cycle.
     """
     timeline = simulate(schedule, costs)
     deliveries = [
@@ -116,7 +120,7 @@ def plan_transfers(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) ->
     rows = []
     for stage, row in enumerate(timeline.rows):
         times = {time for owner, time in (*sends, *receives) if owner == stage}
-        # The 0 places an exchange before the action that starts at the same tick.
+        # The 0 sorts an exchange before the action (1) that starts at the same tick.
         events: list[tuple[int, int, Instruction]] = [(span.start, 1, Compute(span.action)) for span in row]
         for time in times:
             exchange = Exchange(numbers[time], tuple(sends[stage, time]), tuple(receives[stage, time]))
