@@ -1,43 +1,52 @@
-"""Read the README's code blocks, and the map of the rooms that it shows.
+"""Code blocks of the README and of the pages in `docs/`, and the texts there that are generated.
 
-A block is run as it stands, in one temporary folder where `recipes` is the project's. A comment before a block names
-it and may say how the test runs it on a small machine:
+The test runs each block as it stands, in one temporary folder where `recipes` is the project's: first the README's
+blocks, then those of the pages in the order of the site's navigation (`mkdocs.yml`). A block that stands on several
+pages runs once. A comment before a block names it and may state how the test runs it on a small machine:
 
     <!-- block: NAME
     before: tests/FILE.py       python: this file's text comes first (names that are the reader's own)
     replace: OLD => NEW         this text is replaced
     append: ARGUMENTS           bash: these arguments are added to the last line
-    run: no                     the block is not run: the reason stands in the README or in test_readme.py
+    run: no                     the block is not run: test_readme.py lists these blocks with the reasons
     -->
 
 A block ```text after <!-- prints: NAME --> is what the block NAME prints. `pip install ... &&` at the start of a bash
 block is left out: the package is installed when its tests run.
-Run as a program (`python -m tests.readme_blocks`), it writes the map of the rooms into the README again.
+Run as a program (`python -m tests.readme_blocks`), it writes the generated texts again: the map of the rooms in the
+README and in `docs/architecture.md`, and the page of options.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 BLOCK = re.compile(
     r"(?:<!-- block: (?P<header>(?:(?!-->).)*)-->\s*)?^```(?P<language>\w+)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
 PRINTS = re.compile(r"<!-- prints: (?P<name>[^>]*?) -->\s*^```text\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 MAP = re.compile(r"(?<=<!-- rooms -->\n```text\n).*?(?=```)", re.DOTALL)
-ROOMS = "plan groups layers experts models swap training pipeline checkpoint data strategy"
-ROOM_WIDTH = 14
+#: Rooms in the order of their imports; those after them stand apart.
+ROOMS = "plan extension groups layers experts models swap training pipeline graphs checkpoint strategy"
+ROOMS_APART = "kernels data evaluation cli"
 
 
 @dataclass(frozen=True)
 class Block:
-    """A code block of the README and how the test runs it."""
+    """A code block of a page and how the test runs it."""
 
+    page: str
     name: str
     language: str
     code: str
@@ -51,7 +60,7 @@ class Block:
         """The text that the test runs."""
         code = self.code
         for old, new in self.replacements:
-            assert old in code, f"README block {self.name}: {old!r}, which its comment replaces, is not in it"
+            assert old in code, f"{self.page}, block {self.name}: it lacks {old!r}, which its comment replaces"
             code = code.replace(old, new)
         if self.language == "bash":
             code = re.sub(r"^pip install [^&\n]*&& *", "", code)
@@ -59,45 +68,82 @@ class Block:
         return (ROOT / self.before).read_text() + code if self.before else code
 
 
+def _paths_in(navigation: Any) -> Iterator[str]:
+    if isinstance(navigation, str):
+        yield navigation
+        return
+    entries = navigation.values() if isinstance(navigation, dict) else navigation
+    for entry in entries:
+        yield from _paths_in(entry)
+
+
+def pages() -> list[Path]:
+    """Return the README and the pages of the site, in the order in which their blocks run."""
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    return [README, *(DOCS / path for path in _paths_in(navigation))]
+
+
 def read_blocks() -> list[Block]:
-    """Return the blocks of the README that are programs, in order."""
-    blocks = []
-    for number, match in enumerate(BLOCK.finditer(README.read_text()), 1):
+    """Return the blocks of all pages that are programs, in order; one that stands on several pages only once."""
+    blocks: dict[str, Block] = {}
+    for page in pages():
+        for block in _blocks_of(page):
+            first = blocks.setdefault(block.name, block)
+            assert replace(block, page=first.page) == first, f"{first.page} and {block.page}: {block.name} differs"
+    return list(blocks.values())
+
+
+def _blocks_of(page: Path) -> Iterator[Block]:
+    path = page.relative_to(ROOT).as_posix()
+    for number, match in enumerate(BLOCK.finditer(page.read_text()), 1):
         if match["language"] not in {"bash", "python"}:
             continue
-        name, *lines = (match["header"] or f"block {number}").strip().splitlines()
+        name, *lines = (match["header"] or f"{path} {number}").strip().splitlines()
         options = [tuple(part.strip() for part in line.split(":", 1)) for line in lines]
         single = {key: value for key, value in options if key != "replace"}
         unknown = single.keys() - {"before", "append", "run"}
-        assert not unknown, f"README block {name}: unknown options {unknown}"
-        blocks.append(
-            Block(
-                name=name,
-                language=match["language"],
-                code=match["code"],
-                runs=single.get("run") != "no",
-                before=single.get("before"),
-                replacements=tuple(tuple(v.split(" => ")) for key, v in options if key == "replace"),  # type: ignore[misc]
-                append=single.get("append", ""),
-            )
+        assert not unknown, f"{path}, block {name}: unknown options {unknown}"
+        yield Block(
+            page=path,
+            name=name,
+            language=match["language"],
+            code=match["code"],
+            runs=single.get("run") != "no",
+            before=single.get("before"),
+            replacements=tuple(tuple(v.split(" => ")) for key, v in options if key == "replace"),  # type: ignore[misc]
+            append=single.get("append", ""),
         )
-    return blocks
 
 
 def printed_text() -> dict[str, str]:
-    """Return what the README says that blocks print, by name of the block."""
-    return {match["name"]: match["text"] for match in PRINTS.finditer(README.read_text())}
+    """Return the texts that the pages give as the output of blocks, by name of the block."""
+    return {match["name"]: match["text"] for page in pages() for match in PRINTS.finditer(page.read_text())}
 
 
 def room_map() -> str:
     """Return one line for each room: its folder and the first sentence of its docstring."""
+    package = ROOT / "lightning_megatron"
+    existing = {path.parent.name for path in package.glob("*/__init__.py")}
+    rooms = [room for room in f"{ROOMS} {ROOMS_APART}".split() if room in existing]
+    forgotten = existing - set(rooms)
+    assert not forgotten, f"tests/readme_blocks.py lacks the rooms {sorted(forgotten)}"
+    width = max(map(len, rooms)) + 3
     lines = ["lightning_megatron/\n"]
-    for room in ROOMS.split():
-        tree = ast.parse((ROOT / "lightning_megatron" / room / "__init__.py").read_text())
+    for room in rooms:
+        tree = ast.parse((package / room / "__init__.py").read_text())
         sentence = (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ")
-        lines.append(f"  {room + '/':<{ROOM_WIDTH}}{sentence}\n")
+        lines.append(f"  {room + '/':<{width}}{sentence}\n")
     return "".join(lines)
 
 
+def write_map(page: Path) -> None:
+    """Write the map of the rooms into a page again."""
+    page.write_text(MAP.sub(lambda _: room_map(), page.read_text()))
+
+
 if __name__ == "__main__":
-    README.write_text(MAP.sub(lambda _: room_map(), README.read_text()))
+    from tests.options_page import OPTIONS, options_page
+
+    write_map(README)
+    write_map(DOCS / "architecture.md")
+    OPTIONS.write_text(options_page())
