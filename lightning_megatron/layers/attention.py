@@ -1,4 +1,4 @@
-"""Self-attention cut over the tensor axis by heads."""
+"""Self-attention whose heads are sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -16,34 +16,39 @@ from lightning_megatron.plan.shards import attention_ranges
 
 
 class SelfAttention(nn.Module):
-    """Attend over the sequence, heads cut over tp; key/value heads may be fewer, and are copied when tp exceeds them.
+    """Self-attention over the sequence, with the heads sharded over tp.
 
-    Equal to torch.nn.MultiheadAttention (causal or not) with ``num_kv_heads == num_heads`` and no rotary tables, and to
-    Hugging Face's LlamaAttention with them.
+    There may be fewer key/value heads than query heads (grouped-query attention). If tp exceeds
+    their number, each of them is copied to several ranks.
+
+    Equal to torch.nn.MultiheadAttention (causal or not) if ``num_kv_heads == num_heads`` and no
+    rotary tables are given. Equal to Hugging Face's LlamaAttention if rotary tables are given.
 
     Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
     Args:
         hidden_size: Size of each vector (elements).
         num_heads: Query heads of the full layer (heads).
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
         num_kv_heads: Key/value heads of the full layer; None means as many as query heads (heads).
         head_dim: Size of a head; None means ``hidden_size / num_heads`` (elements).
         bias: Whether the projections to queries, keys and values add a bias.
-        output_bias: Whether the output projection does; None means ``bias``.
-        causal: Whether a position sees only itself and earlier ones.
+        output_bias: Whether the output projection adds a bias; None means the same as ``bias``.
+        causal: Whether a position attends only to itself and to earlier positions.
         dropout: Probability that an attention weight is dropped.
-        scale: Scores are multiplied by it; None means ``head_dim ** -0.5``.
-        norm_eps: Every query and key head goes through an RMSNorm with this eps before it is rotated; None means none.
-        norm_offset: Those norms multiply by their weight plus this.
-        layer: Number of the layer for random streams, 1 for the first block.
-        initializer: How the fused query/key/value weight starts.
-        output_initializer: How the output weight starts.
+        scale: Factor of the attention scores; None means ``head_dim ** -0.5``.
+        norm_eps: Epsilon of the RMSNorm that is applied to every query and key head before the
+            rotary embedding; None means no such norm.
+        norm_offset: Number that these norms add to their weight.
+        layer: Number of the layer in the random streams; 1 is the first block.
+        initializer: Initializer of the fused query/key/value weight.
+        output_initializer: Initializer of the output weight.
 
     Raises:
-        ParallelPlanError: If the heads do not divide over tp.
+        ParallelPlanError: If the number of heads cannot be divided by tp.
 
-    Communication: one all-reduce over tp forward, one backward; see ``layers.regions`` for sequence parallelism.
+    Communication: one all-reduce over tp forward, one backward; see ``layers.regions`` for sequence
+        parallelism.
     Source: Shoeybi et al. 2019, section 3, figure 3b.
     """
 
@@ -69,8 +74,18 @@ class SelfAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
         self.head_dim = head_dim or hidden_size // num_heads
-        self.mesh, self.causal, self.dropout, self.scale, self.layer = mesh, causal, dropout, scale, layer
-        ranges = attention_ranges(num_heads, num_kv_heads, self.head_dim, mesh.tp.size, mesh.tp.rank)
+        self.mesh = mesh
+        self.causal = causal
+        self.dropout = dropout
+        self.scale = scale
+        self.layer = layer
+        ranges = attention_ranges(
+            num_heads,
+            num_kv_heads,
+            self.head_dim,
+            mesh.tp.size,
+            mesh.tp.rank,
+        )
         self.widths = [piece.size for piece in ranges]
         self.qkv = ColumnParallelLinear(
             hidden_size,
@@ -78,17 +93,31 @@ class SelfAttention(nn.Module):
             mesh,
             bias=bias,
             ranges=ranges,
-            # Each copy of a key/value head serves other query heads, so its gradient is a part of a sum.
+            # The copies of a key/value head serve different query heads. The gradients of the
+            # copies must be summed.
             partial=mesh.tp.size > num_kv_heads,
             initializer=initializer,
         )
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if norm_eps is not None:
-            # Each rank normalises its own heads, so the gradients of these weights are parts of a sum.
+            # Each rank normalises its own heads only. The gradients of these weights must be summed
+            # over tp.
             partial = mesh.tp.size > 1
-            self.query_norm = RMSNorm(self.head_dim, mesh, eps=norm_eps, offset=norm_offset, partial=partial)
-            self.key_norm = RMSNorm(self.head_dim, mesh, eps=norm_eps, offset=norm_offset, partial=partial)
+            self.query_norm = RMSNorm(
+                self.head_dim,
+                mesh,
+                eps=norm_eps,
+                offset=norm_offset,
+                partial=partial,
+            )
+            self.key_norm = RMSNorm(
+                self.head_dim,
+                mesh,
+                eps=norm_eps,
+                offset=norm_offset,
+                partial=partial,
+            )
         self.output = RowParallelLinear(
             num_heads * self.head_dim,
             hidden_size,
@@ -107,12 +136,16 @@ class SelfAttention(nn.Module):
         """Return the attention output of every position.
 
         Args:
-            hidden: The input.
-            rotary: Tables of ``rotary_tables``, or None.
-            recompute_core: Whether the backward pass computes the attention core again instead of keeping it.
-            mask: Added to the scores ``(B, 1, S, S)``, and says itself who sees whom; None means nothing is.
+            hidden: Hidden states.
+            rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
+            recompute_core: Whether the backward pass recomputes the attention core instead of
+                keeping its activations.
+            mask: Tensor ``(B, 1, S, S)`` that is added to the scores. It replaces the causal mask;
+                None means no mask.
         """
-        norms = None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+        norms = None
+        if self.query_norm is not None and self.key_norm is not None:
+            norms = (self.query_norm, self.key_norm)
         query, key, value = split_heads(self.qkv(hidden), self.widths, self.head_dim, rotary, norms)
         if recompute_core:
             mixed = replayed(self._core, self.mesh.random, self.layer, query, key, value, mask)
@@ -120,7 +153,21 @@ class SelfAttention(nn.Module):
             mixed = self._core(query, key, value, mask)
         return self.output(mixed)
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def _core(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         with tensor_region_stream(self.dropout, self.training, self.mesh):
-            return attend(query, key, value, causal=self.causal, dropout=dropout, mask=mask, scale=self.scale)
+            return attend(
+                query,
+                key,
+                value,
+                causal=self.causal,
+                dropout=dropout,
+                mask=mask,
+                scale=self.scale,
+            )

@@ -1,8 +1,8 @@
-"""The attention core: softmax(Q K^T / sqrt(K)) V, on the fastest kernel that computes it."""
+"""The attention core, softmax(Q K^T / sqrt(K)) V, and the choice of its kernel."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,14 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class CoreChoice:
-    """Name the kernels to try, first to last, and why.
+    """Attention kernels in the order in which torch tries them, with the reason for the choice.
 
     Args:
-        backends: Kernels of torch's scaled_dot_product_attention; empty leaves the choice to torch.
-        expand_kv: Whether shared key/value heads must be repeated first, because a kernel cannot share them.
-        reason: Why these, for the log.
+        backends: Kernels of torch's scaled_dot_product_attention; an empty tuple leaves the choice
+            to torch.
+        expand_kv: Whether key/value heads must be repeated for every query head, because the
+            kernels do not support grouped-query attention.
+        reason: Reason for the choice, for the log.
     """
 
     backends: tuple[SDPBackend, ...]
@@ -28,26 +30,47 @@ class CoreChoice:
     reason: str
 
 
-def choose_core(device: torch.device, dtype: torch.dtype, dropout: float = 0.0, has_mask: bool = False) -> CoreChoice:
+def choose_core(
+    device: torch.device,
+    dtype: torch.dtype,
+    dropout: float = 0.0,
+    has_mask: bool = False,
+) -> CoreChoice:
     """Choose the attention kernels for a device and dtype.
 
     Args:
-        device: Where the tensors live.
-        dtype: Of queries, keys and values.
+        device: Device of the tensors.
+        dtype: Dtype of queries, keys and values.
         dropout: Probability that an attention weight is dropped.
-        has_mask: Whether a tensor says who sees whom.
+        has_mask: Whether a mask is added to the scores.
     """
     if device.type != "cuda":
         return CoreChoice((), False, f"{device.type}: torch chooses among its own kernels")
     fused = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     if has_mask:
-        return CoreChoice(fused[1:], True, "a mask: memory-efficient attention adds it to the scores")
+        return CoreChoice(
+            fused[1:],
+            True,
+            "a mask: memory-efficient attention adds it to the scores",
+        )
     if dtype not in _HALF_TYPES:
-        return CoreChoice(fused[1:], True, f"{dtype} has no flash kernel: memory-efficient attention")
+        return CoreChoice(
+            fused[1:],
+            True,
+            f"{dtype} has no flash kernel: memory-efficient attention",
+        )
     if dropout > 0.0:
-        return CoreChoice(fused, False, "attention dropout: flash attention draws its mask from torch's generator")
+        return CoreChoice(
+            fused,
+            False,
+            "attention dropout: flash attention draws its mask from torch's generator",
+        )
     if torch.cuda.get_device_capability(device) >= (9, 0):
-        return CoreChoice((SDPBackend.CUDNN_ATTENTION, *fused), False, "half type on compute capability >= 9.0: cuDNN")
+        return CoreChoice(
+            (SDPBackend.CUDNN_ATTENTION, *fused),
+            False,
+            "half type on compute capability >= 9.0: cuDNN",
+        )
     return CoreChoice(fused, False, "half type below compute capability 9.0: flash attention")
 
 
@@ -61,30 +84,36 @@ def attend(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Mix values by the similarity of queries and keys.
+    """Compute scaled dot-product attention.
 
-    Equal to torch.nn.functional.scaled_dot_product_attention with key/value heads repeated.
+    Equal to torch.nn.functional.scaled_dot_product_attention with key/value heads repeated for
+    every query head.
 
-    Shapes: query ``(S, B, H, K)``; key and value ``(S, B, G, K)`` with ``H`` a multiple of ``G``; mask ``(B, 1, S, S)``
-        or ``(1, 1, S, S)``; output ``(S, B, H K)``.
+    Shapes: query ``(S, B, H, K)``; key and value ``(S, B, G, K)`` with ``H`` a multiple of ``G``;
+        mask ``(B, 1, S, S)`` or ``(1, 1, S, S)``; output ``(S, B, H K)``.
 
     Args:
         query: Queries.
         key: Keys.
         value: Values.
-        causal: Whether a position sees only itself and earlier ones; a mask says that itself.
+        causal: Whether a position attends only to itself and to earlier positions; ignored if a
+            mask is given.
         dropout: Probability that an attention weight is dropped; 0 outside training.
-        mask: Added to the scores; None means nothing is.
-        scale: Scores are multiplied by it; None means ``K ** -0.5``.
+        mask: Tensor that is added to the scores; None means no mask.
+        scale: Factor of the scores; None means ``K ** -0.5``.
     """
     choice = choose_core(query.device, query.dtype, dropout, mask is not None)
     grouped = query.shape[2] != key.shape[2]
     if grouped and choice.expand_kv:
         repeats = query.shape[2] // key.shape[2]
-        key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
+        key = key.repeat_interleave(repeats, dim=2)
+        value = value.repeat_interleave(repeats, dim=2)
         grouped = False
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-    with sdpa_kernel(list(choice.backends), set_priority=True) if choice.backends else nullcontext():
+    context: AbstractContextManager[object] = nullcontext()
+    if choice.backends:
+        context = sdpa_kernel(list(choice.backends), set_priority=True)
+    with context:
         mixed = F.scaled_dot_product_attention(
             query,
             key,

@@ -1,4 +1,4 @@
-"""Who attends to whom, where that is not every position to all before it."""
+"""Attention masks for padding, packed documents and sliding windows."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from torch import Tensor
 
 from lightning_megatron.errors import ParallelPlanError
 
-#: Elements.
+#: Multiple of the row stride of a mask (elements).
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpan:
-    """Describe the rows of a batch: which places hold tokens, at which positions, of which documents.
+    """Padding, positions and documents of the tokens of a batch.
 
-    None everywhere means one document a row, without padding. A place that holds no token is seen by none, but
-    by itself where it would see nothing, so that what it computes is finite.
+    If all fields are None, every row is one document without padding. No token attends to padding.
+    A padded index that could attend to nothing attends to itself, so that its output stays finite.
 
     Shapes: all ``(B, S)``.
 
     Args:
-        valid: False at padding, on either side of the tokens; None means no padding.
-        positions: Position of every place, for rotary or learned positions; None counts from 0 along the row.
-        documents: Number of the document that a place belongs to; it sees none but that. None means one a row.
+        valid: False at padding, which may be left or right of the tokens; None means no padding.
+        positions: Position of every token, for rotary or learned embeddings; None counts from 0
+            along the row.
+        documents: Number of the document of every token. Tokens attend only within their document;
+            None means one document per row.
     """
 
     valid: Tensor | None = None
@@ -33,7 +35,7 @@ class AttentionSpan:
     documents: Tensor | None = None
 
     def check_shape(self, num_sequences: int, seq_length: int) -> None:
-        """Refuse a description of other rows than those that are given.
+        """Refuse fields whose shape differs from the shape of the tokens.
 
         Raises:
             ParallelPlanError: If a shape differs.
@@ -42,13 +44,14 @@ class AttentionSpan:
             found = getattr(self, name)
             if found is not None and tuple(found.shape) != (num_sequences, seq_length):
                 raise ParallelPlanError(
-                    f"span.{name} must have the shape of the tokens ({num_sequences}, {seq_length}), because it "
-                    f"describes each of them: its shape is {tuple(found.shape)}. Expand or cut it."
+                    f"span.{name} must have the shape of the tokens ({num_sequences}, {seq_length}), "
+                    f"because it describes each of them: its shape is {tuple(found.shape)}. "
+                    "Expand or cut it."
                 )
 
     @property
     def hides(self) -> bool:
-        """Tell whether some place may not see all before it."""
+        """Return whether attention needs a mask in addition to the causal one."""
         return self.valid is not None or self.documents is not None
 
 
@@ -60,33 +63,36 @@ def attention_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor | None:
-    """Return what is added to the scores: 0 where a place sees another, minus infinity where not.
+    """Return the additive attention mask: 0 for visible tokens, minus infinity elsewhere.
 
-    Shapes: ``(B, 1, S, S)``, or ``(1, 1, S, S)`` where all rows are alike.
+    Shapes: output ``(B, 1, S, S)``, or ``(1, 1, S, S)`` if all rows have the same mask.
 
     Args:
-        span: The rows of the batch; None means one document a row, without padding.
-        window: How many places one sees, itself and those before it along the row; None means all (tokens).
+        span: Padding and documents of the batch; None means one document per row without padding.
+        window: Number of tokens that a token attends to, itself and those before it; None means all
+            (tokens).
         seq_length: Length of the rows (tokens).
-        dtype: Of queries, keys and values.
-        device: Of the result.
+        dtype: Dtype of queries, keys and values.
+        device: Device of the result.
 
     Returns:
-        The mask; None where every place sees all before it.
+        The mask; None if the causal mask is enough.
     """
     window = None if window is None or window >= seq_length else window
     if window is None and (span is None or not span.hides):
         return None
-    places = torch.arange(seq_length, device=device)
-    distance = places[:, None] - places
-    seen = (distance >= 0 if window is None else (distance >= 0) & (distance < window)).unsqueeze(0)
+    index = torch.arange(seq_length, device=device)
+    distance = index[:, None] - index
+    seen = (distance >= 0).unsqueeze(0)
+    if window is not None:
+        seen = seen & (distance < window)
     if span is not None and span.documents is not None:
         seen = seen & (span.documents[:, :, None] == span.documents[:, None, :])
     if span is not None and span.valid is not None:
         seen = seen & span.valid[:, None, :].bool()
-        # The weights of a row that sees nothing would be 0 / 0: it sees itself.
+        # A query that attends to nothing would have the weights 0 / 0, so it attends to itself.
         seen = seen | ((distance == 0) & ~seen.any(-1, keepdim=True))
-    # Memory-efficient attention would copy rows that do not begin at a multiple of this, in every layer.
+    # Memory-efficient attention copies a mask whose row stride is not aligned, in every layer.
     width = -(-seq_length // _ALIGNMENT) * _ALIGNMENT
     mask = torch.zeros((*seen.shape[:-1], width), dtype=dtype, device=device)[..., :seq_length]
     return mask.masked_fill_(~seen, -torch.inf).unsqueeze(1)

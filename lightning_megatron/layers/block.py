@@ -1,4 +1,4 @@
-"""A Transformer block with its norms before or after the residual sums."""
+"""A Transformer block with norms before or after the residual additions."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ NormPosition = Literal["pre", "post"]
 
 
 class TransformerBlock(nn.Module):
-    """Add self-attention and a position-wise network to the residual stream.
+    """Self-attention and an MLP, each with a norm and a residual connection.
 
-    ``pre`` is the rearranged block of the paper's figure 7 (b): the residual stream is never normalised itself.
-    ``post`` is figure 7 (a), the original BERT. Equal to torch.nn.TransformerEncoderLayer with ``norm_first`` True or
-    False. In parallel the network reads the same residual stream as the attention: ``x + attention(norm1(x)) +
-    mlp(norm2(x))``.
+    With ``pre`` the norms read the residual stream but never replace it (figure 7 (b) of the
+    paper). With ``post`` they replace it (figure 7 (a), the original BERT). Equal to
+    torch.nn.TransformerEncoderLayer with ``norm_first`` True or False. A parallel block computes
+    ``x + attention(norm1(x)) + mlp(norm2(x))``.
 
     Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
     Args:
         attention: The attention layer, called with (hidden, rotary, recompute_core, mask).
-        mlp: The position-wise network.
-        attention_norm: Norm of the attention's input (pre) or of the first residual sum (post).
-        mlp_norm: Norm of the network's input (pre) or of the second residual sum (post).
-        mesh: The groups and random streams of this rank.
-        layer: Number of the layer for random streams, 1 for the first block.
-        norm_position: ``pre`` or ``post``.
-        dropout: Probability that an element is dropped before each residual sum.
-        is_parallel: Whether attention and network read the same residual stream; only with ``pre``.
+        mlp: The MLP, or a mixture of experts.
+        attention_norm: Norm of the attention's input (``pre``) or of the first residual sum
+            (``post``).
+        mlp_norm: Norm of the MLP's input (``pre``) or of the second residual sum (``post``).
+        mesh: Process groups and random streams of this rank.
+        layer: Number of the layer in the random streams; 1 is the first block.
+        norm_position: Position of the norms, ``pre`` or ``post``.
+        dropout: Probability that an element is dropped before each residual addition.
+        is_parallel: Whether attention and MLP read the same residual stream; only with ``pre``.
 
-    Source: Shoeybi et al. 2019, section 5.3, figure 7; Wang and Komatsuzaki 2021 (in parallel).
+    Source: Shoeybi et al. 2019, section 5.3, figure 7; Wang and Komatsuzaki 2021 (parallel blocks).
     """
 
     def __init__(
@@ -52,9 +53,14 @@ class TransformerBlock(nn.Module):
         is_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.attention_norm, self.attention = attention_norm, attention
-        self.mlp_norm, self.mlp = mlp_norm, mlp
-        self.mesh, self.layer, self.norm_position, self.dropout = mesh, layer, norm_position, dropout
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.mesh = mesh
+        self.layer = layer
+        self.norm_position = norm_position
+        self.dropout = dropout
         self.is_parallel = is_parallel
 
     def forward(
@@ -68,33 +74,42 @@ class TransformerBlock(nn.Module):
 
         Args:
             hidden: The residual stream.
-            rotary: Tables of ``rotary_tables``, or None.
-            recompute: What the backward pass computes again.
-            mask: Added to the attention's scores; None means nothing is.
+            rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
+            recompute: Activations that the backward pass recomputes.
+            mask: Tensor that is added to the attention scores; None means no mask.
         """
         if recompute == "full":
             return replayed(self._run, self.mesh.random, self.layer, hidden, rotary, False, mask)
         return self._run(hidden, rotary, recompute == "selective", mask)
 
     def _run(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, recompute_core: bool, mask: Tensor | None
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        recompute_core: bool,
+        mask: Tensor | None,
     ) -> Tensor:
         self._begin()
         if self.norm_position == "pre":
             stream, hidden = self.attention_norm(hidden, None, True)
             if self.is_parallel:
                 stream, other = self.mlp_norm(stream, None, True)
-                stream = stream + self._dropped(self.attention(hidden, rotary, recompute_core, mask))
+                stream = stream + self._dropped(
+                    self.attention(hidden, rotary, recompute_core, mask),
+                )
                 return stream + self._dropped(self.mlp(other))
             update = self._dropped(self.attention(hidden, rotary, recompute_core, mask))
             stream, hidden = self.mlp_norm(stream, update, True)
             return stream + self._dropped(self.mlp(hidden))
-        hidden = self.attention_norm(hidden, self._dropped(self.attention(hidden, rotary, recompute_core, mask)))
+        hidden = self.attention_norm(
+            hidden,
+            self._dropped(self.attention(hidden, rotary, recompute_core, mask)),
+        )
         return self.mlp_norm(hidden, self._dropped(self.mlp(hidden)))
 
     @torch.compiler.disable
     def _begin(self) -> None:
-        # A compiler that saw these numbers would compile every block anew, in every step.
+        # torch.compile would specialise on these numbers and recompile every block in every step.
         self.mesh.random.seek(self.layer)
 
     def _dropped(self, update: Tensor) -> Tensor:

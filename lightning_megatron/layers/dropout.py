@@ -1,4 +1,4 @@
-"""Dropout whose masks agree where activations are replicated and differ where they are cut."""
+"""Dropout with equal masks for replicated activations and different masks for sharded ones."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from torch.nn import functional as F
 from lightning_megatron.groups.mesh import ParallelMesh
 
 
-def hidden_dropout(hidden: Tensor, probability: float, training: bool, mesh: ParallelMesh) -> Tensor:
+def hidden_dropout(
+    hidden: Tensor,
+    probability: float,
+    training: bool,
+    mesh: ParallelMesh,
+) -> Tensor:
     """Drop elements of the residual stream.
 
-    Every tensor-parallel rank holds the same activations and must drop the same elements, unless sequence parallelism
-    gives each rank its own positions. torch's default generators are left as they were.
+    All tensor-parallel ranks have the same activations and must drop the same elements. Under
+    sequence parallelism each rank has its own positions and draws its own mask. The default
+    generators of torch do not change.
 
     Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
     Args:
-        hidden: The activations.
-        probability: How likely an element is dropped.
-        training: Whether anything is dropped at all.
-        mesh: The groups and random streams of this rank.
+        hidden: Activations.
+        probability: Probability that an element is dropped.
+        training: Whether the module is in training mode; nothing is dropped otherwise.
+        mesh: Process groups and random streams of this rank.
 
     Source: Shoeybi et al. 2019, appendix B.2.
     """
@@ -32,9 +38,14 @@ def hidden_dropout(hidden: Tensor, probability: float, training: bool, mesh: Par
         return F.dropout(hidden, probability, training=True)
 
 
-def tensor_region_stream(probability: float, training: bool, mesh: ParallelMesh) -> AbstractContextManager[None]:
-    """Open the stream for dropout inside a tensor-parallel region, where ranks hold different heads or features.
+def tensor_region_stream(
+    probability: float,
+    training: bool,
+    mesh: ParallelMesh,
+) -> AbstractContextManager[None]:
+    """Select the random stream for dropout inside a tensor-parallel region.
 
-    Nothing is opened when nothing will be dropped.
+    Ranks have different heads or features there, so each draws its own mask. The stream does not
+    change if nothing will be dropped.
     """
     return mesh.random.fork("tensor") if training and probability > 0.0 else nullcontext()

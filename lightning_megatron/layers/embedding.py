@@ -1,4 +1,4 @@
-"""Input embedding and output head, cut over the tensor axis by vocabulary."""
+"""Input embedding and output head, with the vocabulary sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ from lightning_megatron.plan.shards import padded_vocab_size, vocab_range, whole
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Look token vectors up in a table whose rows are cut over tp.
+    """Token embedding whose rows are sharded over tp.
 
-    Equal to torch.nn.Embedding(vocab_size, hidden_size), transposed to sequence first. The table is padded to a
-    multiple of ``multiple * tp`` rows; padded rows are zero, belong to no full tensor and cannot be looked up.
+    Equal to torch.nn.Embedding(vocab_size, hidden_size), with the output transposed to sequence
+    first. The table is padded to a multiple of ``multiple * tp`` rows. Padded rows are zero. They
+    are no part of the full tensor and cannot be looked up.
 
-    Shapes: tokens ``(B, S)``; output ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``.
+    Shapes: tokens ``(B, S)``; output ``(S, B, D)`` or, under sequence parallelism,
+        ``(S/tp, B, D)``.
 
     Args:
         vocab_size: The true vocabulary (tokens).
         hidden_size: Size of each vector (elements).
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
         multiple: Rows of each rank are a multiple of this (rows).
-        initializer: How the full table starts.
-        padding_id: Token whose lookups give its row no gradient, as ``padding_idx`` of torch.nn.Embedding.
+        initializer: Initializer of the full table.
+        padding_id: Token whose row gets no gradient from lookups, like ``padding_idx`` of
+            torch.nn.Embedding.
 
     Raises:
         IndexError: In forward, if an id is outside the vocabulary (on CPU; a CUDA kernel asserts).
@@ -55,26 +58,35 @@ class VocabParallelEmbedding(nn.Module):
         padding_id: int | None = None,
     ) -> None:
         super().__init__()
-        self.vocab_size, self.mesh, self.padding_id = vocab_size, mesh, padding_id
+        self.vocab_size = vocab_size
+        self.mesh = mesh
+        self.padding_id = padding_id
         self.weight = vocab_parameter(vocab_size, hidden_size, mesh, multiple, initializer)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the vector of every token."""
         check_ids(tokens, self.vocab_size)
-        num_rows, ids = self.weight.shape[0], tokens.t()
+        num_rows = self.weight.shape[0]
+        ids = tokens.t()
         padding = None if self.padding_id is None else ids == self.padding_id
-        # An illegal id becomes an illegal row, so that the CUDA kernel that reads it asserts.
+        # An illegal id must not wrap around to a legal row of this rank. It becomes an illegal row,
+        # on which the CUDA kernel asserts.
         illegal = (ids < 0) | (ids >= self.vocab_size)
         if self.mesh.tp.size == 1:
             return _look_up(self.weight, ids.masked_fill(illegal, num_rows), None, padding)
-        # Ids of other ranks read some row here, and their vectors are cleared.
+        # Ids of other ranks read an arbitrary row here, and their vectors are set to zero.
         elsewhere = ids.div(num_rows, rounding_mode="floor") != self.mesh.tp.rank
         index = ids.remainder(num_rows).masked_fill(illegal, num_rows)
         return leave_tensor_region(_look_up(self.weight, index, elsewhere, padding), self.mesh)
 
 
-def _look_up(weight: Tensor, index: Tensor, elsewhere: Tensor | None, padding: Tensor | None) -> Tensor:
-    """Read rows; those of places ``elsewhere`` become zero, those of ``padding`` get no gradient."""
+def _look_up(
+    weight: Tensor,
+    index: Tensor,
+    elsewhere: Tensor | None,
+    padding: Tensor | None,
+) -> Tensor:
+    """Look up rows; zero those of ``elsewhere``, give those of ``padding`` no gradient."""
     slot = slot_of(weight)
     if slot is not None:
         return _LookUp.apply(weight, index, elsewhere, padding, slot)
@@ -85,7 +97,7 @@ def _look_up(weight: Tensor, index: Tensor, elsewhere: Tensor | None, padding: T
 
 
 class _LookUp(torch.autograd.Function):
-    """Read rows; backward add the gradients of the rows that were read to a slot, without a table of gradients."""
+    """Table lookup whose backward pass adds the gradients of the read rows to a gradient slot."""
 
     @staticmethod
     def forward(
@@ -96,9 +108,12 @@ class _LookUp(torch.autograd.Function):
         padding: Tensor | None,
         slot: GradientSlot,
     ) -> Tensor:
-        unread = elsewhere if padding is None else padding if elsewhere is None else elsewhere | padding
+        unread = elsewhere
+        if padding is not None:
+            unread = padding if elsewhere is None else elsewhere | padding
         ctx.save_for_backward(index, unread)
-        ctx.slot, ctx.num_rows = slot, weight.shape[0]
+        ctx.slot = slot
+        ctx.num_rows = weight.shape[0]
         vectors = F.embedding(index, weight)
         return vectors if elsewhere is None else vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
@@ -108,19 +123,26 @@ class _LookUp(torch.autograd.Function):
         index, unread = ctx.saved_tensors
         key = index.reshape(-1)
         if unread is not None:
+            # Keys from num_rows on are left out of the sums.
             key = key + unread.reshape(-1) * ctx.num_rows
-        rows, sums = _sum_by_key(grads[0].flatten(0, -2).to(ctx.slot.gradient.dtype), key, ctx.num_rows)
+        rows, sums = _sum_by_key(
+            grads[0].flatten(0, -2).to(ctx.slot.gradient.dtype),
+            key,
+            ctx.num_rows,
+        )
         ctx.slot.add_rows(rows, sums)
         return None, None, None, None, None
 
 
 def _sum_by_key(grads: Tensor, keys: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Add up the gradients of equal keys, in an order that depends on nothing but the keys.
+    """Sum the gradients of equal keys in an order that depends on the keys only.
 
-    All shapes are known without reading the device. The sum of a key is the row of its first place in the sorted keys,
-    and the rows of its other places are zero, so that whoever adds rows of equal index gets the same sum in any order.
+    All shapes are known without a synchronisation with the device. The sum of a key is in the row
+    of its first occurrence in the sorted keys, and the rows of its other occurrences are zero.
+    Later additions of rows with equal index therefore give the same sum in any order. Keys from
+    ``num_rows`` on are left out.
 
-    Shapes: grads ``(N, D)``; keys ``(N)``, those from ``num_rows`` on are left out; result ``(N)`` and ``(N, D)``.
+    Shapes: grads ``(N, D)``; keys ``(N)``; result ``(N)`` and ``(N, D)``.
     """
     num = keys.numel()
     ordered = keys.sort().values
@@ -130,21 +152,26 @@ def _sum_by_key(grads: Tensor, keys: Tensor, num_rows: int) -> tuple[Tensor, Ten
 
 
 class PositionEmbedding(nn.Module):
-    """Look vectors of consecutive positions up in a table that every rank holds.
+    """Learned position embedding, replicated on every tensor-parallel rank.
 
-    Equal to torch.nn.Embedding(max_seq_length, hidden_size) of a range.
+    Equal to torch.nn.Embedding(max_seq_length, hidden_size) of consecutive positions.
 
     Shapes: output ``(S, 1, D)`` or, under sequence parallelism, ``(S/tp, 1, D)``.
 
     Args:
         max_seq_length: Rows of the table (tokens).
         hidden_size: Size of each vector (elements).
-        mesh: The groups of this rank.
-        initializer: How the table starts.
+        mesh: Process groups of this rank.
+        initializer: Initializer of the table.
     """
 
     def __init__(
-        self, max_seq_length: int, hidden_size: int, mesh: ParallelMesh, *, initializer: Initializer | None = None
+        self,
+        max_seq_length: int,
+        hidden_size: int,
+        mesh: ParallelMesh,
+        *,
+        initializer: Initializer | None = None,
     ) -> None:
         super().__init__()
         self.mesh = mesh
@@ -157,16 +184,17 @@ class PositionEmbedding(nn.Module):
         )
 
     def forward(self, seq_length: int, offset: int = 0, positions: Tensor | None = None) -> Tensor:
-        """Return the vectors of this rank's part of the positions ``offset .. offset + seq_length``.
+        """Return this rank's vectors of the positions ``offset .. offset + seq_length``.
 
         Args:
             seq_length: Length of the whole sequence (tokens).
             offset: First position (tokens).
-            positions: Position of every token ``(B, S)`` instead; the result is then ``(S, B, D)`` or ``(S/tp, B, D)``.
+            positions: Position of every token ``(B, S)``, which replaces the range; the result is
+                then ``(S, B, D)`` or ``(S/tp, B, D)``.
 
         Raises:
-            ParallelPlanError: If the table has no such positions.
-            IndexError: If ``positions`` has others (on CPU; a CUDA kernel asserts).
+            ParallelPlanError: If the range exceeds the table.
+            IndexError: If ``positions`` exceed the table (on CPU; a CUDA kernel asserts).
         """
         if positions is not None:
             check_ids(positions, self.weight.shape[0])
@@ -174,8 +202,8 @@ class PositionEmbedding(nn.Module):
             return F.embedding(positions.t().chunk(shards)[self.mesh.tp.rank % shards], self.weight)
         if offset + seq_length > self.weight.shape[0]:
             raise ParallelPlanError(
-                f"seq_length ({offset + seq_length}) must not exceed max_seq_length ({self.weight.shape[0]}), "
-                "because later positions have no embedding. "
+                f"seq_length ({offset + seq_length}) must not exceed max_seq_length "
+                f"({self.weight.shape[0]}), because later positions have no embedding. "
                 f"Use at most {self.weight.shape[0]} tokens or a larger max_seq_length."
             )
         if self.mesh.sequence_parallel:
@@ -185,16 +213,17 @@ class PositionEmbedding(nn.Module):
 
 
 class InputEmbedding(nn.Module):
-    """Scale token vectors, add position vectors, then drop elements.
+    """Sum of scaled token embeddings and position embeddings, followed by dropout.
 
-    Shapes: tokens ``(B, S)``; output ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``.
+    Shapes: tokens ``(B, S)``; output ``(S, B, D)`` or, under sequence parallelism,
+        ``(S/tp, B, D)``.
 
     Args:
         word: The token embedding.
-        position: The position embedding; None for models that encode positions otherwise.
-        mesh: The groups and random streams of this rank.
+        position: The position embedding; None for models without learned positions.
+        mesh: Process groups and random streams of this rank.
         dropout: Probability that an element is dropped.
-        scale: Token vectors are multiplied by it, rounded to their dtype.
+        scale: Factor of the token vectors, rounded to their dtype.
     """
 
     def __init__(
@@ -207,7 +236,11 @@ class InputEmbedding(nn.Module):
         scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.word, self.position, self.mesh, self.dropout, self.scale = word, position, mesh, dropout, scale
+        self.word = word
+        self.position = position
+        self.mesh = mesh
+        self.dropout = dropout
+        self.scale = scale
 
     def forward(
         self,
@@ -220,10 +253,10 @@ class InputEmbedding(nn.Module):
         """Return the residual stream of the first block.
 
         Args:
-            tokens: Token ids; None where vectors are given.
+            tokens: Token ids; None if vectors are given.
             offset: Position of the first token (tokens).
             positions: Position of every token ``(B, S)``; None counts from ``offset``.
-            vectors: What replaces the scaled token vectors ``(B, S, D)``; whole on every rank.
+            vectors: Full tensor ``(B, S, D)`` that replaces the scaled token vectors.
         """
         self.mesh.random.seek(0)
         hidden = self._tokens(tokens) if vectors is None else self._own_part(vectors)
@@ -245,19 +278,21 @@ class InputEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """Compute logits with a weight whose rows, the vocabulary, are cut over tp.
+    """Output head whose weight rows, the vocabulary, are sharded over tp.
 
-    Equal to torch.nn.Linear(hidden_size, vocab_size, bias=False), cut and padded.
+    Equal to torch.nn.Linear(hidden_size, vocab_size, bias=False), with padded and sharded outputs.
 
-    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(S, B, padded V/tp)``.
+    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
+        ``(S, B, padded V/tp)``.
 
     Args:
         vocab_size: The true vocabulary (tokens).
         hidden_size: Size of each vector (elements).
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
         multiple: Rows of each rank are a multiple of this (rows).
-        initializer: How the full weight starts.
-        tied_to: Name of the first stage's parameter that this weight is a copy of, if it is one.
+        initializer: Initializer of the full weight.
+        tied_to: Name of the parameter of the first stage that this weight is tied to; None means
+            not tied.
     """
 
     def __init__(
@@ -284,14 +319,19 @@ class VocabParallelHead(nn.Module):
 def vocab_logits(hidden: Tensor, weight: Tensor, mesh: ParallelMesh) -> Tensor:
     """Compute this rank's columns of the logits from a vocabulary-parallel table.
 
-    Shapes: hidden as in ``VocabParallelHead``; weight ``(padded V/tp, D)``; output ``(S, B, padded V/tp)``.
+    Shapes: hidden as in ``VocabParallelHead``; weight ``(padded V/tp, D)``; output
+        ``(S, B, padded V/tp)``.
     Communication: see ``column_linear``.
     """
     return column_linear(hidden, weight, None, mesh)
 
 
 def vocab_parameter(
-    vocab_size: int, hidden_size: int, mesh: ParallelMesh, multiple: int, initializer: Initializer | None
+    vocab_size: int,
+    hidden_size: int,
+    mesh: ParallelMesh,
+    multiple: int,
+    initializer: Initializer | None,
 ) -> nn.Parameter:
     """Create this rank's rows of a table over the padded vocabulary."""
     return sharded_parameter(

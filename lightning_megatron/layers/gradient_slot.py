@@ -1,4 +1,4 @@
-"""The place where a parameter's gradient is summed over the microbatches of a step, outside of autograd's ``.grad``."""
+"""Gradient sums over the microbatches of a step, outside of autograd's ``.grad``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Owner:
-    """Hold what several slots ask and tell whoever sums their gradients, in one call for all of them.
+    """Callbacks of the owner of several slots, called once for all of them.
 
     Args:
-        accepts: Tells whether gradients of all of them count now.
-        on_gradients: Called after an addition to each.
+        accepts: Returns whether the owner currently accepts gradients of all the slots.
+        on_gradients: Called after a gradient was added to every slot.
     """
 
     accepts: Callable[[], bool]
@@ -29,16 +29,17 @@ class Owner:
 
 
 class GradientSlot:
-    """Sum a parameter's gradients in a given tensor, which may be wider than the parameter.
+    """Sum of a parameter's gradients in a given tensor, which may have a wider dtype.
 
-    The first gradient of a step overwrites what is there, so nobody has to clear the tensor before.
+    The first gradient of a step overwrites the tensor, so it need not be zeroed.
 
     Args:
-        gradient: The sum, of the parameter's local shape.
+        gradient: Tensor of the sum, of the parameter's local shape.
         on_gradient: Called after every addition.
-        accepts: Tells whether gradients count now; those that come while it says no are dropped.
-        join: Returns the owner of several slots that were given the same ``join``; None asks and tells one by one.
-        scale: What every gradient is multiplied by before it is added.
+        accepts: Returns whether gradients are currently accepted; others are dropped.
+        join: Returns one owner for several slots that have the same ``join``; None calls the
+            callbacks of each slot.
+        scale: Factor of every gradient.
     """
 
     def __init__(
@@ -49,14 +50,17 @@ class GradientSlot:
         join: Callable[[Sequence[GradientSlot]], Owner] | None = None,
         scale: float = 1.0,
     ) -> None:
-        self.gradient, self.scale = gradient, scale
+        self.gradient = gradient
+        self.scale = scale
         self.is_empty = True
-        self._on_gradient, self._accepts, self._join = on_gradient, accepts, join
+        self._on_gradient = on_gradient
+        self._accepts = accepts
+        self._join = join
         self._row: SlotRow | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of the sum."""
+        """Return the dtype of the sum."""
         return self.gradient.dtype
 
     @torch.no_grad()
@@ -74,7 +78,7 @@ class GradientSlot:
 
     @torch.no_grad()
     def add_sum(self, parts: Tensor) -> None:
-        """Add a gradient that comes in parts, which are summed where the slot is, if they may.
+        """Add a gradient that is given as parts of a sum.
 
         Equal to ``add(parts.sum(0))``.
 
@@ -85,6 +89,7 @@ class GradientSlot:
         if not self.is_empty or self.scale != 1 or self.gradient.dtype != parts.dtype:
             self.add(parts.sum(0))
             return
+        # The first gradient of a step is summed into the slot, without a temporary tensor.
         torch.sum(parts, 0, out=self.gradient)
         self._added()
 
@@ -92,8 +97,9 @@ class GradientSlot:
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add the weight gradient of a linear layer, ``left^T @ right``.
 
-        Equal to ``add(left.t() @ right)``; half types on a GPU are multiplied and summed in the slot's float32 by one
-        matrix product, without rounding to half and without a temporary.
+        Equal to ``add(left.t() @ right)``. For half types on a GPU, one matrix product accumulates
+        in the float32 memory of the slot, without rounding to the half type and without a temporary
+        tensor.
 
         Shapes: left ``(N, out)``; right ``(N, in)``; the slot ``(out, in)``.
         """
@@ -106,9 +112,9 @@ class GradientSlot:
 
     @torch.no_grad()
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Add the gradient of a table of which some rows were read.
+        """Add the gradients of some rows of a table.
 
-        The result is the same in every run if at most one of the rows with equal index is not zero.
+        The result is deterministic if at most one of the rows with equal index is not zero.
 
         Shapes: index ``(N)``; rows ``(N, D)`` in the slot's dtype; the slot ``(V, D)``.
         """
@@ -120,7 +126,7 @@ class GradientSlot:
         self._added()
 
     def clear(self) -> None:
-        """Begin a new step."""
+        """Mark the sum as empty, at the start of a step."""
         self.is_empty = True
 
     def _added(self) -> None:
@@ -129,48 +135,59 @@ class GradientSlot:
 
 
 class SlotRow:
-    """Several slots that one kernel adds to: those of parameters of one shape, at equal distances in one memory.
+    """Slots of parameters of one shape, to which one kernel can add all gradients.
+
+    It can if the sums lie at equal distances in one storage.
 
     Args:
-        slots: The slots, in the order of their places.
+        slots: The slots, in the order of their memory addresses.
     """
 
     def __init__(self, slots: Sequence[GradientSlot]) -> None:
         self._slots = tuple(slots)
-        #: What every gradient is multiplied by before it is added.
+        #: Factor of every gradient.
         self.scale = slots[0].scale
         is_one_scale = all(slot.scale == self.scale for slot in slots)
-        #: The sums as one tensor ``(E, *shape)``; None where they do not lie so, or are of different scales.
+        #: The sums as one tensor ``(E, *shape)``; None if they are not equally spaced or differ in
+        #: scale.
         self.sums = stacked_view([slot.gradient for slot in slots]) if is_one_scale else None
         self.is_contiguous = slots[0].gradient.is_contiguous()
         self._owner = self.owner_of(slots)
-        self._places: list[int] | None = None
+        self._addresses: list[int] | None = None
         self._weights: Tensor | None = None
 
     @staticmethod
     def of(slots: Sequence[GradientSlot]) -> SlotRow:
-        """Return the row of these slots, which the first of them remembers: a slot's memory never changes."""
+        """Return the row of these slots.
+
+        The first slot caches it, because the memory of a slot never changes.
+        """
         row = slots[0]._row
         if row is None or row._slots != tuple(slots):
             row = slots[0]._row = SlotRow(slots)
         return row
 
     def stacked_weights(self, weights: Sequence[Tensor]) -> Tensor | None:
-        """Return :func:`stacked_view` of the parameters, which is looked for again when they have moved only."""
-        places = [weight.data_ptr() for weight in weights]
-        if places != self._places:
-            self._places, self._weights = places, stacked_view(weights)
+        """Return :func:`stacked_view` of the parameters, cached until one of them moves."""
+        addresses = [weight.data_ptr() for weight in weights]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._weights = stacked_view(weights)
         return self._weights
 
     @torch.no_grad()
     def add(self, add: Callable[[Tensor, bool], None]) -> bool:
-        """Let one kernel add the gradients of all parameters, and tell whether it could.
+        """Add the gradients of all parameters with one kernel, if possible.
 
-        It can where the sums are one tensor, all slots accept gradients, and either all hold a sum or none does.
-        Otherwise nothing has happened, and each slot is to be given its own gradient.
+        It is possible if the sums are one tensor, all slots accept gradients, and either all slots
+        are empty or none is.
 
         Args:
-            add: Gets the sums as one tensor, and whether it is to overwrite what is there; it applies :attr:`scale`.
+            add: Receives the sums as one tensor, and whether to overwrite them; it must apply
+                :attr:`scale`.
+
+        Returns:
+            Whether ``add`` was called. If not, the caller adds the gradient of each slot.
         """
         states = [slot.is_empty for slot in self._slots]
         is_empty = states[0]
@@ -184,28 +201,28 @@ class SlotRow:
 
     @staticmethod
     def owner_of(slots: Sequence[GradientSlot]) -> Owner:
-        """Return what stands for all slots together before whoever sums their gradients."""
+        """Return one owner for all slots; it calls each slot if they cannot be joined."""
         joins = [slot._join for slot in slots]
         join = joins[0] if joins.count(joins[0]) == len(joins) else None
         if join is not None:
             return join(slots)
 
-        def tell() -> None:
+        def notify() -> None:
             for slot in slots:
                 slot._on_gradient()
 
-        return Owner(lambda: all(slot._accepts() for slot in slots), tell)
+        return Owner(lambda: all(slot._accepts() for slot in slots), notify)
 
 
 class StackedSlot:
-    """Sum the gradient of a product's weight for several parameters, which are its rows.
+    """Gradient slot of a fused weight whose rows belong to several parameters.
 
-    Equal to giving the slot of each parameter its rows of every gradient. One matrix product adds to all of them where
-    their sums are neighbours in memory.
+    Equal to adding its rows of every gradient to the slot of each parameter. If the sums are
+    adjacent in memory, one matrix product adds to all of them.
 
     Args:
-        slots: The slots of the parameters, from the first row to the last.
-        rows: Rows of each parameter (elements).
+        slots: Slots of the parameters, from the first row to the last.
+        rows: Number of rows of each parameter (rows).
     """
 
     def __init__(self, slots: Sequence[GradientSlot], rows: Sequence[int]) -> None:
@@ -216,11 +233,11 @@ class StackedSlot:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of the sums."""
+        """Return the dtype of the sums."""
         return self.slots[0].dtype
 
     def add(self, gradient: Tensor) -> None:
-        """Add a gradient of the shape of all parameters, one below the other."""
+        """Add a gradient of the concatenated parameters."""
         for slot, part in zip(self.slots, gradient.split(self._rows), strict=True):
             slot.add(part)
 
@@ -229,8 +246,10 @@ class StackedSlot:
 
         Shapes: left ``(N, out)``; right ``(N, in)``.
         """
-        first, states = self.slots[0], [slot.is_empty for slot in self.slots]
-        if self._whole is None or states.count(states[0]) != len(states) or not self._owner.accepts():
+        first = self.slots[0]
+        states = [slot.is_empty for slot in self.slots]
+        is_mixed = states.count(states[0]) != len(states)
+        if self._whole is None or is_mixed or not self._owner.accepts():
             for slot, part in zip(self.slots, left.split(self._rows, dim=1), strict=True):
                 slot.add_product(part, right)
             return
@@ -243,8 +262,9 @@ class StackedSlot:
         self._owner.on_gradients()
 
     def _joined_sums(self) -> Tensor | None:
-        """Return the sums as one tensor; None where they are not neighbours or differ in scale or type."""
-        first, end = self.slots[0], self.slots[0].gradient.data_ptr()
+        """Return the sums as one tensor; None if not adjacent, or if scale or dtype differ."""
+        first = self.slots[0]
+        end = first.gradient.data_ptr()
         for slot in self.slots:
             one = slot.gradient
             if one.data_ptr() != end or slot.scale != first.scale or one.dtype != first.dtype:
@@ -254,10 +274,18 @@ class StackedSlot:
         return first.gradient.as_strided(shape, first.gradient.stride())
 
 
-def _add_product(sums: Tensor, left: Tensor, right: Tensor, *, is_empty: bool, scale: float) -> bool:
-    """Add ``left^T @ right`` by one matrix product, and return whether there is one for these types."""
+def _add_product(
+    sums: Tensor,
+    left: Tensor,
+    right: Tensor,
+    *,
+    is_empty: bool,
+    scale: float,
+) -> bool:
+    """Add ``left^T @ right`` with one matrix product; return False if these dtypes have none."""
     factors = {"beta": 0 if is_empty else 1, "alpha": scale}
-    if sums.dtype == torch.float32 and left.is_cuda and left.dtype in _HALF and right.dtype == left.dtype:
+    is_half = left.dtype in _HALF and right.dtype == left.dtype
+    if sums.dtype == torch.float32 and left.is_cuda and is_half:
         torch.addmm(sums, left.t(), right, out_dtype=torch.float32, out=sums, **factors)
     elif sums.dtype == left.dtype == right.dtype:
         torch.addmm(sums, left.t(), right, out=sums, **factors)
@@ -267,12 +295,12 @@ def _add_product(sums: Tensor, left: Tensor, right: Tensor, *, is_empty: bool, s
 
 
 def slot_of(parameter: Tensor | None) -> Any:
-    """Return where a parameter's gradient is summed; None where autograd keeps it, and for one that is frozen.
-
-    A parameter with hooks of its own gets its gradient by autograd, which runs them; not where blocks are compiled.
+    """Return the gradient slot of a parameter.
 
     Returns:
-        A :class:`GradientSlot`, of several parameters in a row a :class:`StackedSlot`, or None.
+        A :class:`GradientSlot`, or a :class:`StackedSlot` for a fused weight. None if the parameter
+        is frozen or if autograd keeps its gradient. A parameter with hooks gets its gradient from
+        autograd, which runs the hooks; compiled blocks ignore hooks.
     """
     if parameter is None or not parameter.requires_grad:
         return None
@@ -288,7 +316,7 @@ def slots_of(parameters: Sequence[Tensor]) -> list[GradientSlot | None]:
 
 
 def set_slot(parameter: Tensor, slot: GradientSlot | StackedSlot | None) -> None:
-    """Attach a slot to a parameter, or take it away."""
+    """Attach a slot to a parameter; None removes its slot."""
     if slot is not None:
         setattr(parameter, _ATTRIBUTE, slot)
     elif hasattr(parameter, _ATTRIBUTE):

@@ -1,4 +1,7 @@
-"""Initial weights that do not depend on the layout: each full tensor is drawn, its shard kept, the rest forgotten."""
+"""Weight initialisation that does not depend on the layout.
+
+Each rank draws the full tensor of every parameter and keeps its shard only.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ _ATTRIBUTE = "initializer"
 
 @dataclass(frozen=True)
 class Initializer:
-    """Say how the full tensor of a parameter is first filled.
+    """Distribution of the initial values of a parameter's full tensor.
 
     Args:
-        kind: ``normal`` draws from N(0, std), the others fill with a constant.
+        kind: ``normal`` draws from a normal distribution with mean 0; the others fill with a
+            constant.
         std: Standard deviation of ``normal``.
-        value: What ``constant`` fills with.
+        value: Value of ``constant``.
     """
 
     kind: Literal["normal", "zeros", "ones", "constant"]
@@ -33,17 +37,19 @@ class Initializer:
 
     @classmethod
     def normal(cls, std: float = 0.02) -> Initializer:
-        """Draw from a normal distribution around zero."""
+        """Return an initializer that draws from a normal distribution with mean 0."""
         return cls("normal", std)
 
     @classmethod
     def constant(cls, value: float) -> Initializer:
-        """Fill with a number."""
+        """Return an initializer that fills with a number."""
         return cls("constant", value=value)
 
     @classmethod
     def residual(cls, std: float, num_layers: int) -> Initializer:
-        """Draw the weights that write into the residual stream, narrower the more of them add up.
+        """Return the initializer of weights whose outputs are added to the residual stream.
+
+        Its standard deviation falls with the number of layers, whose outputs add up.
 
         Source: Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 4.2.
         """
@@ -63,15 +69,17 @@ def sharded_parameter(
     partial: bool = False,
     local_size: int | None = None,
 ) -> nn.Parameter:
-    """Create the local tensor of a parameter, unfilled, with its placement and its initializer attached.
+    """Create the uninitialised local shard of a parameter.
+
+    Its ShardSpec and its initializer are attached to it.
 
     Args:
         full_shape: Shape of the full tensor, without padding (elements).
-        ranges: What this rank holds along ``dim``.
-        initializer: How the full tensor is filled.
-        dim: The dimension that is cut.
-        partial: Whether gradients of copies must be added over the tensor axis.
-        local_size: Local extent along ``dim`` with padding; None means no padding (elements).
+        ranges: Parts of the full tensor that this rank holds along ``dim``.
+        initializer: Initializer of the full tensor.
+        dim: Dimension along which the tensor is sharded.
+        partial: Whether the gradients of copies must be summed over the tensor axis.
+        local_size: Local size along ``dim``, padding included; None means no padding (elements).
     """
     spec = ShardSpec(tuple(full_shape), tuple(ranges), dim, partial)
     shape = list(full_shape)
@@ -81,21 +89,29 @@ def sharded_parameter(
     return set_shard_spec(parameter, spec)
 
 
-def initialize_(module: nn.Module, device: str | torch.device, seed: int, only: Container[str] | None = None) -> None:
-    """Fill every parameter of ``module`` in place; parameters on the meta device move to ``device``.
+def initialize_(
+    module: nn.Module,
+    device: str | torch.device,
+    seed: int,
+    only: Container[str] | None = None,
+) -> None:
+    """Initialise every parameter of ``module`` in place.
 
-    One tensor at a time is drawn in full, in float32, from a seed of ``seed`` and its name within ``module``, so any
-    two layouts start with the same full weights and no rank ever holds more than its shard and one full tensor. A
-    last-stage copy of a tied parameter draws what its original draws. Parameters that modules share stay shared.
+    Parameters on the meta device move to ``device``.
+
+    Full tensors are drawn one at a time in float32. The seed of each is derived from ``seed`` and
+    the name of the parameter in ``module``. All layouts therefore start with the same full weights,
+    and a rank needs memory for its shards and one full tensor only. The last-stage copy of a tied
+    parameter draws the values of its original. Parameters that modules share stay shared.
 
     Args:
-        module: The root of the names.
-        device: Where tensors are drawn, and where meta parameters go.
-        seed: Seed of the run, equal on all ranks.
+        module: Root module, to which the names are relative.
+        device: Device of meta parameters after the call.
+        seed: Seed of the run, the same on all ranks.
         only: Names of the parameters to fill; None means all.
 
     Raises:
-        ValueError: If a parameter carries no initializer.
+        ValueError: If a parameter has no initializer.
     """
     done: dict[int, nn.Parameter] = {}
     for name, owner, key, parameter in list(_slots(module)):
@@ -117,8 +133,12 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramete
 def _materialised(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     if not parameter.is_meta:
         return parameter
-    # A meta tensor cannot change its device in place: the new Parameter takes over what was attached to the old one.
-    result = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+    # A meta tensor cannot change its device in place, so the attributes of the old Parameter are
+    # copied to a new one.
+    result = nn.Parameter(
+        torch.empty_like(parameter, device=device),
+        requires_grad=parameter.requires_grad,
+    )
     result.__dict__.update(parameter.__dict__)
     return result
 
@@ -128,14 +148,17 @@ def _fill_(parameter: nn.Parameter, name: str, seed: int) -> None:
     initializer = getattr(parameter, _ATTRIBUTE, None)
     if initializer is None:
         raise ValueError(
-            f"parameter {name!r} has no initializer. Only layers of this package say how their weights start. "
+            f"parameter {name!r} has no initializer. Only layers of this package have initializers. "
             "Create it on a real device and fill it yourself."
         )
     spec = shard_spec_of(parameter)
+    # The padding of a padded shard stays zero.
     if parameter.shape[spec.dim] != spec.local_extent:
         parameter.zero_()
     if initializer.kind == "normal":
-        generator = torch.Generator(parameter.device).manual_seed(derive_seed(seed, spec.tied_to or name))
+        generator = torch.Generator(parameter.device).manual_seed(
+            derive_seed(seed, spec.tied_to or name),
+        )
         full = torch.empty(spec.full_shape, dtype=torch.float32, device=parameter.device)
         spec.copy_from_full(parameter, full.normal_(0.0, initializer.std, generator=generator))
         return

@@ -1,4 +1,4 @@
-"""The one place that decides whether layers run on the fused kernels or on the operators of torch."""
+"""Choice between the fused kernels and the operators of torch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Say whether the fused kernels serve a kind of device, and why.
+    """The kernels that a device uses, with the reason for the choice.
 
     Args:
-        kernels: The module ``lightning_megatron.kernels``; None means torch's operators.
-        reason: Why, for the log.
+        kernels: The module ``lightning_megatron.kernels``; None means the operators of torch.
+        reason: Reason for the choice, for the log.
     """
 
     kernels: ModuleType | None
@@ -30,15 +30,15 @@ class KernelChoice:
 
 
 def fused_kernels(tensor: Tensor) -> ModuleType | None:
-    """Return the fused kernels if they serve a tensor, else None: torch's operators then compute the same."""
+    """Return the fused kernels if they support a tensor; None means the operators of torch."""
     return choose_kernels(tensor.device).kernels if is_served(tensor) else None
 
 
 def is_served(tensor: Tensor) -> bool:
-    """Tell whether the kernels are made for a tensor: of a half type or of integers, on a GPU.
+    """Return whether the fused kernels support a tensor: half types and integers on a GPU.
 
-    Under autocast the operators of torch choose the dtype of each step on floats, so none is fused. Inside of
-    ``torch.compile`` the compiler fuses those operators itself.
+    Floating-point tensors are not supported under autocast, which chooses the dtype of every
+    operator of torch. Inside ``torch.compile`` the compiler fuses the operators itself.
     """
     if torch.compiler.is_compiling() or not tensor.is_cuda:
         return False
@@ -49,7 +49,7 @@ def is_served(tensor: Tensor) -> bool:
 
 @cache
 def choose_kernels(device: torch.device) -> KernelChoice:
-    """Choose for half types on a GPU, and log the choice once."""
+    """Choose the kernels for half types on a GPU, and log the choice once."""
     choice = _choose(torch.cuda.get_device_capability(device))
     _log.info("%s: %s", "fused kernels" if choice.kernels else "operators of torch", choice.reason)
     return choice
@@ -59,7 +59,10 @@ def _choose(capability: tuple[int, int]) -> KernelChoice:
     if torch.version.hip is not None:
         return KernelChoice(None, "the fused kernels were not tried on ROCm")
     if capability < (8, 0):
-        return KernelChoice(None, f"compute capability {capability[0]}.{capability[1]} is below 8.0")
+        return KernelChoice(
+            None,
+            f"compute capability {capability[0]}.{capability[1]} is below 8.0",
+        )
     try:
         return KernelChoice(import_module(_KERNELS), "half type on a GPU, and Triton is there")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Linear layers cut over the tensor axis: by output features (column) or by input features (row)."""
+"""Linear layers sharded over the tensor axis by output (column) or input features (row)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from lightning_megatron.plan.shards import ShardRange, even_range, whole_range
 
 
 class ColumnParallelLinear(nn.Module):
-    """Compute ``x A^T + b`` with the output features cut over tp.
+    """Linear layer ``x A^T + b`` whose output features are sharded over tp.
 
-    Equal to torch.nn.Linear(in_features, out_features, bias) when outputs are gathered, or at tp=1.
+    Equal to torch.nn.Linear(in_features, out_features, bias) with ``gather_output``, or with tp=1.
 
-    Shapes: input ``(S, B, in)``, or ``(S/tp, B, in)`` under sequence parallelism; output ``(S, B, out/tp)``, or
-    ``(S, B, out)`` with ``gather_output``.
+    Shapes: input ``(S, B, in)``, or ``(S/tp, B, in)`` under sequence parallelism; output
+        ``(S, B, out/tp)``, or ``(S, B, out)`` with ``gather_output``.
 
     Args:
         in_features: Size of each input vector (elements).
         out_features: Size of each full output vector (elements).
-        mesh: The groups of this rank.
-        bias: Whether to add a bias, cut like the outputs.
-        ranges: Rows of the full weight that this rank holds, for fused projections; None means an even cut.
-        partial: Whether ranks that hold copies of the same rows each see a part of their gradient.
-        gather_output: Whether every rank gets all outputs; needs an even cut.
-        initializer: How the full weight starts; the bias starts at zero.
+        mesh: Process groups of this rank.
+        bias: Whether to add a bias, which is sharded like the outputs.
+        ranges: Rows of the full weight that this rank holds, for fused projections; None means
+            equal shards.
+        partial: Whether the gradients of rows that several ranks hold must be summed.
+        gather_output: Whether every rank gets all outputs; needs equal shards.
+        initializer: Initializer of the full weight; the bias starts at zero.
 
     Raises:
-        ParallelPlanError: If ``out_features`` does not divide by tp and no ranges are given.
+        ParallelPlanError: If ``out_features`` cannot be divided by tp and no ranges are given.
 
     Communication: see ``column_linear``; with ``gather_output`` an all-gather over tp.
     Source: Shoeybi et al. 2019, section 3.
@@ -54,30 +55,42 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         if gather_output and ranges is not None:
             raise ValueError(
-                "gather_output needs an even cut of the outputs: ranges were given. Leave one of them out."
+                "gather_output needs an even cut of the outputs: ranges were given. Leave one of them out.",
             )
-        self.in_features, self.out_features = in_features, out_features
-        self.mesh, self.gather_output = mesh, gather_output
-        cut = tuple(ranges or [even_range(out_features, mesh.tp.size, mesh.tp.rank, what="out_features")])
-        self.weight = sharded_parameter(
-            (out_features, in_features), cut, initializer or Initializer.normal(), partial=partial
+        self.in_features = in_features
+        self.out_features = out_features
+        self.mesh = mesh
+        self.gather_output = gather_output
+        cut = tuple(
+            ranges or [even_range(out_features, mesh.tp.size, mesh.tp.rank, what="out_features")],
         )
-        self.bias = sharded_parameter((out_features,), cut, ZEROS, partial=partial) if bias else None
-        #: Weights and biases of the layers that this one is made of, in place of its own; see `split`.
+        self.weight = sharded_parameter(
+            (out_features, in_features),
+            cut,
+            initializer or Initializer.normal(),
+            partial=partial,
+        )
+        self.bias = None
+        if bias:
+            self.bias = sharded_parameter((out_features,), cut, ZEROS, partial=partial)
+        #: Weights and biases of the layers that are fused in this one. They replace its own; see
+        #: ``split``.
         self.weights: ParameterStack | None = None
         self.biases: ParameterStack | None = None
-        #: What is added to this rank's outputs; see `layers.low_rank`.
+        #: Low-rank updates of this rank's outputs; see ``layers.low_rank``.
         self.low_rank: nn.Module | None = None
 
     def split(self, rows: Sequence[int]) -> None:
-        """Give each of the layers that this one joins a weight and a bias of its own, in the memory of the joint ones.
+        """Split the fused weight and bias into one parameter for each of the fused layers.
 
-        Equal to the layer before; :attr:`weights` and :attr:`biases` hold the parameters.
+        The outputs do not change. The parameters are in :attr:`weights` and :attr:`biases`, and
+        share the memory of the fused ones.
 
         Args:
-            rows: Full outputs of each layer (elements).
+            rows: Output features of each full layer (elements).
         """
-        weight, bias = self.weight, self.bias
+        weight = self.weight
+        bias = self.bias
         self.weights = ParameterStack(split_parameter(weight, rows))
         self.register_parameter("weight", None)
         if bias is not None:
@@ -89,7 +102,8 @@ class ColumnParallelLinear(nn.Module):
 
         Args:
             hidden: The input.
-            add_bias: False leaves the bias to the caller, who may add it in one pass with what comes next.
+            add_bias: Whether to add the bias; False if the caller fuses that addition with the next
+                operation.
         """
         weight = self.weight if self.weights is None else self.weights.joined()
         bias = self.bias if self.biases is None or not add_bias else self.biases.joined()
@@ -99,30 +113,32 @@ class ColumnParallelLinear(nn.Module):
         return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
 
     def extra_repr(self) -> str:
-        """Show full and local sizes."""
+        """Return the full and local sizes."""
         own = self.weights.parts if self.weights is not None else (self.weight,)
         has_bias = self.bias is not None or self.biases is not None
-        return f"{self.in_features}, {self.out_features} ({sum(map(len, own))} here), bias={has_bias}"
+        num_rows = sum(map(len, own))
+        return f"{self.in_features}, {self.out_features} ({num_rows} here), bias={has_bias}"
 
 
 class RowParallelLinear(nn.Module):
-    """Compute ``x A^T + b`` with the input features cut over tp; the bias is added once, after the sum.
+    """Linear layer ``x A^T + b`` whose input features are sharded over tp.
 
-    Equal to torch.nn.Linear(in_features, out_features, bias) on the joined inputs.
+    Equal to torch.nn.Linear(in_features, out_features, bias) of the full inputs. The bias is added
+    once, after the sum over tp.
 
-    Shapes: input ``(S, B, in/tp)``, or ``(S, B, in)`` with ``split_input``; output ``(S, B, out)``, or ``(S/tp, B,
-        out)`` under sequence parallelism.
+    Shapes: input ``(S, B, in/tp)``, or ``(S, B, in)`` with ``split_input``; output ``(S, B, out)``,
+        or ``(S/tp, B, out)`` under sequence parallelism.
 
     Args:
         in_features: Size of each full input vector (elements).
         out_features: Size of each output vector (elements).
-        mesh: The groups of this rank.
-        bias: Whether to add a bias, which every rank holds whole.
-        split_input: Whether inputs come complete, and this rank takes its part of them.
-        initializer: How the full weight starts; the bias starts at zero.
+        mesh: Process groups of this rank.
+        bias: Whether to add a bias, which every rank holds in full.
+        split_input: Whether the input has all features, of which this rank uses its shard.
+        initializer: Initializer of the full weight; the bias starts at zero.
 
     Raises:
-        ParallelPlanError: If ``in_features`` does not divide by tp.
+        ParallelPlanError: If ``in_features`` cannot be divided by tp.
 
     Communication: see ``row_linear``; with ``split_input`` an all-gather over tp backward.
     Source: Shoeybi et al. 2019, section 3.
@@ -139,22 +155,34 @@ class RowParallelLinear(nn.Module):
         initializer: Initializer | None = None,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.mesh = in_features, out_features, mesh
+        self.in_features = in_features
+        self.out_features = out_features
+        self.mesh = mesh
         self.split_input = split_input
         cut = even_range(in_features, mesh.tp.size, mesh.tp.rank, what="in_features")
-        self.weight = sharded_parameter((out_features, in_features), [cut], initializer or Initializer.normal(), dim=1)
-        # Under sequence parallelism each rank adds the bias to its own positions only, so gradients are parts of a sum.
+        self.weight = sharded_parameter(
+            (out_features, in_features),
+            [cut],
+            initializer or Initializer.normal(),
+            dim=1,
+        )
+        # Under sequence parallelism each rank adds the bias to its own positions only. Its
+        # gradients must be summed.
         whole = whole_range(out_features, mesh.tp.rank)
-        self.bias = sharded_parameter((out_features,), [whole], ZEROS, partial=mesh.sequence_parallel) if bias else None
-        #: What is added to the sum; see `layers.low_rank`.
+        self.bias = None
+        if bias:
+            is_partial = mesh.sequence_parallel
+            self.bias = sharded_parameter((out_features,), [whole], ZEROS, partial=is_partial)
+        #: Low-rank updates of the outputs; see ``layers.low_rank``.
         self.low_rank: nn.Module | None = None
 
     def forward(self, hidden: Tensor, add_bias: bool = True) -> Tensor:
-        """Return the sum over all ranks' inputs, plus the bias.
+        """Return the product summed over the tensor-parallel ranks, plus the bias.
 
         Args:
             hidden: The input.
-            add_bias: False leaves the bias to the caller, who may add it in one pass with what comes next.
+            add_bias: Whether to add the bias; False if the caller fuses that addition with the next
+                operation.
         """
         if self.split_input:
             hidden = split_to_axis(hidden, self.mesh.tp, dim=-1)
@@ -162,5 +190,7 @@ class RowParallelLinear(nn.Module):
         return output if self.low_rank is None else self.low_rank(hidden, output)
 
     def extra_repr(self) -> str:
-        """Show full and local sizes."""
-        return f"{self.in_features} ({self.weight.shape[1]} here), {self.out_features}, bias={self.bias is not None}"
+        """Return the full and local sizes."""
+        num_columns = self.weight.shape[1]
+        has_bias = self.bias is not None
+        return f"{self.in_features} ({num_columns} here), {self.out_features}, bias={has_bias}"

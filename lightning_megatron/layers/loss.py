@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are cut over the tensor axis by vocabulary."""
+"""Cross entropy of logits whose vocabulary is sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -24,40 +24,60 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     overwrite_logits: bool = False,
 ) -> Tensor:
-    """Compute the loss of every token without ever gathering the logits.
+    """Compute the loss of every token without gathering the logits.
 
-    Equal to torch.nn.functional.cross_entropy(..., reduction="none") on the full logits of the true vocabulary, label
-    smoothing included: it spreads over the global vocabulary, and padded columns take no part. Half logits are computed
-    in float32. On the fused kernels no float32 copy of them is made.
+    Equal to torch.nn.functional.cross_entropy(..., reduction="none") of the full logits, without
+    the padded columns. Label smoothing is spread over the full vocabulary. Logits of half types are
+    computed in float32; the fused kernels make no float32 copy of them.
 
-    Shapes: logits_shard ``(..., padded V/tp)``; labels ``(...)``; loss ``(...)``, float32 (float64 for float64 logits).
+    Shapes: logits_shard ``(..., padded V/tp)``; labels ``(...)``; loss ``(...)``, float32 (float64
+        for float64 logits).
 
     Args:
         logits_shard: This rank's columns of the logits.
         labels: Token ids.
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
         vocab_size: The true vocabulary, without padding (tokens).
         label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss and gradient are zero.
-        overwrite_logits: Whether the backward pass may write the gradient over the logits, to save the memory of a
-            second tensor of their size. Only for a caller that alone knows them; the pass can then run only once.
+        overwrite_logits: Whether the backward pass may write the gradient into the memory of the
+            logits, instead of a second tensor of their size. Nothing else may then read the logits,
+            and the backward pass can run only once.
 
     Raises:
-        IndexError: If a label is neither in the vocabulary nor ``ignore_index`` (on CPU; a CUDA kernel asserts).
+        IndexError: If a label is neither in the vocabulary nor ``ignore_index`` (on CPU; a CUDA
+            kernel asserts).
 
-    Communication: one max and one sum all-reduce over tp of a few numbers a token, forward; none backward.
+    Communication: forward one max and one sum all-reduce over tp, of a few numbers per token;
+        backward none.
     Source: Shoeybi et al. 2019, section 3.
     """
     check_ids(labels, vocab_size, ignore_index)
     kernels = fused_kernels(logits_shard)
     if kernels is not None:
-        terms = _Terms(kernels, mesh.tp, vocab_size, label_smoothing, ignore_index, overwrite_logits)
+        terms = _Terms(
+            kernels,
+            mesh.tp,
+            vocab_size,
+            label_smoothing,
+            ignore_index,
+            overwrite_logits,
+        )
         return _FusedCrossEntropy.apply(logits_shard, labels, terms)
-    return _VocabParallelCrossEntropy.apply(logits_shard, labels, mesh.tp, vocab_size, label_smoothing, ignore_index)
+    return _VocabParallelCrossEntropy.apply(
+        logits_shard,
+        labels,
+        mesh.tp,
+        vocab_size,
+        label_smoothing,
+        ignore_index,
+    )
 
 
 def check_ids(ids: Tensor, vocab_size: int, ignore_index: int | None = None) -> None:
-    """Refuse token ids outside the vocabulary, on CPU; elsewhere reading them would wait for the device.
+    """Refuse token ids outside of the vocabulary, for tensors on the CPU.
+
+    On other devices the check would synchronise with the device.
 
     Raises:
         IndexError: If an id is out of range.
@@ -67,7 +87,8 @@ def check_ids(ids: Tensor, vocab_size: int, ignore_index: int | None = None) -> 
     outside = _outside(ids, vocab_size, ignore_index)
     if outside.any():
         raise IndexError(
-            f"token ids must lie in [0, {vocab_size}): found {int(ids[outside][0])}. The vocabulary has no such row. "
+            f"token ids must lie in [0, {vocab_size}): found {int(ids[outside][0])}. "
+            "The vocabulary has no such row. "
             "Check that the tokenizer of the data is the one of the model."
         )
 
@@ -80,12 +101,18 @@ def _outside(ids: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def border(ctx: Any) -> Border:
-        """Describe the border that this loss is: each rank has its logits."""
+        """Return the border of the tensor-parallel region: every rank has its own logits."""
         return Border((True,), takes_parts=False)
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, tp: MeshAxis, vocab_size: int, smoothing: float, ignore_index: int
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        tp: MeshAxis,
+        vocab_size: int,
+        smoothing: float,
+        ignore_index: int,
     ) -> Tensor:
         width = logits.shape[-1]
         start = tp.rank * width
@@ -96,8 +123,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         shifted = wide - all_reduce_(largest, tp, "max").unsqueeze(-1)
         ignored = labels == ignore_index
         index, here = _local_index(labels, ignored, vocab_size, start, num_valid)
-        # One message for the three sums: logit of the label, normaliser, all logits (for smoothing).
-        target = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1) if num_valid else torch.zeros_like(largest)
+        # One all-reduce for the three sums: logit of the label, normaliser, all logits (for
+        # smoothing).
+        target = torch.zeros_like(largest)
+        if num_valid:
+            target = shifted.gather(-1, index.unsqueeze(-1)).squeeze(-1)
         logit_sum = [shifted.sum(-1)] if smoothing else []
         exponents = shifted.exp_()
         sums = [target.masked_fill(~here, 0.0), exponents.sum(-1), *logit_sum]
@@ -107,7 +137,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if smoothing:
             loss = loss - smoothing / vocab_size * rest[0]
         ctx.save_for_backward(exponents.div_(total.unsqueeze(-1)), index, here, ignored)
-        ctx.smoothing, ctx.vocab_size, ctx.width, ctx.dtype = smoothing, vocab_size, width, logits.dtype
+        ctx.smoothing = smoothing
+        ctx.vocab_size = vocab_size
+        ctx.width = width
+        ctx.dtype = logits.dtype
         return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
@@ -118,10 +151,21 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if ctx.smoothing:
             grad.sub_(scale * (ctx.smoothing / ctx.vocab_size))
         if softmax.shape[-1]:
-            grad.scatter_add_(-1, index.unsqueeze(-1), here.unsqueeze(-1) * scale * -(1.0 - ctx.smoothing))
+            grad.scatter_add_(
+                -1,
+                index.unsqueeze(-1),
+                here.unsqueeze(-1) * scale * -(1.0 - ctx.smoothing),
+            )
         grad = grad.to(ctx.dtype)
         padding = ctx.width - grad.shape[-1]
-        return (torch.nn.functional.pad(grad, (0, padding)) if padding else grad), None, None, None, None, None
+        return (
+            (torch.nn.functional.pad(grad, (0, padding)) if padding else grad),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 @dataclass(frozen=True)
@@ -137,7 +181,7 @@ class _Terms:
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def border(ctx: Any) -> Border | None:
-        """Describe the border that this loss is: each rank has its logits."""
+        """Return the border of the tensor-parallel region: every rank has its own logits."""
         return None if ctx.terms.tp.size == 1 else Border((True,), takes_parts=False)
 
     @staticmethod
@@ -152,26 +196,39 @@ class _FusedCrossEntropy(torch.autograd.Function):
         index = local.masked_fill(~here, -1)
 
         peak, total, target, logit_sum = terms.kernels.cross_entropy_statistics(
-            logits, index, num_valid, terms.smoothing > 0.0
+            logits,
+            index,
+            num_valid,
+            terms.smoothing > 0.0,
         )
         if terms.tp.size > 1:
+            # Each rank's sum of exponentials is relative to its own largest logit, so it is
+            # rescaled first.
             largest = all_reduce_(peak.clone(), terms.tp, "max")
             total = total * (peak - largest).exp()
             peak = largest
-        total, target, *rest = _sum_over(terms.tp, total, target, *([logit_sum] if terms.smoothing else []))
+        total, target, *rest = _sum_over(
+            terms.tp,
+            total,
+            target,
+            *([logit_sum] if terms.smoothing else []),
+        )
         log_total = total.log()
         loss = log_total - (1.0 - terms.smoothing) * (target - peak)
         if terms.smoothing:
             loss = loss - terms.smoothing * (rest[0] / terms.vocab_size - peak)
         ctx.save_for_backward(logits, index, peak + log_total, ignored)
-        ctx.terms, ctx.num_valid, ctx.overwritten = terms, num_valid, False
+        ctx.terms = terms
+        ctx.num_valid = num_valid
+        ctx.overwritten = False
         return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.overwritten:
             raise RuntimeError(
-                "the backward pass of the loss ran twice: its first run wrote the gradient over the logits. "
+                "the backward pass of the loss ran twice: "
+                "its first run wrote the gradient over the logits. "
                 "Compute the loss again before each backward pass."
             )
         logits, index, normaliser, ignored = ctx.saved_tensors
@@ -179,26 +236,46 @@ class _FusedCrossEntropy(torch.autograd.Function):
         scale = grads[0].float().masked_fill(ignored, 0.0)
         ctx.overwritten = terms.overwrite
         grad = terms.kernels.cross_entropy_gradient(
-            logits, index, normaliser, scale, ctx.num_valid, terms.smoothing, terms.vocab_size, terms.overwrite
+            logits,
+            index,
+            normaliser,
+            scale,
+            ctx.num_valid,
+            terms.smoothing,
+            terms.vocab_size,
+            terms.overwrite,
         )
         return grad, None, None
 
 
 def _assert_on_device(legal: Tensor) -> None:
-    """Make the device stop on an illegal label, without waiting for it; on the CPU they have been checked."""
+    """Assert on the GPU that labels are legal, without a synchronisation.
+
+    Labels on the CPU have been checked by ``check_ids``.
+    """
     if legal.is_cuda:
         torch._assert_async(legal.all(), "labels must lie in the vocabulary or be the ignored one")
 
 
 def _sum_over(tp: MeshAxis, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Add tensors of one shape over the ranks, in one message."""
+    """Sum tensors of one shape over the ranks with one all-reduce."""
     return parts if tp.size == 1 else all_reduce_(torch.stack(parts), tp).unbind(0)
 
 
-def _local_index(labels: Tensor, ignored: Tensor, vocab_size: int, start: int, num_valid: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each label on this rank (0 where it is elsewhere) and whether it is here."""
+def _local_index(
+    labels: Tensor,
+    ignored: Tensor,
+    vocab_size: int,
+    start: int,
+    num_valid: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the local column of each label, and whether this rank holds it.
+
+    The column is 0 for labels of other ranks.
+    """
     local = labels - start
     here = (local >= 0) & (local < num_valid) & ~ignored
     index = local.masked_fill(~here, 0)
-    # An illegal id stays illegal, so that the CUDA kernel that reads it asserts instead of giving a wrong loss.
+    # An illegal id stays illegal, so that the CUDA kernel asserts instead of returning a wrong
+    # loss.
     return index.masked_fill(((labels < 0) | (labels >= vocab_size)) & ~ignored, num_valid), here

@@ -1,4 +1,4 @@
-"""Trained products of two narrow matrices beside the weights of linear layers that are cut over the tensor axis."""
+"""Low-rank updates (LoRA) of linear layers that are sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -17,64 +17,94 @@ from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.plan.shards import ShardRange
 
 Base: TypeAlias = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
-"""A layer that can have updates of low rank."""
+"""A layer that supports low-rank updates."""
 
-#: The purpose of the random numbers that are drawn here.
+#: Name of the random stream of the dropout masks.
 _PURPOSE = "low rank"
 
 
 class LowRank(nn.Module):
-    """Compute ``scale * dropout(x) A^T B^T``, which is added to some outputs of a linear layer.
+    """Low-rank update ``scale * dropout(x) A^T B^T`` of some outputs of a linear layer.
 
-    Equal to a LoRA layer of peft without its base. The factor at the side where the base is cut is cut as that is: of a
-    column layer B by rows, of a row layer A by columns. The other one is whole, and what the ranks exchange is only as
-    wide as the product's rank.
+    Equal to a LoRA layer of peft without its base layer. One factor is sharded like the base: the
+    rows of B for a column layer, the columns of A for a row layer. Every rank holds the other
+    factor in full. Communication is therefore on tensors with ``rank`` features only.
 
-    Shapes: input as that of the base; output those of the base's outputs on this rank that are among ``rows``.
+    Shapes: input the same as the base; output this rank's outputs of the base that are among
+        ``rows``.
 
     Args:
-        base: The layer that it belongs to.
-        rows: The outputs (rows of the base's full weight).
-        rank: Rows of A and columns of B.
-        mesh: The groups and random streams of this rank.
-        scale: What the product is multiplied by.
+        base: The layer whose outputs are updated.
+        rows: Updated outputs, as rows of the base's full weight.
+        rank: Number of rows of A and of columns of B.
+        mesh: Process groups and random streams of this rank.
+        scale: Factor of the update.
         dropout: Probability that an element of the input is dropped.
 
-    Communication: that of ``column_linear`` or ``row_linear``, as the base, on tensors with ``rank`` features.
+    Communication: the same as the base (``column_linear`` or ``row_linear``), on tensors with
+        ``rank`` features.
     Source: Hu et al. 2021.
     """
 
     def __init__(
-        self, base: Base, rows: range, rank: int, mesh: ParallelMesh, *, scale: float = 1.0, dropout: float = 0.0
+        self,
+        base: Base,
+        rows: range,
+        rank: int,
+        mesh: ParallelMesh,
+        *,
+        scale: float = 1.0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.mesh, self.scale, self.dropout = mesh, scale, dropout
+        self.mesh = mesh
+        self.scale = scale
+        self.dropout = dropout
         spec = shard_spec_of(base.weight, mesh.tp.rank)
-        num_columns, num_rows, before = spec.full_shape[1], len(rows), rows.start
-        # What every rank computes alike draws alike; what ranks compute of different positions or features does not.
+        num_columns = spec.full_shape[1]
+        num_rows = len(rows)
+        before = rows.start
+        # Ranks with the same inputs must draw the same dropout mask; ranks with different inputs
+        # draw their own.
         self.stream: StreamName = "replicated"
         self.a: nn.Module
         self.b: nn.Module
         if isinstance(base, RowParallelLinear):
             self.stream = "tensor"
             self.a = RowParallelLinear(num_columns, rank, mesh, bias=False)
-            self.b = ReplicatedLinear(rank, num_rows, mesh, bias=False, partial=mesh.sequence_parallel)
+            self.b = ReplicatedLinear(
+                rank,
+                num_rows,
+                mesh,
+                bias=False,
+                partial=mesh.sequence_parallel,
+            )
         else:
             is_column = isinstance(base, ColumnParallelLinear)
             partial = mesh.sequence_parallel if is_column else spec.partial
             self.stream = "tensor" if partial else "replicated"
             self.a = ReplicatedLinear(num_columns, rank, mesh, bias=False, partial=partial)
             if is_column:
-                before, held = _size(_common(spec.ranges, range(rows.start))), _common(spec.ranges, rows)
-                self.b = ColumnParallelLinear(rank, num_rows, mesh, bias=False, ranges=held, partial=spec.partial)
+                # The outputs of this rank that lie before the updated ones, and the updated ones of
+                # this rank.
+                before = _size(_common(spec.ranges, range(rows.start)))
+                held = _common(spec.ranges, rows)
+                self.b = ColumnParallelLinear(
+                    rank,
+                    num_rows,
+                    mesh,
+                    bias=False,
+                    ranges=held,
+                    partial=spec.partial,
+                )
             else:
                 self.b = ReplicatedLinear(rank, num_rows, mesh, bias=False, partial=partial)
         width = self.b.get_parameter("weight").shape[0]
-        #: Which of the base's outputs on this rank it adds to.
+        #: Updated outputs, as indices into this rank's outputs of the base.
         self.outputs = range(before, before + width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return what is added to the outputs."""
+        """Return the update of the outputs."""
         if self.training and self.dropout > 0.0:
             with self.mesh.random.fork(self.stream, _PURPOSE):
                 hidden = F.dropout(hidden, self.dropout, training=True)
@@ -82,15 +112,15 @@ class LowRank(nn.Module):
         return product * self.scale
 
     def extra_repr(self) -> str:
-        """Show what the factors do not."""
+        """Return the scale and the dropout."""
         return f"scale={self.scale:g}, dropout={self.dropout:g}"
 
 
 class LowRankUpdates(nn.ModuleDict):
-    """Hold the updates of a linear layer by name; no two add to the same outputs.
+    """Low-rank updates of a linear layer by name; no two update the same outputs.
 
     Args:
-        updates: The updates.
+        updates: Updates by name.
     """
 
     def __init__(self, updates: dict[str, LowRank]) -> None:
@@ -98,7 +128,7 @@ class LowRankUpdates(nn.ModuleDict):
         self.is_enabled = True
 
     def forward(self, hidden: Tensor, output: Tensor) -> Tensor:
-        """Return the outputs of the layer with what is added to them.
+        """Return the outputs of the layer with all updates added.
 
         Args:
             hidden: The layer's input.
@@ -106,7 +136,8 @@ class LowRankUpdates(nn.ModuleDict):
         """
         if not self.is_enabled:
             return output
-        pieces, end = [], 0
+        pieces = []
+        end = 0
         for update in self._in_order():
             outputs = update.outputs
             here = output[..., outputs.start : outputs.stop]
@@ -121,10 +152,11 @@ class LowRankUpdates(nn.ModuleDict):
 
 
 def _common(ranges: Sequence[ShardRange], rows: range) -> list[ShardRange]:
-    """Return the parts of ranges that are among some rows, counted from the first of these."""
+    """Return the intersection of ranges and rows, relative to the first of the rows."""
     found = []
     for piece in ranges:
-        start, stop = max(piece.start, rows.start), min(piece.stop, rows.stop)
+        start = max(piece.start, rows.start)
+        stop = min(piece.stop, rows.stop)
         if start < stop:
             found.append(ShardRange(start - rows.start, stop - rows.start, piece.copy))
     return found

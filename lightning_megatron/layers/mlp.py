@@ -1,4 +1,4 @@
-"""The position-wise network of a Transformer block, cut over the tensor axis by its inner features."""
+"""The MLP of a Transformer block, with its inner features sharded over the tensor axis."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ _GATED = ("swiglu", "geglu", "geglu_tanh")
 
 
 class MLP(nn.Module):
-    """Widen each vector to F features, apply the activation, and come back to D.
+    """Feed-forward network with F inner features.
 
-    Equal to Linear, GELU (or ReLU), Linear; with ``swiglu`` to ``down(silu(gate(x)) * up(x))`` with gate and up fused,
-    with ``geglu`` and ``geglu_tanh`` the same with GELU for SiLU.
+    Equal to Linear, GELU (or ReLU), Linear. With ``swiglu`` equal to
+    ``down(silu(gate(x)) * up(x))``, where gate and up are one fused layer. ``geglu`` and
+    ``geglu_tanh`` use GELU in place of SiLU.
 
     Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
     Args:
         hidden_size: Size of each vector (elements).
         ffn_hidden_size: Inner features F (elements).
-        mesh: The groups of this rank.
-        activation: ``gelu`` (exact), ``gelu_tanh``, ``relu``; with a gate ``swiglu``, ``geglu`` or ``geglu_tanh``.
+        mesh: Process groups of this rank.
+        activation: Activation without a gate (``gelu``, ``gelu_tanh``, ``relu``) or with one
+            (``swiglu``, ``geglu``, ``geglu_tanh``); ``gelu`` is exact.
         bias: Whether both projections add a bias.
-        initializer: How the first weight starts.
-        output_initializer: How the second weight starts.
+        initializer: Initializer of the first weight.
+        output_initializer: Initializer of the second weight.
 
     Raises:
-        ParallelPlanError: If F does not divide by tp.
+        ParallelPlanError: If F cannot be divided by tp.
 
-    Communication: one all-reduce over tp forward, one backward; see ``layers.regions`` for sequence parallelism.
+    Communication: one all-reduce over tp forward, one backward; see ``layers.regions`` for sequence
+        parallelism.
     Source: Shoeybi et al. 2019, section 3, figure 3a; Shazeer 2020 (gates).
     """
 
@@ -64,25 +67,37 @@ class MLP(nn.Module):
                 initializer=initializer,
             )
         else:
-            self.up = ColumnParallelLinear(hidden_size, ffn_hidden_size, mesh, bias=bias, initializer=initializer)
-        self.down = RowParallelLinear(ffn_hidden_size, hidden_size, mesh, bias=bias, initializer=output_initializer)
+            self.up = ColumnParallelLinear(
+                hidden_size,
+                ffn_hidden_size,
+                mesh,
+                bias=bias,
+                initializer=initializer,
+            )
+        self.down = RowParallelLinear(
+            ffn_hidden_size,
+            hidden_size,
+            mesh,
+            bias=bias,
+            initializer=output_initializer,
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the network's output for every position."""
+        """Return the output of every position."""
         if is_gated(self.activation):
             return self.down(activate(self.gate_up(hidden), self.activation))
         return self.down(activate(self.up(hidden), self.activation))
 
 
 def is_gated(activation: Activation) -> bool:
-    """Tell whether an activation multiplies one half of the features by the other."""
+    """Return whether an activation multiplies one half of the features by the other."""
     return activation in _GATED
 
 
 def activate(hidden: Tensor, activation: Activation) -> Tensor:
     """Apply an activation.
 
-    Shapes: hidden ``(..., F)``, of gated activations ``(..., 2 F)``; output ``(..., F)``.
+    Shapes: hidden ``(..., F)``, or ``(..., 2 F)`` for gated activations; output ``(..., F)``.
     """
     if is_gated(activation):
         return gated_activation(hidden, activation)
@@ -106,7 +121,7 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def gelu_activation(hidden: Tensor, by_tanh: bool) -> Tensor:
-    """Apply GELU, exact or by tanh."""
+    """Apply GELU, exact or with the tanh approximation."""
     kernels = fused_kernels(hidden)
     if kernels is not None:
         return kernels.apply_gelu(hidden, by_tanh)

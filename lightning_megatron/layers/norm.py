@@ -1,4 +1,4 @@
-"""Normalisation layers, held whole by every tensor-parallel rank."""
+"""Normalisation layers, replicated on every tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_megatron.plan.shards import whole_range
 
 
 class _Norm(nn.Module):
-    """Normalise the residual stream, after an update is added to it, if there is one."""
+    """Norm of the residual stream, fused with the residual addition before it."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -24,34 +24,56 @@ class _Norm(nn.Module):
     is_rms: bool
 
     @overload
-    def forward(self, hidden: Tensor, update: Tensor | None = None, with_stream: Literal[False] = False) -> Tensor: ...
+    def forward(
+        self,
+        hidden: Tensor,
+        update: Tensor | None = None,
+        with_stream: Literal[False] = False,
+    ) -> Tensor: ...
 
     @overload
-    def forward(self, hidden: Tensor, update: Tensor | None, with_stream: Literal[True]) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self,
+        hidden: Tensor,
+        update: Tensor | None,
+        with_stream: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
-        self, hidden: Tensor, update: Tensor | None = None, with_stream: bool = False
+        self,
+        hidden: Tensor,
+        update: Tensor | None = None,
+        with_stream: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the normalised vectors in the dtype of the input.
 
         Args:
             hidden: The residual stream.
-            update: What is added to it first.
-            with_stream: Whether to return ``(hidden + update, normalised)``. A layer that goes on with both should ask
-                for them here: one kernel then adds both gradients.
+            update: Tensor that is added to ``hidden`` before the norm; None means no addition.
+            with_stream: Whether to return ``(hidden + update, normalised)``. A layer that uses both
+                results should get them from one call, so that one kernel adds both gradients.
         """
         kernels = fused_kernels(hidden)
         if kernels is not None and hidden.shape[-1] <= kernels.MAX_NORM_WIDTH:
-            scale, bias = self._scale(), self.bias
-            takers = (slot and slot.add_sum for slot in (slot_of(scale), slot_of(bias)))
-            stream, normalised = kernels.add_norm(hidden, update, scale, bias, self.eps, self.is_rms, *takers)
+            scale = self._scale()
+            bias = self.bias
+            sinks = (slot and slot.add_sum for slot in (slot_of(scale), slot_of(bias)))
+            stream, normalised = kernels.add_norm(
+                hidden,
+                update,
+                scale,
+                bias,
+                self.eps,
+                self.is_rms,
+                *sinks,
+            )
         else:
             stream = hidden if update is None else hidden + update
             normalised = self._normalise(stream)
         return (stream, normalised) if with_stream else normalised
 
     def _scale(self) -> Tensor:
-        """Return what every feature is multiplied by."""
+        """Return the factor of every feature."""
         return self.weight
 
     def _normalise(self, hidden: Tensor) -> Tensor:
@@ -59,22 +81,30 @@ class _Norm(nn.Module):
 
 
 class LayerNorm(_Norm):
-    """Normalise each vector to mean 0 and variance 1, then scale and shift it; statistics of half types in float32.
+    """Layer norm: normalise each vector to mean 0 and variance 1, then scale and shift it.
 
-    Equal to torch.nn.LayerNorm(hidden_size, eps, bias=bias).
+    Equal to torch.nn.LayerNorm(hidden_size, eps, bias=bias). Statistics of half types are computed
+    in float32.
 
     Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
     Args:
         hidden_size: Size of each vector (elements).
-        mesh: The groups of this rank.
-        eps: Added to the variance.
-        bias: Whether to shift.
+        mesh: Process groups of this rank.
+        eps: Number that is added to the variance.
+        bias: Whether to add a bias.
     """
 
     is_rms = False
 
-    def __init__(self, hidden_size: int, mesh: ParallelMesh, *, eps: float = 1e-5, bias: bool = True) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        mesh: ParallelMesh,
+        *,
+        eps: float = 1e-5,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = _replicated(hidden_size, mesh, ONES)
@@ -85,22 +115,26 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """Scale each vector to a root mean square of 1, then by a weight; statistics of half types in float32.
+    """RMS norm: scale each vector to a root mean square of 1, then multiply it by a weight.
 
-    Equal to torch.nn.RMSNorm(hidden_size, eps); with ``offset`` 1 to Hugging Face's GemmaRMSNorm.
+    Equal to torch.nn.RMSNorm(hidden_size, eps). With ``offset`` 1 equal to Hugging Face's
+    GemmaRMSNorm. Statistics of half types are computed in float32.
 
-    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``, or ``(S, B, H, K)`` for the heads of this
-    rank; output the same.
+    Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; ``(S, B, H, K)`` for the
+        heads of this rank; output the same.
 
     Args:
         hidden_size: Size of each vector (elements).
-        mesh: The groups of this rank.
-        eps: Added to the mean square.
-        offset: Added to the weight, which starts at 1 without it; in float32 for half types.
-        partial: Whether each rank normalises other vectors than its neighbours; None means under sequence parallelism.
+        mesh: Process groups of this rank.
+        eps: Number that is added to the mean square.
+        offset: Number that is added to the weight, in float32 for half types; the weight starts at
+            1 minus it.
+        partial: Whether the ranks normalise different vectors, so that their gradients must be
+            summed; None means under sequence parallelism only.
     """
 
-    is_rms, bias = True, None
+    is_rms = True
+    bias = None
 
     def __init__(
         self,
@@ -112,13 +146,15 @@ class RMSNorm(_Norm):
         partial: bool | None = None,
     ) -> None:
         super().__init__()
-        self.eps, self.offset = eps, offset
-        self.weight = _replicated(hidden_size, mesh, Initializer.constant(1.0 - offset) if offset else ONES, partial)
+        self.eps = eps
+        self.offset = offset
+        initializer = Initializer.constant(1.0 - offset) if offset else ONES
+        self.weight = _replicated(hidden_size, mesh, initializer, partial)
 
     def _scale(self) -> Tensor:
         if not self.offset:
             return self.weight
-        # A small weight beside the offset would be rounded away in a half type.
+        # In a half type, a weight that is small compared with the offset would be rounded away.
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
 
     def _normalise(self, hidden: Tensor) -> Tensor:
@@ -128,7 +164,18 @@ class RMSNorm(_Norm):
         return F.rms_norm(hidden.to(scale.dtype), scale.shape, scale, self.eps).to(hidden.dtype)
 
 
-def _replicated(size: int, mesh: ParallelMesh, initializer: Initializer, partial: bool | None = None) -> nn.Parameter:
-    # Under sequence parallelism each rank sees its own positions only, so gradients are parts of a sum over tp.
+def _replicated(
+    size: int,
+    mesh: ParallelMesh,
+    initializer: Initializer,
+    partial: bool | None = None,
+) -> nn.Parameter:
+    # Under sequence parallelism each rank normalises its own positions only, so gradients are
+    # summed over tp.
     partial = mesh.sequence_parallel if partial is None else partial
-    return sharded_parameter((size,), [whole_range(size, mesh.tp.rank)], initializer, partial=partial)
+    return sharded_parameter(
+        (size,),
+        [whole_range(size, mesh.tp.rank)],
+        initializer,
+        partial=partial,
+    )

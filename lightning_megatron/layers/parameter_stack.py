@@ -1,4 +1,4 @@
-"""Parameters that one product reads as one tensor, each under a name and with a gradient of its own."""
+"""Several parameters that a fused layer reads as one tensor."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
-from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot, set_slot, slot_of, slots_of
+from lightning_megatron.layers.gradient_slot import (
+    GradientSlot,
+    StackedSlot,
+    set_slot,
+    slot_of,
+    slots_of,
+)
 from lightning_megatron.plan.shards import ShardRange
 
 
 class ParameterStack(nn.Module):
-    """Present parameters that lie one below the other as one tensor.
+    """Parameters that are concatenated along the first dimension.
 
-    The parameters of a stack are ordinary ones: they can be frozen, grouped and saved one by one. Where they are
-    neighbours in memory, the stack is a view of it; elsewhere it is a copy.
+    Each parameter has its own name and gradient, and can be frozen, put into an optimizer group and
+    saved separately. If the parameters are adjacent in memory, the concatenation is a view of it;
+    otherwise it is a copy.
 
     Shapes: parameters ``(rows_i, ...)``; output ``(sum of rows_i, ...)``.
 
     Args:
-        parameters: The parameters, from the first row to the last.
+        parameters: Parameters from the first row to the last.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -36,11 +43,11 @@ class ParameterStack(nn.Module):
 
     @property
     def parts(self) -> tuple[nn.Parameter, ...]:
-        """Return the parameters in order."""
+        """Return the parameters from the first row to the last."""
         return tuple(part for part in self._parameters.values() if part is not None)
 
     def joined(self) -> Tensor:
-        """Return the parameters as one tensor, whose gradients reach each of them."""
+        """Return the concatenated parameters; the gradient of the result reaches each of them."""
         if torch.compiler.is_compiling():
             return torch.cat(self.parts)
         if self._leaf is None or not self._leaf.presents(self._parameters.values()):
@@ -48,40 +55,45 @@ class ParameterStack(nn.Module):
         return _Stacked.apply(*self.parts) if self._leaf is None else self._leaf.tensor
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the module takes no part in the training that the slots belong to.
+        # A copy of the module must not add to the gradient slots of the original.
         return {**self.__dict__, "_leaf": None}
 
     def extra_repr(self) -> str:
-        """Show the rows of each parameter."""
+        """Return the rows of each parameter."""
         return f"rows={[len(part) for part in self.parts]}"
 
 
 def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Parameter]:
-    """Cut a sharded parameter into the parameters whose full tensors lie one below the other in its full tensor.
+    """Split a sharded parameter along the rows of its full tensor.
 
-    The parts share the memory of the parameter. Each keeps its settings, and knows how it lies in its own full tensor.
+    The parts share the memory and the attributes of the parameter. Each gets the ShardSpec of its
+    own full tensor.
 
     Shapes: parameter ``(local rows, ...)`` of a full tensor ``(sum of rows, ...)``.
 
     Args:
-        parameter: A parameter that is cut along its first dimension, without padding.
-        rows: Rows of each full tensor (elements).
+        parameter: Parameter that is sharded along its first dimension, without padding.
+        rows: Number of rows of each full tensor (rows).
 
     Raises:
-        ValueError: If the parameter is cut along another dimension or has other rows.
+        ValueError: If the parameter is sharded along another dimension, is padded, or has a
+            different number of rows.
     """
     spec = shard_spec_of(parameter)
     if spec.dim != 0 or sum(rows) != spec.full_shape[0] or len(parameter) != spec.local_extent:
         raise ValueError(
-            f"a parameter is split by the rows of its full tensor: {tuple(spec.full_shape)} with {list(rows)} rows, "
-            f"cut along dimension {spec.dim}. Give the rows of all parts."
+            f"a parameter is split by the rows of its full tensor: {tuple(spec.full_shape)} "
+            f"with {list(rows)} rows, cut along dimension {spec.dim}. Give the rows of all parts."
         )
     found: list[nn.Parameter] = []
     first = first_local = 0
     for count in rows:
         own = _part_of(spec, first, count)
         size = own.local_extent
-        part = nn.Parameter(parameter.detach()[first_local : first_local + size], parameter.requires_grad)
+        part = nn.Parameter(
+            parameter.detach()[first_local : first_local + size],
+            parameter.requires_grad,
+        )
         part.__dict__.update(parameter.__dict__)
         found.append(set_shard_spec(part, own))
         first += count
@@ -90,10 +102,11 @@ def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Par
 
 
 def _part_of(spec: ShardSpec, first: int, count: int) -> ShardSpec:
-    """Describe the shard of some rows of a full tensor as one of a full tensor of these rows alone."""
+    """Return the ShardSpec of a part that is ``count`` rows of a full tensor, from ``first`` on."""
     ranges = []
     for piece in spec.ranges:
-        start, stop = max(piece.start, first), min(piece.stop, first + count)
+        start = max(piece.start, first)
+        stop = min(piece.stop, first + count)
         if start < stop:
             ranges.append(ShardRange(start - first, stop - first, piece.copy))
     return replace(spec, full_shape=(count, *spec.full_shape[1:]), ranges=tuple(ranges))
@@ -101,35 +114,38 @@ def _part_of(spec: ShardSpec, first: int, count: int) -> ShardSpec:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Hold the tensor that presents neighbours in memory whose gradients are summed in slots.
+    """Concatenated parameters as a leaf tensor of autograd, for parameters with gradient slots.
 
-    Autograd has nothing to pass on for such a stack, so the tensor is a leaf of every graph: calls share it and cost
-    no node. The products that read it add their gradients to its slot.
+    The layers that read the tensor add its gradient to its slot, so autograd need not pass a
+    gradient to the parameters. One leaf therefore serves all calls, without a graph node per call.
     """
 
     tensor: Tensor
-    #: Address and slot of each parameter when the tensor was made.
-    places: tuple[tuple[int, GradientSlot], ...]
+    #: Address and slot of each parameter when the tensor was created.
+    origins: tuple[tuple[int, GradientSlot], ...]
 
     def presents(self, parts: Iterable[Tensor | None]) -> bool:
-        """Return whether the tensor still lies where these parameters do, and their gradients go to the same slots."""
-        for part, (address, slot) in zip(parts, self.places, strict=True):
+        """Return whether these parameters still have the addresses and the slots of the leaf."""
+        for part, (address, slot) in zip(parts, self.origins, strict=True):
             if part is None or part.data_ptr() != address or slot_of(part) is not slot:
                 return False
         return True
 
 
 def _leaf_of(parts: Sequence[nn.Parameter]) -> _Leaf | None:
-    """Return the leaf for parameters that are neighbours and have slots; None for others."""
+    """Return the leaf for adjacent parameters with slots; None for others."""
     slots = [slot for slot in slots_of(parts) if slot is not None]
     tensor = neighbours_as_one(parts) if len(slots) == len(parts) else None
     if tensor is None:
         return None
     slot = StackedSlot(slots, [len(part) for part in parts])
     set_slot(tensor.requires_grad_(), slot)
-    # What reads the stack without asking for a slot leaves its gradient to autograd.
+    # Operators that do not know gradient slots leave the gradient in ``.grad``.
     tensor.register_post_accumulate_grad_hook(partial(_move_to_slot, slot))
-    return _Leaf(tensor, tuple((part.data_ptr(), slot) for part, slot in zip(parts, slots, strict=True)))
+    return _Leaf(
+        tensor,
+        tuple((part.data_ptr(), slot) for part, slot in zip(parts, slots, strict=True)),
+    )
 
 
 def _move_to_slot(slot: StackedSlot, leaf: Tensor) -> None:
@@ -139,7 +155,7 @@ def _move_to_slot(slot: StackedSlot, leaf: Tensor) -> None:
 
 
 class _Stacked(torch.autograd.Function):
-    """Join parameters without a copy where they are neighbours in memory."""
+    """Concatenation that makes no copy if the parameters are adjacent in memory."""
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
@@ -155,24 +171,27 @@ class _Stacked(torch.autograd.Function):
         if whole is None:
             return (None,) * len(ctx.rows)
         needed = ctx.needs_input_grad
-        return tuple(part if is_needed else None for part, is_needed in zip(whole.split(ctx.rows), needed, strict=True))
+        parts = zip(whole.split(ctx.rows), needed, strict=True)
+        return tuple(part if is_needed else None for part, is_needed in parts)
 
 
 def neighbours_as_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors as one that shares their memory; None unless each lies directly behind the one before.
+    """Return adjacent tensors as one view of their memory; None if they are not adjacent.
 
     Shapes: parts ``(rows_i, ...)``, contiguous; output ``(sum of rows_i, ...)``.
     """
     first = parts[0]
-    place, itemsize = first.data_ptr(), first.element_size()
+    address = first.data_ptr()
+    itemsize = first.element_size()
     num_rows = 0
     for part in parts:
-        is_next = part.data_ptr() == place and part.is_contiguous()
+        is_next = part.data_ptr() == address and part.is_contiguous()
         if not is_next or part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
             return None
-        place += part.numel() * itemsize
+        address += part.numel() * itemsize
         num_rows += len(part)
     storage = first.untyped_storage()
-    if place > storage.data_ptr() + storage.nbytes():
+    # Tensors of different storages can be adjacent by chance.
+    if address > storage.data_ptr() + storage.nbytes():
         return None
     return first.detach().as_strided((num_rows, *first.shape[1:]), first.stride())

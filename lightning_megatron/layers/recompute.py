@@ -13,8 +13,8 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.settings import shown
 
-#: ``none`` keeps all activations; ``selective`` recomputes the attention core, ``experts`` what experts make of their
-#: rows; ``full`` keeps the input of each block.
+#: ``none`` keeps all activations. ``selective`` recomputes the attention core, ``experts`` the
+#: activations inside of experts. ``full`` keeps the input of each block only.
 Recompute = Literal["none", "selective", "experts", "full"]
 
 
@@ -25,37 +25,48 @@ def check_recompute(value: str) -> None:
         UnsupportedError: If ``value`` is not one of the modes.
     """
     if value not in get_args(Recompute):
-        raise UnsupportedError(f"recompute must be one of {', '.join(get_args(Recompute))}: {shown(value)}.")
+        raise UnsupportedError(
+            f"recompute must be one of {', '.join(get_args(Recompute))}: {shown(value)}.",
+        )
 
 
 def replayed(function: Callable[..., Any], random: RandomStreams, layer: int, *args: Any) -> Any:
-    """Run ``function(*args)`` now and again in the backward pass, instead of keeping what it computes.
+    """Call ``function`` and recompute it in the backward pass, instead of keeping its activations.
 
-    Equal to ``function(*args)``, gradients included, also when it draws random numbers: the second run seeks the
-    streams to where the first one was, although other microbatches may have run since. The draws of ``function`` must
-    be the first of their streams in ``layer``, because seeking returns to the start of a layer.
+    Equal to ``function(*args)``, gradients included, also if it draws random numbers. The
+    recomputation moves the streams back to the position of the first run, although other
+    microbatches may have run since. The draws of ``function`` must be the first ones of their
+    streams in ``layer``, because a seek returns to the start of a layer.
 
     Args:
-        function: What to run; it must not depend on state that changes before the backward pass.
-        random: The streams that it draws from.
-        layer: The layer whose draws it makes, as given to ``RandomStreams.seek``.
-        args: Tensors and plain values; tensors reachable only in other ways are kept alive.
+        function: Function to recompute; it must not depend on state that changes before the
+            backward pass.
+        random: Random streams of the function.
+        layer: Layer of the function's draws, as passed to ``RandomStreams.seek``.
+        args: Tensors and plain values. Tensors that the function reads in other ways stay in
+            memory.
 
     Communication: that of ``function``, a second time in the backward pass.
     Source: Chen et al. 2016; Korthikanti et al. 2022, section 5 (selective).
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    return checkpoint(_Replay(function, random, layer), *args, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(
+        _Replay(function, random, layer),
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function that draws no random numbers now and again in the backward pass, instead of keeping what it makes.
+    """Call a function without random numbers and recompute it in the backward pass.
 
     Equal to ``function(*args)``, gradients included.
 
     Args:
-        function: What to run; it must not depend on state that changes before the backward pass.
+        function: Function to recompute; it must not depend on state that changes before the
+            backward pass.
         args: Tensors and plain values.
 
     Communication: that of ``function``, a second time in the backward pass.
@@ -67,10 +78,12 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Replay:
-    """Call a function; from the second call on, with the streams where they were at the first."""
+    """Function whose later calls start from the random streams of its first call."""
 
     def __init__(self, function: Callable[..., Any], random: RandomStreams, layer: int) -> None:
-        self.function, self.random, self.layer = function, random, layer
+        self.function = function
+        self.random = random
+        self.layer = layer
         self.position = random.position
         self.ran = False
 
@@ -78,7 +91,8 @@ class _Replay:
         if not self.ran:
             self.ran = True
             result = self.function(*args)
-            # The function may have begun the layer.
+            # The position is that of the layer that the function ran in, which it may have entered
+            # itself.
             self.position = self.random.position
             return result
         interrupted = self.random.position

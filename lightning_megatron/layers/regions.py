@@ -1,4 +1,4 @@
-"""Matrix products at the border of tensor-parallel regions, with their communication beside them."""
+"""Matrix products at the border of tensor-parallel regions, overlapped with communication."""
 
 from __future__ import annotations
 
@@ -17,22 +17,34 @@ from lightning_megatron.groups.collectives import (
     reduce_scatter_sequence,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.pending import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
+from lightning_megatron.groups.pending import (
+    Pending,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from lightning_megatron.groups.products import gathered_product, scattered_product
 from lightning_megatron.layers.gradient_slot import slot_of
 
 
-def column_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
+def column_linear(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mesh: ParallelMesh,
+) -> Tensor:
     """Enter a tensor-parallel region and multiply by this rank's rows of a weight.
 
-    Equal to ``linear(whole sequence, weight, bias)`` with the input gradient summed over tp. Of the activations only
-    the input is kept; under sequence parallelism only this rank's positions of it, which the backward pass gathers
-    again. Weights and biases that have a gradient slot get their gradients there, and none from autograd.
+    Equal to ``linear(full sequence, weight, bias)``, with the gradient of the input summed over tp.
+    The input is the only activation that is kept. Under sequence parallelism this rank keeps its
+    own positions only, and the backward pass gathers the input again. Gradients of weights and
+    biases with a gradient slot are added to it and bypass autograd.
 
-    Shapes: hidden ``(S, B, in)`` or, under sequence parallelism, ``(S/tp, B, in)``; weight ``(out/tp, in)``; output
-    ``(S, B, out/tp)``.
-    Communication: backward an all-reduce over tp beside the weight's gradient; under sequence parallelism an all-gather
-    forward, and backward an all-gather beside the input's gradient and a reduce-scatter beside the weight's.
+    Shapes: hidden ``(S, B, in)`` or, under sequence parallelism, ``(S/tp, B, in)``; weight
+        ``(out/tp, in)``; output ``(S, B, out/tp)``.
+    Communication: backward an all-reduce over tp, overlapped with the weight gradient. Under
+        sequence parallelism forward an all-gather; backward an all-gather, overlapped with the
+        input gradient, and a reduce-scatter, overlapped with the weight gradient.
     Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
     """
     if _is_plain(weight, bias, mesh):
@@ -41,15 +53,18 @@ def column_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: Par
 
 
 def row_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
-    """Multiply by this rank's columns of a weight, leave the tensor-parallel region, and add the bias once.
+    """Multiply by this rank's columns of a weight and leave the tensor-parallel region.
 
-    Equal to ``linear(joined inputs, full weight, bias)``. Of the activations only the input is kept. Weights and biases
-    that have a gradient slot get their gradients there, and none from autograd.
+    The bias is added once, after the sum over the ranks.
 
-    Shapes: hidden ``(S, B, in/tp)``; weight ``(out, in/tp)``; output ``(S, B, out)`` or, under sequence parallelism,
-    ``(S/tp, B, out)``.
-    Communication: an all-reduce over tp forward; under sequence parallelism a reduce-scatter forward and an all-gather
-    backward. ``groups.products`` says when these run beside the products.
+    Equal to ``linear(full input, full weight, bias)``. The input is the only activation that is
+    kept. Gradients of weights and biases with a gradient slot are added to it and bypass autograd.
+
+    Shapes: hidden ``(S, B, in/tp)``; weight ``(out, in/tp)``; output ``(S, B, out)`` or, under
+        sequence parallelism, ``(S/tp, B, out)``.
+    Communication: an all-reduce over tp forward; under sequence parallelism a reduce-scatter
+        forward and an all-gather backward. ``groups.products`` documents when they overlap with the
+        matrix products.
     Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
     """
     if _is_plain(weight, bias, mesh):
@@ -58,12 +73,15 @@ def row_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: Parall
 
 
 def leave_tensor_region(part: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Add the parts that the tensor-parallel ranks computed.
+    """Sum the partial results of the tensor-parallel ranks.
 
-    Shapes: ``(S, B, D)`` to the same; under sequence parallelism to ``(S/tp, B, D)``.
-    Communication: all-reduce over tp; under sequence parallelism reduce-scatter, backward all-gather.
+    Shapes: ``(S, B, D)``; output the same or, under sequence parallelism, ``(S/tp, B, D)``.
+    Communication: all-reduce over tp; under sequence parallelism reduce-scatter, backward
+        all-gather.
     """
-    return reduce_scatter_sequence(part, mesh.tp) if mesh.sequence_parallel else reduce_from_axis(part, mesh.tp)
+    if mesh.sequence_parallel:
+        return reduce_scatter_sequence(part, mesh.tp)
+    return reduce_from_axis(part, mesh.tp)
 
 
 def _is_plain(weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> bool:
@@ -73,12 +91,20 @@ def _is_plain(weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> bool:
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def border(ctx: Any) -> Border | None:
-        """Describe the border that this product is: its input's gradient is summed."""
+        """Return the border of the tensor-parallel region: the input gradient is summed."""
         mesh = ctx.mesh
-        return None if mesh.tp.size == 1 else Border((mesh.sequence_parallel, True, True), takes_parts=True)
+        if mesh.tp.size == 1:
+            return None
+        return Border((mesh.sequence_parallel, True, True), takes_parts=True)
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mesh: ParallelMesh,
+    ) -> Tensor:
         _keep(ctx, hidden, weight, bias, mesh)
         if not mesh.sequence_parallel:
             return F.linear(hidden, weight, bias)
@@ -91,67 +117,105 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        grad, arriving, leaving = grads[0], Pending(), Pending()
-        full, grad_hidden, grad_weight = hidden, None, None
+        grad = grads[0]
+        full = hidden
+        arriving = Pending()
+        leaving = Pending()
+        grad_hidden = None
+        grad_weight = None
         if ctx.needs_input_grad[1] and ctx.mesh.sequence_parallel:
             full, arriving = _start_gathering(hidden, ctx.mesh)
         if ctx.needs_input_grad[0]:
             grad_hidden, leaving = _start_summing(_input_gradient(grad, weight), ctx.mesh)
-        # From here on the device works beside the sum of the input's gradient.
+        # The bias and weight gradients overlap with the sum of the input gradient.
         grad_bias = _bias_gradient(ctx, grad)
         if ctx.needs_input_grad[1]:
             arriving.wait()
             grad_weight = _weight_gradient(ctx, grad, full)
         leaving.wait()
-        return None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype), grad_weight, grad_bias, None
+        return (
+            None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype),
+            grad_weight,
+            grad_bias,
+            None,
+        )
 
 
 class _RowLinear(torch.autograd.Function):
     @staticmethod
     def border(ctx: Any) -> Border | None:
-        """Describe the border that this product is: its output is a sum, its bias is added to that."""
+        """Return the border of the tensor-parallel region: the output is summed before the bias."""
         shares = ctx.mesh.sequence_parallel
         return None if ctx.mesh.tp.size == 1 else Border((True, True, shares), takes_parts=shares)
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mesh: ParallelMesh,
+    ) -> Tensor:
         _keep(ctx, hidden, weight, bias, mesh)
         if mesh.tp.size == 1:
             return F.linear(hidden, weight, bias)
         if mesh.sequence_parallel:
             return _add_bias(scattered_product(hidden, weight.t(), mesh.tp), bias)
-        # The part is nobody else's yet, so the sum may overwrite it.
+        # No one else has a reference to the partial result, so the sum may overwrite it.
         return _add_bias(all_reduce_(F.linear(hidden, weight), mesh.tp), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        grad, tp = grads[0], ctx.mesh.tp
+        grad = grads[0]
+        tp = ctx.mesh.tp
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        full, arriving, grad_hidden, grad_weight = grad, Pending(), None, None
+        full = grad
+        arriving = Pending()
+        grad_hidden = None
+        grad_weight = None
         if ctx.mesh.sequence_parallel and tp.pipelines_products and needs_hidden:
-            gathered, grad_hidden = gathered_product(grad, weight.to(grad.dtype), tp, keep=needs_weight)
+            gathered, grad_hidden = gathered_product(
+                grad,
+                weight.to(grad.dtype),
+                tp,
+                keep=needs_weight,
+            )
             full = grad if gathered is None else gathered
         elif ctx.mesh.sequence_parallel and (needs_hidden or needs_weight):
             full, arriving = _start_gathering(grad, ctx.mesh)
         grad_bias = _bias_gradient(ctx, grad)
         arriving.wait()
         if needs_hidden:
-            grad_hidden = (_input_gradient(full, weight) if grad_hidden is None else grad_hidden).to(ctx.hidden_dtype)
+            if grad_hidden is None:
+                grad_hidden = _input_gradient(full, weight)
+            grad_hidden = grad_hidden.to(ctx.hidden_dtype)
         if needs_weight:
             grad_weight = _weight_gradient(ctx, full, hidden)
         return grad_hidden, grad_weight, grad_bias, None
 
 
-def _keep(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> None:
-    """Keep what the backward pass needs: each operand only for the other's gradient."""
+def _keep(
+    ctx: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mesh: ParallelMesh,
+) -> None:
+    """Save the operands for the backward pass, each only if the gradient of the other is needed."""
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(hidden if needs_weight else None, weight if needs_hidden else None)
-    ctx.mesh, ctx.hidden_dtype, ctx.weight_dtype = mesh, hidden.dtype, weight.dtype
+    kept_hidden = hidden if needs_weight else None
+    kept_weight = weight if needs_hidden else None
+    ctx.save_for_backward(kept_hidden, kept_weight)
+    ctx.mesh = mesh
+    ctx.hidden_dtype = hidden.dtype
+    ctx.weight_dtype = weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
-    # The slot of the weight's moment: a frozen weight has none, even if it is thawed before the backward pass.
-    ctx.weight_slot, ctx.bias_slot = slot_of(weight), slot_of(bias)
+    # Slots are looked up in the forward pass: a weight that is frozen here gets no gradient, even
+    # if it is unfrozen before the backward pass.
+    ctx.weight_slot = slot_of(weight)
+    ctx.bias_slot = slot_of(bias)
 
 
 def _add_bias(output: Tensor, bias: Tensor | None) -> Tensor:
@@ -178,12 +242,13 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    # Under autocast the product ran in a narrower dtype than that of its operands.
+    # Under autocast the dtype of the product is narrower than that of its operands.
     return torch.mm(_rows(grad), weight.to(grad.dtype)).view(*grad.shape[:-1], weight.shape[1])
 
 
 def _weight_gradient(ctx: Any, grad: Tensor, hidden: Tensor) -> Tensor | None:
-    rows, inputs = _rows(grad), _rows(hidden).to(grad.dtype)
+    rows = _rows(grad)
+    inputs = _rows(hidden).to(grad.dtype)
     if ctx.weight_slot is not None:
         ctx.weight_slot.add_product(rows, inputs)
         return None

@@ -1,4 +1,4 @@
-"""Small layers that every tensor-parallel rank holds whole."""
+"""Small layers that are replicated on every tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.plan.shards import whole_range
 
 
 class ReplicatedLinear(nn.Module):
-    """Compute ``x A^T + b`` on every tensor-parallel rank.
+    """Linear layer ``x A^T + b`` with a full weight on every tensor-parallel rank.
 
     Equal to torch.nn.Linear(in_features, out_features, bias).
 
@@ -23,10 +23,11 @@ class ReplicatedLinear(nn.Module):
     Args:
         in_features: Size of each input vector (elements).
         out_features: Size of each output vector (elements).
-        mesh: The groups of this rank.
-        partial: Whether each rank multiplies other vectors than its neighbours; otherwise all multiply the same ones.
+        mesh: Process groups of this rank.
+        partial: Whether the ranks multiply different vectors, so that their gradients must be
+            summed.
         bias: Whether to add a bias.
-        initializer: How the weight starts; the bias starts at zero.
+        initializer: Initializer of the weight; the bias starts at zero.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class ReplicatedLinear(nn.Module):
         whole = [whole_range(out_features, mesh.tp.rank)]
         drawn = initializer or Initializer.normal()
         self.weight = sharded_parameter((out_features, in_features), whole, drawn, partial=partial)
-        self.bias = sharded_parameter((out_features,), whole, ZEROS, partial=partial) if bias else None
-        #: What is added to the outputs; see `layers.low_rank`.
+        self.bias = None
+        if bias:
+            self.bias = sharded_parameter((out_features,), whole, ZEROS, partial=partial)
+        #: Low-rank updates of the outputs; see ``layers.low_rank``.
         self.low_rank: nn.Module | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -54,18 +57,19 @@ class ReplicatedLinear(nn.Module):
 
 
 class TableEmbedding(nn.Module):
-    """Look vectors of ids up in a small table, such as that of positions or of kinds of tokens.
+    """Embedding with a small table, for example of positions or token types.
 
-    Equal to torch.nn.Embedding(num_rows, hidden_size, padding_idx=untrained), transposed to sequence first.
+    Equal to torch.nn.Embedding(num_rows, hidden_size, padding_idx=untrained), with the output
+    transposed to sequence first.
 
     Shapes: ids ``(B, S)``; output ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``.
 
     Args:
-        num_rows: Rows of the table.
+        num_rows: Number of rows of the table (rows).
         hidden_size: Size of each vector (elements).
-        mesh: The groups of this rank.
-        untrained: A row that gets no gradient; None means that all do.
-        initializer: How the table starts.
+        mesh: Process groups of this rank.
+        untrained: Index of a row that gets no gradient; None means that all rows get one.
+        initializer: Initializer of the table.
 
     Raises:
         IndexError: In forward, if an id is outside the table (on CPU; a CUDA kernel asserts).
@@ -81,23 +85,24 @@ class TableEmbedding(nn.Module):
         initializer: Initializer | None = None,
     ) -> None:
         super().__init__()
-        self.mesh, self.untrained = mesh, untrained
+        self.mesh = mesh
+        self.untrained = untrained
         self.weight = sharded_parameter(
             (num_rows, hidden_size),
             [whole_range(num_rows, mesh.tp.rank)],
             initializer or Initializer.normal(),
-            # Under sequence parallelism each rank looks up its own places only.
+            # Under sequence parallelism each rank looks up its own positions only.
             partial=mesh.sequence_parallel,
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the vectors of this rank's places."""
+        """Return the vectors of this rank's positions."""
         check_ids(ids, self.weight.shape[0])
         return F.embedding(own_places(ids, self.mesh), self.weight, padding_idx=self.untrained)
 
 
 def own_places(ids: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Return what is known of the places of this rank, sequence first.
+    """Return the ids at this rank's positions, sequence first.
 
     Shapes: ids ``(B, S)``; output ``(S, B)`` or, under sequence parallelism, ``(S/tp, B)``.
     """
@@ -105,15 +110,17 @@ def own_places(ids: Tensor, mesh: ParallelMesh) -> Tensor:
 
 
 def first_place(hidden: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Return the vectors of the first place of every sequence on all tensor-parallel ranks.
+    """Return the vectors at the first position of every sequence, on all tensor-parallel ranks.
 
-    What follows must be computed alike on all of them; its gradient is then counted once.
+    All ranks must compute the same from the result. Its gradient is then counted once.
 
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, D)``.
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output
+        ``(B, D)``.
     Communication: under sequence parallelism an all-reduce over tp forward, none backward.
     """
     if not mesh.sequence_parallel:
         return hidden[0]
-    # The other ranks go on with a gradient of zero, because the layers before wait for theirs.
+    # The other ranks add zeros instead of nothing: they need a backward pass too, because the
+    # layers before communicate in theirs.
     elsewhere = torch.full((), mesh.tp.rank != 0, dtype=torch.bool, device=hidden.device)
     return reduce_from_axis(hidden[0].masked_fill(elsewhere, 0.0), mesh.tp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from lightning_megatron.layers.kernel_choice import fused_kernels
 from lightning_megatron.layers.rotary_frequencies import rotary_frequencies
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
+
+#: Sequence length, dtype and device of tables.
+_TableKey: TypeAlias = tuple[int, torch.dtype, torch.device]
 
 
 def rotary_tables(
@@ -24,20 +28,21 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Compute the cosines and sines of the positions ``offset .. offset + seq_length``.
 
-    Equal to Hugging Face's LlamaRotaryEmbedding of every type: angles in float32, rounded to ``dtype`` once.
+    Equal to Hugging Face's LlamaRotaryEmbedding of every type. The angles are computed in float32,
+    the results rounded to ``dtype`` once.
 
-    Shapes: both ``(S, 1, 1, K)``.
+    Shapes: both results ``(S, 1, 1, r)``.
 
     Args:
         seq_length: Number of positions (tokens).
-        head_dim: Elements of a head that are rotated; even (elements).
-        base: Ratio of the longest to the shortest wavelength.
+        head_dim: Number r of rotated elements of a head; even (elements).
+        base: Base of the wavelengths, also called theta.
         offset: First position (tokens).
-        scaling: How angles are stretched; None means not at all.
-        dtype: Of the result.
-        device: Of the result.
+        scaling: Scaling of the angles for long sequences; None means none.
+        dtype: Dtype of the results.
+        device: Device of the results.
 
-    Source: Su et al. 2021, section 3.2.2; the halves convention of Llama.
+    Source: Su et al. 2021, section 3.2.2; element i is paired with element i + r/2, as in Llama.
     """
     is_long = scaling is not None and seq_length > (scaling.original_length or seq_length)
     frequencies = rotary_frequencies(head_dim, base, scaling, is_long=is_long, device=device)
@@ -57,25 +62,39 @@ def position_tables(
 
     Equal to ``rotary_tables`` for the positions ``0 .. S`` in every row.
 
-    Shapes: positions ``(B, S)``; both results ``(S, B, 1, K)``.
+    Shapes: positions ``(B, S)``; both results ``(S, B, 1, r)``.
 
     Args:
         positions: Position of every token.
-        head_dim: Elements of a head that are rotated; even (elements).
-        base: Ratio of the longest to the shortest wavelength.
-        scaling: How angles are stretched; None means not at all.
-        dtype: Of the result.
+        head_dim: Number r of rotated elements of a head; even (elements).
+        base: Base of the wavelengths, also called theta.
+        scaling: Scaling of the angles for long sequences; None means none.
+        dtype: Dtype of the results.
     """
     frequencies = rotary_frequencies(head_dim, base, scaling, device=positions.device)
     if scaling is not None and scaling.kind == "longrope" and scaling.original_length is not None:
-        stretched = rotary_frequencies(head_dim, base, scaling, is_long=True, device=positions.device)
-        # Chosen on the device: reading the largest position would wait for it.
-        frequencies = torch.where(positions.max() + 1 > scaling.original_length, stretched, frequencies)
+        stretched = rotary_frequencies(
+            head_dim,
+            base,
+            scaling,
+            is_long=True,
+            device=positions.device,
+        )
+        # Select on the device: reading the largest position on the host would synchronise with the
+        # device.
+        frequencies = torch.where(
+            positions.max() + 1 > scaling.original_length,
+            stretched,
+            frequencies,
+        )
     return _tables(positions.t().float(), frequencies, scaling, dtype)
 
 
 def _tables(
-    positions: Tensor, frequencies: Tensor, scaling: RotaryScaling | None, dtype: torch.dtype
+    positions: Tensor,
+    frequencies: Tensor,
+    scaling: RotaryScaling | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     angles = positions[..., None] * frequencies
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
@@ -86,27 +105,47 @@ def _tables(
 
 
 class RotaryTables:
-    """Keep the tables of the last sequence length, dtype and device that were asked for.
+    """Rotary tables with a cache for the last sequence length, dtype and device.
 
-    Equal to ``rotary_tables`` at every call, or to ``position_tables`` where positions are given.
+    Equal to ``rotary_tables``, or to ``position_tables`` if positions are given.
 
     Args:
-        head_dim: Elements of a head that are rotated; even (elements).
-        base: Ratio of the longest to the shortest wavelength.
-        scaling: How angles are stretched; None means not at all.
+        head_dim: Number r of rotated elements of a head; even (elements).
+        base: Base of the wavelengths, also called theta.
+        scaling: Scaling of the angles for long sequences; None means none.
     """
 
     def __init__(self, head_dim: int, base: float, scaling: RotaryScaling | None = None) -> None:
-        self.head_dim, self.base, self.scaling = head_dim, base, scaling
-        self._kept: tuple[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] | None = None
+        self.head_dim = head_dim
+        self.base = base
+        self.scaling = scaling
+        self._kept: tuple[_TableKey, tuple[Tensor, Tensor]] | None = None
 
-    def __call__(self, seq_length: int, hidden: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the tables for sequences of a length, or for given positions, in dtype and device of ``hidden``."""
+    def __call__(
+        self,
+        seq_length: int,
+        hidden: Tensor,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tables in the dtype and on the device of ``hidden``.
+
+        Args:
+            seq_length: Number of positions, if none are given (tokens).
+            hidden: Hidden states that determine dtype and device.
+            positions: Position of every token ``(B, S)``; None counts from 0.
+        """
         if positions is not None:
-            return position_tables(positions, self.head_dim, base=self.base, scaling=self.scaling, dtype=hidden.dtype)
+            return position_tables(
+                positions,
+                self.head_dim,
+                base=self.base,
+                scaling=self.scaling,
+                dtype=hidden.dtype,
+            )
         key = (seq_length, hidden.dtype, hidden.device)
         if self._kept is None or self._kept[0] != key:
-            # Tables made under inference_mode, in a validation loop, could not be used in training after it.
+            # Autograd cannot use tensors that were created in inference mode. A validation loop may
+            # create the tables that training uses next.
             with torch.inference_mode(False):
                 tables = rotary_tables(
                     seq_length,
@@ -121,9 +160,10 @@ class RotaryTables:
 
 
 def apply_rotary(heads: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair ``(i, i + R/2)`` of the first R elements of every head by the angle of its position.
+    """Rotate the pairs ``(i, i + r/2)`` of the first r elements of every head.
 
-    Shapes: heads ``(S, B, H, K)``; tables ``(S, 1, 1, R)`` or ``(S, B, 1, R)`` each; output ``(S, B, H, K)``.
+    Shapes: heads ``(S, B, H, K)``; tables ``(S, 1, 1, r)`` or ``(S, B, 1, r)`` each; output
+        ``(S, B, H, K)``.
     """
     cosines, sines = tables
     rotated = cosines.shape[-1]
@@ -140,22 +180,25 @@ def split_heads(
     tables: tuple[Tensor, Tensor] | None,
     norms: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a fused projection into heads and give queries and keys their positions; the caller gives ``qkv`` up.
+    """Split a fused projection into heads and rotate queries and keys.
 
-    Shapes: qkv ``(S, B, (H + 2 G) K)``; tables ``(S, 1, 1, R)`` or ``(S, B, 1, R)`` each; query ``(S, B, H, K)``, key
-        and value ``(S, B, G, K)``.
+    The fused kernel overwrites ``qkv``, so the caller must not use it afterwards.
+
+    Shapes: qkv ``(S, B, (H + 2 G) K)``; tables ``(S, 1, 1, r)`` or ``(S, B, 1, r)`` each; query
+        ``(S, B, H, K)``, key and value ``(S, B, G, K)``.
 
     Args:
-        qkv: The projection; the fused kernel overwrites it.
-        widths: Features of query, key and value (elements).
+        qkv: Output of the fused query/key/value projection.
+        widths: Number of query, key and value features (elements).
         head_dim: Size K of a head (elements).
-        tables: Tables of ``rotary_tables``; None leaves queries and keys as they are.
-        norms: What queries and keys go through before they are rotated.
+        tables: Cosines and sines from ``rotary_tables``; None means no rotation.
+        norms: Norms of queries and keys, applied before the rotation; None means no norms.
     """
     kernels = fused_kernels(qkv) if norms is None and _is_plain(tables, head_dim) else None
     if kernels is not None:
         return kernels.rotate_qkv(qkv, tables, widths[0] // head_dim, widths[1] // head_dim)
-    query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in qkv.split(list(widths), dim=-1))
+    parts = qkv.split(list(widths), dim=-1)
+    query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in parts)
     if norms is not None:
         query, key = norms[0](query), norms[1](key)
     if tables is not None:
@@ -164,5 +207,5 @@ def split_heads(
 
 
 def _is_plain(tables: tuple[Tensor, Tensor] | None, head_dim: int) -> bool:
-    """Tell whether all rows have the same positions, and heads are rotated whole: what the fused kernel does."""
+    """Return whether the fused kernel supports the tables: shared positions and whole heads."""
     return tables is not None and tables[0].shape[1] == 1 and tables[0].shape[-1] == head_dim

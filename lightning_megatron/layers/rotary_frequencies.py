@@ -1,4 +1,4 @@
-"""How fast each pair of a head's elements turns with the position."""
+"""Rotation frequencies of rotary position embedding, with the scalings for long sequences."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from lightning_megatron.plan.rotary_scaling import RotaryScaling
 
 
 def rotary_frequencies(
-    dim: int, base: float, scaling: RotaryScaling | None = None, *, is_long: bool = False, device: torch.device | str
+    dim: int,
+    base: float,
+    scaling: RotaryScaling | None = None,
+    *,
+    is_long: bool = False,
+    device: torch.device | str,
 ) -> Tensor:
-    """Compute the angle by which each pair turns from one position to the next, in float32.
+    """Compute the angle in radians between neighbouring positions for every pair of elements.
 
-    Equal, to the last bit, to Hugging Face's functions for the kinds of scaling.
+    Bitwise equal to Hugging Face's functions for the kinds of scaling; in float32.
 
-    Shapes: ``(dim / 2)``.
+    Shapes: result ``(dim / 2,)``.
 
     Args:
-        dim: Elements of a head that are rotated; even (elements).
-        base: Ratio of the longest to the shortest wavelength.
-        scaling: How the angles are stretched; None means not at all.
-        is_long: Whether the sequence is longer than ``scaling.original_length``; only longrope looks at it.
-        device: Of the result.
+        dim: Number of rotated elements of a head; even (elements).
+        base: Base of the wavelengths, also called theta.
+        scaling: Scaling of the angles for long sequences; None means none.
+        is_long: Whether the sequence is longer than ``scaling.original_length``; used by longrope
+            only.
+        device: Device of the result.
     """
     powers = base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
     if scaling is None:
@@ -38,12 +44,16 @@ def rotary_frequencies(
 
 
 def _llama3(powers: Tensor, scaling: RotaryScaling) -> Tensor:
-    length, factor = scaling.original_length, scaling.factor
+    length = scaling.original_length
+    factor = scaling.factor
     assert length is not None, "RotaryScaling refuses this kind without it"
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    low = scaling.low_frequency_factor
+    high = scaling.high_frequency_factor
     plain = 1.0 / powers
     wavelengths = 2 * math.pi / plain
-    is_slow, is_fast = wavelengths > length / low, wavelengths < length / high
+    # Slow pairs are stretched, fast ones are kept, and those between are blended.
+    is_slow = wavelengths > length / low
+    is_fast = wavelengths < length / high
     stretched = torch.where(is_slow, plain / factor, plain)
     part = (length / wavelengths - low) / (high - low)
     blended = (1 - part) * stretched / factor + part * stretched
@@ -51,16 +61,22 @@ def _llama3(powers: Tensor, scaling: RotaryScaling) -> Tensor:
 
 
 def _yarn(powers: Tensor, base: float, scaling: RotaryScaling) -> Tensor:
-    num, length = len(powers), scaling.original_length
+    num = len(powers)
+    length = scaling.original_length
     assert length is not None, "RotaryScaling refuses this kind without it"
 
+    # The index of the pair that makes so many turns over the original length.
     def pair_that_turns(times: float) -> float:
         return (2 * num * math.log(length / (times * 2 * math.pi))) / (2 * math.log(base))
 
-    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    first = pair_that_turns(scaling.beta_fast)
+    last = pair_that_turns(scaling.beta_slow)
     if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * num - 1)
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, 2 * num - 1)
     last += 0.001 if first == last else 0.0
-    kept = 1 - ((torch.arange(num, dtype=torch.float32, device=powers.device) - first) / (last - first)).clamp(0, 1)
+    pairs = torch.arange(num, dtype=torch.float32, device=powers.device)
+    kept = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
     return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept

@@ -1,4 +1,4 @@
-"""Several tensors that lie at equal distances in one memory, as one tensor."""
+"""One tensor as a view of equally spaced tensors of a storage."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from torch import Tensor
 
 
 def stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return tensors as one that shares their memory; None unless they lie in it at equal distances, in order.
+    """Return tensors as one view of their memory; None if they are not equally spaced in order.
 
-    It is asked for in every product of experts, so nothing is looked at twice and nothing is kept: what is within the
-    storage of the first one is a part of it, because no two storages share memory.
+    Every matrix product of experts calls this function, so it is cheap and caches nothing. Memory
+    within the storage of the first tensor belongs to that storage, because storages do not overlap.
 
-    Shapes: E of one shape; output ``(E, *shape)``.
+    Shapes: E tensors of one shape; output ``(E, *shape)``.
     """
-    first, num_tensors = tensors[0], len(tensors)
+    first = tensors[0]
+    num_tensors = len(tensors)
     if num_tensors == 1:
         return first.unsqueeze(0)
-    places = [tensor.data_ptr() for tensor in tensors]
-    start, step = places[0], places[1] - places[0]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    start = addresses[0]
+    step = addresses[1] - start
     stop = start + step * num_tensors
-    if step <= 0 or step % first.element_size() or places != list(range(start, stop, step)):
+    if step <= 0 or step % first.element_size() or addresses != list(range(start, stop, step)):
         return None
-    # Lists are compared in one go: there may be hundreds of tensors.
-    shape, strides, dtype = first.shape, first.stride(), first.dtype
+    # Counting in lists is faster than a Python loop: there may be hundreds of tensors.
+    shape = first.shape
+    strides = first.stride()
+    dtype = first.dtype
     if (
         [tensor.shape for tensor in tensors].count(shape) != num_tensors
         or [tensor.stride() for tensor in tensors].count(strides) != num_tensors
