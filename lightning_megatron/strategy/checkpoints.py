@@ -244,7 +244,7 @@ class RunCheckpoints:
             return metadata
         if saved is None or one_process is None:
             raise _no_optimizers(path)
-        before_optimizers(metadata)
+        before_optimizers({**metadata, OPTIMIZERS: saved})
         for index, optimizer in enumerate(optimizers):
             load_optimizer(path, index, optimizer, main, mesh, saved[index])
         self._restore_rank(path, mesh, metadata)

@@ -350,7 +350,7 @@ class MegatronStrategy(ModelStrategy):
     def _make_groups(self, checkpoint: Mapping[str, Any]) -> None:
         """Give the optimizers the groups that callbacks had added to them by the time of a checkpoint."""
         assert self._state is not None, "setup has run"
-        restore_finetuning(self.user_module.trainer, self.user_module, checkpoint.get("callbacks", {}))
+        restore_finetuning(self.user_module.trainer, self.user_module, checkpoint)
         self._state.take_in(self.optimizers)
 
     def _find_last_checkpoint(self) -> str | None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch import nn
 from torch.optim import Optimizer
+
+from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
 
 
 def group_on_every_stage(trainer: Trainer) -> None:
@@ -74,18 +76,34 @@ def _apply_with_mains(
     return apply(groups, {**mapping, **(mains if is_by_name else {main: name for name, main in mains.items()})})
 
 
-def restore_finetuning(trainer: Trainer, module: LightningModule, states: Mapping[str, Any]) -> None:
+def restore_finetuning(trainer: Trainer, module: LightningModule, checkpoint: Mapping[str, Any]) -> None:
     """Make the groups that these callbacks had added to optimizers, which Lightning does too early for this strategy.
 
     Args:
         trainer: Its callbacks are meant.
         module: The module that they unfreeze.
-        states: States of all callbacks, of a checkpoint.
+        checkpoint: States of all callbacks, and of the optimizers if it is a directory. The callbacks' states name
+            parameters of the first stage, the optimizers' those of all stages.
     """
+    states, own = checkpoint.get("callbacks", {}), {name for name, _ in module.named_parameters()}
+    named = [[group["parameters"] for group in one["groups"]] for one in checkpoint.get(OPTIMIZERS) or ()]
     for callback in _finetuning(trainer):
         if callback.state_key in states:
             callback.load_state_dict(states[callback.state_key])
+            callback._internal_optimizer_metadata = {
+                index: [
+                    {**group, "params": [name for name in names if name in own]}
+                    for group, names in zip(groups, _names_of(groups, named[index : index + 1]), strict=True)
+                ]
+                for index, groups in callback._internal_optimizer_metadata.items()
+            }
             callback.on_fit_start(trainer, module)
+
+
+def _names_of(groups: Sequence[Mapping[str, Any]], named: Sequence[Sequence[Sequence[str]]]) -> Sequence[Sequence[str]]:
+    """Return the names of the parameters of groups: those of all stages, where they are known."""
+    known = named and len(named[0]) == len(groups)
+    return named[0] if known else [group["params"] for group in groups]
 
 
 def _finetuning(trainer: Trainer) -> list[BaseFinetuning]:
