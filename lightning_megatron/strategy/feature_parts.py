@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -11,14 +12,21 @@ from torch import Tensor, nn
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.swap.whole_features import cut_layers
 
 _CALL = nn.Module._call_impl.__code__
+_OF_SHAPES = re.compile(r"size|shape|dimension|split|must match|out of (range|bounds)|mat1|expected", re.IGNORECASE)
+#: Layers that a note names.
+_SHOWN = 6
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 @contextmanager
 def naming_uncut_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
     """Say of torch's error about shapes which module should be cut, and how, if one gets a part of its features.
+
+    An error of the user's own code about shapes gets a note that names the layers whose features are cut.
 
     Args:
         root: The user's module.
@@ -29,9 +37,10 @@ def naming_uncut_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         reason = _reason(error, root, mesh.tp.size)
         if reason is None:
+            _add_note(error, root, mesh.tp.size)
             raise
         raise ParallelPlanError(reason) from error
 
@@ -43,6 +52,8 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
     module: nn.Module = frame.f_locals["self"]
     found = _part_and_whole(module, frame.f_locals.get("args", ()), tp)
     name = next((name for name, one in root.named_modules() if one is module), None)
+    if name is not None and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+        return _reason_of_layer(module, name, frame.f_locals.get("args", ()), tp)
     if found is None or name is None:
         return None
     (part, whole, key), kind = found, type(module).__name__
@@ -51,6 +62,39 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
         f"features: {name!r} ({kind}) gets {part} of {whole}, and its {key} is for all of them, because the plan cuts "
         f"a layer before it and leaves it whole. {_way_out(module, name)} Or give the layer before it the kind "
         "'column_gather' in tensor_parallel_plan."
+    )
+
+
+def _reason_of_layer(module: nn.Module, name: str, args: tuple[object, ...], tp: int) -> str | None:
+    """Return why the input of a layer that is cut cannot be right, if it is all features or a part in place of them."""
+    given = args[0].shape[-1] if args and isinstance(args[0], Tensor) and args[0].dim() else 0
+    whole = int(module.in_features)  # type: ignore[arg-type]
+    rule = f"layers that are cut over tp ({tp}) must follow each other as 'column' and 'row'"
+    if isinstance(module, RowParallelLinear) and not module.split_input and given == whole:
+        return (
+            f"{rule}: {name!r} ('row') gets all of its {whole} features, and takes this rank's {whole // tp}. Use "
+            f"{{{name!r}: 'row_split'}} in tensor_parallel_plan, or the kind 'column' for the layer before it. "
+            "If that has it, let code between the two take sizes from its tensors."
+        )
+    if isinstance(module, ColumnParallelLinear) and given * tp == whole:
+        return (
+            f"{rule}: {name!r} ('column') gets this rank's {given} features, and takes all {whole}. Give the layer "
+            f"before it the kind 'column_gather' in tensor_parallel_plan, or {name!r} the kind 'row'."
+        )
+    return None
+
+
+def _add_note(error: Exception, root: nn.Module, tp: int) -> None:
+    """Name the layers whose features are cut, if an error may be about them."""
+    layers = [layer for layer in cut_layers(root) if layer.kind in ("column", "row")] if tp > 1 else []
+    if not layers or not _OF_SHAPES.search(str(error)):
+        return
+    shown = ", ".join(f"{layer.name!r} ('{layer.kind}')" for layer in layers[:_SHOWN])
+    error.add_note(
+        f"The plan cuts features over tp ({tp}): between a 'column' and the next 'row' layer code sees one part of "
+        f"{tp} of them. These are cut: {shown}{', ...' if len(layers) > _SHOWN else ''}. If that is what does not fit, "
+        "take sizes from the tensors (x.shape[-1], or -1 for the number of heads), or give the layers around the code "
+        "the kinds 'column_gather' and 'row_split', or 'replicate', in tensor_parallel_plan."
     )
 
 

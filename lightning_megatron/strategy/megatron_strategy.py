@@ -68,9 +68,9 @@ class MegatronStrategy(ModelStrategy):
             at most a fifth of a step, as the log says: at least 4 * (pp - 1) / vpp, or one for each sample.
         microbatch_group_size: Microbatches that run through one chunk before the next chunk has its turn (interleaved
             only). None means one for each stage.
-        check_microbatches: Whether the first batch that is cut is tried before it trains, without gradients: loss and
-            logs of microbatches must be those of the samples together, and batch norms, steps that count their calls
-            and the like are refused. False says that what microbatches compute is meant.
+        check_microbatches: Whether the first batch is tried, without gradients, where microbatches cut its samples, or
+            a plan its features: loss and logs of parts must be those of all, and batch norms, steps that count their
+            calls and the like are refused. False says that what parts compute is meant.
         order: Axes from the fastest to the slowest: neighbours on the first axis are neighbouring ranks.
         recompute: Which activations are computed again in the backward pass instead of kept: none, selective (the
             attention core), experts (what experts make of their rows) or full (whole blocks). None leaves the models'

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cut, joined_parts, own_containers
+from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cut, joined_parts
 from lightning_megatron.strategy.buffers import BatchStatistics
-from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.module_state import ModuleState
 from lightning_megatron.strategy.modules import find_models
-from lightning_megatron.strategy.outputs import Weight, loss_in, token_counts_in
-from lightning_megatron.strategy.random_states import random_states, restore_random_states
-from lightning_megatron.strategy.seeded_draws import SeededDraws
-from lightning_megatron.strategy.steady_draws import SteadyDraws
+from lightning_megatron.strategy.tried_step import Reading, Run, TriedStep, is_close, joined, undone
 from lightning_megatron.strategy.weight_writes import unwritten_weights
 
 log = logging.getLogger(__name__)
 
-#: Runs the step on some parts of a batch, each after a call of the last argument, and returns what it returned for
-#: each, on the last stage.
-Run = Callable[[Sequence[Microbatch], Recorder, Callable[[], None]], list[Any]]
-
 #: More microbatches of the first batch are not tried.
 _MOST = 16
-#: Relative difference that rounding may make, by the spacing of the coarsest type that is computed in.
-_TOLERANCES = ((1e-15, 1e-9), (1e-6, 1e-5), (2e-3, 5e-3), (math.inf, 2e-2))
 #: Above it a mean of unequally many tokens may pass for one of samples.
 _COARSE = 1e-4
 _WAYS_OUT = (
@@ -44,17 +29,6 @@ _WAYS_OUT = (
     "cut it yourself by a collate function that returns a list of Microbatch, or say by check_microbatches=False that "
     "microbatches are meant."
 )
-
-
-@dataclass
-class _Reading:
-    """Hold what a step gave for some samples.
-
-    Args:
-        values: By name, each with what it weighs; what is added up has no weight.
-    """
-
-    values: dict[str, tuple[float, float | None]] = field(default_factory=dict)
 
 
 class MicrobatchTrials:
@@ -101,32 +75,27 @@ class MicrobatchTrials:
         self._tried.add(key)
         parts = list(microbatches[:_MOST])
         groups = _groups(len(parts))
-        joined = joined_parts(batch, parts, groups)
+        together = joined_parts(batch, parts, groups)
         # Stages hold other layers, and data ranks other batches: all try, or none.
         if not all(all_gather_objects(bool(groups) and not self._drops, self._mesh.world_cpu)):
             return
-        state, random_before = ModuleState(self._module), random_states(self._mesh.device)
-        position = self._mesh.random.position
         whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
-        trial = _Trial(self._mesh, self._module, key[0], run, state, whole)
-        try:
-            with unwritten_weights(self._module, key[0]):
-                trial.compare(joined, groups, parts)
-        except UnsupportedError:
-            raise
-        except Exception as error:
-            if trial.runs_whole():
-                raise UnsupportedError(
-                    f"{key[0]} must run on microbatches, because its batch is cut into {len(microbatches)}: it runs on "
-                    f"{whole.num_samples} samples, and not on {parts[0].num_samples} "
-                    f"({type(error).__name__}: {error}). "
-                    f"A tensor of the batch may count something else than its samples. {_WAYS_OUT}"
-                ) from error
-            raise
-        finally:
-            state.restore()
-            restore_random_states(random_before, self._mesh.device)
-            self._mesh.random.seek(position.layer, position)
+        with undone(self._module, self._mesh) as state:
+            trial = _Trial(self._mesh, self._module, key[0], run, state, whole)
+            try:
+                with unwritten_weights(self._module, key[0]):
+                    trial.compare(together, groups, parts)
+            except UnsupportedError:
+                raise
+            except Exception as error:
+                if trial.runs_whole():
+                    raise UnsupportedError(
+                        f"{key[0]} must run on microbatches, because its batch is cut into {len(microbatches)}: it "
+                        f"runs on {whole.num_samples} samples, and not on {parts[0].num_samples} "
+                        f"({type(error).__name__}: {error}). "
+                        f"A tensor of the batch may count something else than its samples. {_WAYS_OUT}"
+                    ) from error
+                raise
 
 
 class _Trial:
@@ -136,33 +105,33 @@ class _Trial:
         self, mesh: ParallelMesh, module: LightningModule, step: str, run: Run, state: ModuleState, whole: Microbatch
     ) -> None:
         self._mesh, self._module, self._step = mesh, module, step
-        self._run_step, self._state, self._whole = run, state, whole
-        self._spacing, self._ends = 0.0, frozenset[int]()
+        self._state, self._whole = state, whole
+        self._tried = TriedStep(mesh, step, run, state)
 
-    def compare(self, joined: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]) -> None:
+    def compare(self, pairs: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]) -> None:
         """Run the step on parts and on several of them at once.
 
         Args:
-            joined: Microbatches at once.
+            pairs: Microbatches at once.
             groups: Which parts each of them joins.
             parts: Microbatches.
         """
-        together = self._run(joined, seed=0)
+        together = self._run(pairs, seed=0)
         self._state.restore()
         alone = self._run(parts, seed=0)
-        tolerance = next(size for spacing, size in _TOLERANCES if self._worst_spacing() <= spacing)
-        changed = self._left_behind(joined[0], parts, tolerance)
+        tolerance = self._tried.tolerance()
+        changed = self._left_behind(pairs[0], parts, tolerance)
         self._state.restore()
         found = _differences(together, groups, alone, tolerance)
         if self._gathered(bool(found)):
             # What Python and NumPy draw for each sample cannot be made the same for one sample and for two; what they
             # draw once for a batch was the same.
-            again = self._run(joined, seed=int(self._gathered(len(self._ends) > 1)))
+            again = self._run(pairs, seed=int(self._gathered(self._tried.has_other_draws)))
             unsteady = {
                 name
                 for before, after in zip(together, again, strict=True)
                 for name in before.values
-                if name in after.values and not _is_close(before.values[name][0], after.values[name][0], tolerance)
+                if name in after.values and not is_close(before.values[name][0], after.values[name][0], tolerance)
             }
             self._warn_of_unsteady(sorted(unsteady & found.keys()))
             found = {name: numbers for name, numbers in found.items() if name not in unsteady}
@@ -182,31 +151,12 @@ class _Trial:
             return False
         return True
 
-    def _run(self, parts: Sequence[Microbatch], seed: int) -> list[_Reading]:
+    def _run(self, parts: Sequence[Microbatch], seed: int) -> list[Reading]:
         """Return what the step gives for every part, on the last stage."""
-        recorder = Recorder()
         try:
-            outputs = self._outputs(parts, recorder, seed, torch.no_grad() if self._is_training else nullcontext())
-        except RuntimeError as error:
-            if self._mesh.pp.size > 1 or not self._is_training or isinstance(error, torch.OutOfMemoryError):
-                raise
-            # The step may take derivatives of its own.
-            self._state.restore()
-            recorder = Recorder()
-            outputs = self._outputs(parts, recorder, seed, torch.enable_grad())
-        return _readings(outputs, parts, recorder)
-
-    def _outputs(self, parts: Sequence[Microbatch], recorder: Recorder, seed: int, gradients: Any) -> list[Any]:
-        steady, seeded = SteadyDraws(), SeededDraws(seed)
-        try:
-            with gradients, steady, seeded.running():
-                # A step may take entries out of its batch, which runs again.
-                tried = [Microbatch(own_containers(part.data), part.num_samples) for part in parts]
-                return self._run_step(tried, recorder, seeded.begin)
+            return self._tried.read(parts, seed)
         except Exception as error:
             raise self._noted(error, parts)  # noqa: B904
-        finally:
-            self._spacing, self._ends = max(self._spacing, steady.spacing), self._ends | seeded.ends
 
     def _noted(self, error: Exception, parts: Sequence[Microbatch]) -> Exception:
         note = (
@@ -216,10 +166,6 @@ class _Trial:
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         return error
-
-    @property
-    def _is_training(self) -> bool:
-        return self._step == "training_step"
 
     def _left_behind(self, pair: Microbatch, parts: Sequence[Microbatch], tolerance: float) -> dict[str, str]:
         """Return what the module holds after two microbatches and does not after their samples at once, and its kind.
@@ -239,16 +185,13 @@ class _Trial:
         repeated = once.changes(tolerance)
         return {name: kind if name in repeated else "left by the last call" for name, kind in different.items()}
 
-    def _worst_spacing(self) -> float:
-        return max(all_gather_objects(self._spacing, self._mesh.world_cpu))
-
     def _gathered(self, is_so: bool) -> bool:
         return any(all_gather_objects(is_so, self._mesh.world_cpu))
 
     def _judge(self, found: Mapping[str, tuple[float, float, int]], changed: Mapping[str, str], size: int) -> None:
         texts = [_text_of_values(self._step, found, size)] if found else []
         counted = sorted(name for name, kind in changed.items() if kind in ("number", "tensor"))
-        if counted and self._is_training:
+        if counted and self._tried.is_training:
             texts.append(_text_of_state(self._step, counted))
         ranks = all_gather_objects(" ".join(texts), self._mesh.world_cpu)
         first = next((text for text in ranks if text), None)
@@ -284,49 +227,6 @@ class _Trial:
             )
 
 
-def _readings(outputs: Sequence[Any], parts: Sequence[Microbatch], recorder: Recorder) -> list[_Reading]:
-    if not outputs:
-        return []
-    counts = token_counts_in(outputs)
-    readings = [_Reading() for _ in outputs]
-    for number, (output, part) in enumerate(zip(outputs, parts, strict=True)):
-        loss = _scalar_loss(output)
-        weight: Weight = part.num_samples if counts is None else counts[number]
-        if loss is not None:
-            readings[number].values["the loss"] = loss.item(), float(weight)
-        if counts is not None:
-            readings[number].values["num_tokens"] = float(counts[number]), None
-    for name, call in recorder.calls.items():
-        if call.reduction not in ("mean", "sum"):
-            continue
-        for entry in recorder.values[name]:
-            is_mean = call.reduction == "mean"
-            weight = entry.weight if counts is None else counts[entry.run]
-            reading = readings[entry.run].values
-            before = reading.get(f"log {name!r}")
-            value = float(entry.value), float(weight) if is_mean else None
-            reading[f"log {name!r}"] = value if before is None else _joined([before, value])
-    return readings
-
-
-def _scalar_loss(output: Any) -> Tensor | None:
-    if isinstance(output, Tensor):
-        return output if output.numel() == 1 else None
-    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor) and output["loss"].numel() == 1:
-        return loss_in(output)
-    return None
-
-
-def _joined(values: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:
-    """Return a mean by weight, or a sum of what has none."""
-    weights = [weight for _, weight in values if weight is not None]
-    if not weights:
-        return sum(value for value, _ in values), None
-    total = sum(weights)
-    summed = sum(value * weight for value, weight in values if weight is not None and weight)
-    return summed / total if total else 0.0, total
-
-
 def _groups(num_parts: int) -> list[range]:
     """List which microbatches are tried at once: neighbours, and three because a median of two is their mean."""
     pairs = [range(number, number + 2) for number in range(num_parts - 1)]
@@ -334,7 +234,7 @@ def _groups(num_parts: int) -> list[range]:
 
 
 def _differences(
-    together: Sequence[_Reading], groups: Sequence[range], alone: Sequence[_Reading], tolerance: float
+    together: Sequence[Reading], groups: Sequence[range], alone: Sequence[Reading], tolerance: float
 ) -> dict[str, tuple[float, float, int]]:
     """Return the largest difference of each name: its number at once, one after the other, and of how many."""
     found: dict[str, tuple[float, float, int]] = {}
@@ -343,17 +243,11 @@ def _differences(
             single = [alone[number].values[name] for number in group if name in alone[number].values]
             if len(single) < len(group) or weight == 0.0 or len(group) > found.get(name, (0.0, 0.0, 3))[2]:
                 continue
-            joined = _joined(single)[0]
+            average = joined(single)[0]
             worst = found.get(name, (0.0, 0.0, 0))
-            if not _is_close(value, joined, tolerance) and not abs(worst[0] - worst[1]) >= abs(value - joined):
-                found[name] = value, joined, len(group)
+            if not is_close(value, average, tolerance) and not abs(worst[0] - worst[1]) >= abs(value - average):
+                found[name] = value, average, len(group)
     return found
-
-
-def _is_close(first: float, second: float, tolerance: float) -> bool:
-    if math.isnan(first) or math.isnan(second):
-        return math.isnan(first) == math.isnan(second)
-    return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance / 10)
 
 
 def _text_of_values(step: str, found: Mapping[str, tuple[float, float, int]], size: int) -> str:

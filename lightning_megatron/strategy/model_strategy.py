@@ -33,6 +33,7 @@ from lightning_megatron.strategy.checks import (
 from lightning_megatron.strategy.empty_optimizers import allowing_empty_optimizers, check_trained_somewhere
 from lightning_megatron.strategy.experts import ExpertsOfRun, check_experts
 from lightning_megatron.strategy.feature_parts import naming_uncut_modules
+from lightning_megatron.strategy.feature_trial import FeatureTrials
 from lightning_megatron.strategy.finite_watch import checks_of
 from lightning_megatron.strategy.kept_state import KeptState
 from lightning_megatron.strategy.mesh_strategy import MeshStrategy
@@ -183,8 +184,9 @@ class ModelStrategy(MeshStrategy):
         kept = KeptState(module, self.mesh)
         call_before_epoch_ends(trainer, kept.share)
         rule = self.options.microbatches(self.layout)
-        trial = MicrobatchTrials(module, self.mesh) if self.options.check_microbatches else None
-        self._steps = StepRunner(self.mesh, self._executor, rule, kept, trial)
+        trials = (MicrobatchTrials(module, self.mesh), FeatureTrials(module, self.mesh))
+        checks = self.options.check_microbatches
+        self._steps = StepRunner(self.mesh, self._executor, rule, kept, trials if checks else None)
         self._setup_training(trainer, fitting)
 
     def _setup_training(self, trainer: Trainer, fitting: bool) -> None:

@@ -22,6 +22,7 @@ from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, own_conta
 from lightning_megatron.pipeline.step_plans import Trial
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.strategy.feature_parts import naming_uncut_modules
+from lightning_megatron.strategy.feature_trial import FeatureTrials
 from lightning_megatron.strategy.kept_state import KeptState
 from lightning_megatron.strategy.log_record import Recorder
 from lightning_megatron.strategy.log_replay import LogReplay
@@ -61,7 +62,8 @@ class StepRunner:
         executor: Runs the schedule.
         rule: Says how a batch is cut.
         kept: Follows what steps keep in the module.
-        trials: Tries steps on their first batch; None takes what microbatches give.
+        trials: Try steps on microbatches of their first batch, and on all features where tp cuts them; None takes what
+            parts give.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class StepRunner:
         executor: PipelineExecutor,
         rule: MicrobatchRule,
         kept: KeptState,
-        trials: MicrobatchTrials | None = None,
+        trials: tuple[MicrobatchTrials, FeatureTrials] | None = None,
     ) -> None:
         self._mesh, self._executor, self._rule = mesh, executor, rule
         self._kept, self._trials, self.reads = kept, trials, WeightReads(mesh)
@@ -206,15 +208,19 @@ class StepRunner:
         args: tuple[Any, ...],
         step: int,
     ) -> None:
-        """Compare a step on microbatches with itself on their samples together, at its first batch."""
-        if self._trials is None or (self._rule.is_whole and not is_cut(batch)):
+        """Compare a step on parts of samples, and of features, with itself on all, at its first batch."""
+        if self._trials is None:
             return
+        of_samples, of_features = self._trials
 
         def run(parts: Sequence[Microbatch], recorder: Recorder, begin: Callable[[], None]) -> list[Any]:
+            guard = self.reads.guard(module, key[0])
             with self._replay.record(module, recorder):
-                return self._run(module, key[0], list(parts), args, recorder, step, begin=begin)
+                return self._run(module, key[0], list(parts), args, recorder, step, guard=guard, begin=begin)
 
-        self._trials.check(key, batch, microbatches, run)
+        if is_cut(batch) or not self._rule.is_whole:
+            of_samples.check(key, batch, microbatches, run)
+        of_features.check(key[0], microbatches[0], run)
 
     def _say_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
         """Log once how batches are cut, where the user left it open."""

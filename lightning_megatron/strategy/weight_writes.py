@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.errors import UnsupportedError
 
@@ -51,3 +53,44 @@ def _norms_of(module: nn.Module) -> dict[str, Tensor]:
         for name, parameter in module.named_parameters()
         if not parameter.is_meta and parameter.is_floating_point()
     }
+
+
+class WeightWrites(TorchDispatchMode):
+    """Keep what weights held before somebody writes into them inside the block, to undo it.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._storages = {p.untyped_storage().data_ptr() for p in module.parameters() if not p.is_meta}
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run an operator, after a copy of the weights that it writes into."""
+        given = dict(kwargs or {})
+        if func._schema.is_mutable:
+            arguments = func._schema.arguments
+            named = [*zip(arguments, args, strict=False), *((one, given.get(one.name)) for one in arguments)]
+            for argument, value in named:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._keep(value if isinstance(value, (list, tuple)) else [value])
+        return func(*args, **given)
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Write back what was kept."""
+        while self._before:
+            written, before = self._before.pop()
+            written.copy_(before)
+
+    def _keep(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if (
+                isinstance(value, Tensor)
+                and not value.is_meta
+                and value.layout == torch.strided
+                and value.untyped_storage().data_ptr() in self._storages
+            ):
+                self._before.append((value.detach(), value.detach().clone()))

@@ -39,7 +39,7 @@ from lightning_megatron.swap.whole_model import NOTE, is_cut, is_foreign, sharde
 _FIRST_LAYER = 1_000_000
 
 #: Attribute of a swapped block: its kind, by which the same plan fits the module a second time.
-_SWAPPED_AS = "swapped_as"
+SWAPPED_AS = "swapped_as"
 
 #: Kinds of blocks that take and give parts of sequences.
 _KNOW_PARTS = ("column", "column_gather", "row", "row_split", "sequence")
@@ -166,7 +166,7 @@ def _built(
 
 
 def _fits(kind: str, module: nn.Module) -> bool:
-    if kind in ("replicate", "partial") or getattr(module, _SWAPPED_AS, None) == kind:
+    if kind in ("replicate", "partial") or getattr(module, SWAPPED_AS, None) == kind:
         return True
     return rule_for(kind, module) is not None or (kind == "auto" and isinstance(module, (GPT, Encoder, ReplacedModel)))
 
@@ -353,7 +353,7 @@ def _install(places: Sequence[Place], built: Sequence[_Swap]) -> None:
             # The model stays the same object.
             swap.finish()
             continue
-        setattr(swap.target, _SWAPPED_AS, swap.kind)
+        setattr(swap.target, SWAPPED_AS, swap.kind)
         if cuts_sequence and swap.kind not in (*_KNOW_PARTS, "model"):
             take_whole_inputs(swap.target)
     for place in places:

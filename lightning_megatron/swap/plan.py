@@ -4,8 +4,8 @@ Kinds of the plan:
 
 * ``auto``: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, alone or anywhere
   inside the named module. Without a plan all of them are swapped.
-* ``column``: nn.Linear whose outputs stay cut; only elementwise functions and a ``row`` may follow, which is the
-  user's responsibility.
+* ``column``: nn.Linear whose outputs stay cut; what treats every feature or head by itself and a ``row`` may follow,
+  which the first batch tries.
 * ``column_gather``: nn.Linear whose outputs are gathered.
 * ``row``: nn.Linear that takes cut inputs and sums.
 * ``row_split``: nn.Linear that takes complete inputs, of which each rank multiplies its part, and sums.

@@ -88,7 +88,8 @@ def run(module: Regress, devices: int = 1, layout: dict[str, Any] | None = None,
     try:
         trainer.fit(module, Batches(module, share))
     except (ValueError, RuntimeError) as error:
-        return Outcome(error=f"{type(error).__name__}: {error}")
+        notes = getattr(error, "__notes__", [])
+        return Outcome(error=" ".join([f"{type(error).__name__}: {error}", *notes]))
     return Outcome(module.losses, module.weights)
 
 

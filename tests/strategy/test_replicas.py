@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_megatron import GPT, GPTConfig, UnsupportedError
 from lightning_megatron.groups.shard_spec import shard_spec_of
@@ -24,7 +27,7 @@ PLAN = {"net.up": "column", "net.down": "row"}
 FURTHER = {"features": {"net.between": "features"}}
 #: Models that tp cuts in part at least, of the sizes below.
 CUT = (
-    *("PReLU", "norm of heads", "features"),
+    *("PReLU", "norm of heads", "features", "teacher"),
     "Phi",
     "Apertus",
     "Cohere",
@@ -91,6 +94,7 @@ MODULES: dict[str, Callable[[], Regress]] = {
     "norm of heads": lambda: Regress(lambda: Net(Scale())),
     "Phi": lambda: Predict(language_model("PhiForCausalLM", qk_layernorm=True, partial_rotary_factor=0.5)),
     "features": lambda: Regress(lambda: Net(PerFeature())),
+    "teacher": lambda: Teacher(),
     "Apertus": lambda: Predict(language_model("ApertusForCausalLM")),
     "Cohere": lambda: Predict(language_model("CohereForCausalLM", use_qk_norm=True)),
     "Doge": lambda: Predict(language_model("DogeForCausalLM")),
@@ -121,9 +125,7 @@ def test_parameters_that_ranks_use_on_parts_of_the_features_train_as_on_one_devi
         for (name, layout), outcome in reports.items():
             where, plain = f"{name}, {layout}, rank {rank}", expected[name]
             assert not outcome.error, f"{where}: {outcome.error}"
-            assert outcome.is_cut == (
-                layout == "tp" and (name in CUT or name in ("PReLU", "norm of heads", "features"))
-            )
+            assert outcome.is_cut == (layout == "tp" and name in CUT)
             assert outcome.losses == pytest.approx(plain.losses, rel=1e-6), where
             for key, weight in plain.weights.items():
                 assert_equal(outcome.weights[key], weight, f"{where}: {key}", 1e-6)
@@ -192,6 +194,22 @@ class WritesAlone(Regress):
                 self.get_parameter(self.key).mul_(1.1)
 
 
+class Function(nn.Module):
+    """Compute a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def across(function: Callable[[Tensor], Tensor]) -> Callable[[], Regress]:
+    """Return who makes a module with a function between two layers that are cut."""
+    return lambda: Regress(lambda: Net(Function(function)))
+
+
 class Watched(nn.Tanh):
     """Keep the mean size of the features that come by."""
 
@@ -212,9 +230,50 @@ class PenaltyOfActivations(Regress):
         return loss + 0.1 * net.between.size
 
 
+class LogOfActivations(PenaltyOfActivations):
+    """Log what an activation between two cut layers says, and train without it."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = Regress.training_step(self, batch, index)
+        net: Any = self.net
+        self.log("size", net.between.size)
+        return loss
+
+
+class Teacher(Regress):
+    """Count steps, and let a copy of a weight follow it in the step, which both change the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Net(nn.GELU()))
+        self.calls = 0
+        self.teacher = nn.Parameter(torch.ones(8, dtype=torch.float64), requires_grad=False)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.teacher.mul_(0.5)
+            self.teacher.data.add_(batch[0].mean((0, 1)))
+        return super().training_step(batch, index) * self.calls + self.teacher.square().mean()
+
+
+def noise(x: Tensor) -> Tensor:
+    return F.dropout(x + torch.randn_like(x), 0.5) + random.random() + torch.from_numpy(np.random.randn(x.shape[-1]))
+
+
 def plain_net() -> nn.Module:
     return Net(nn.GELU())
 
+
+#: Functions that a rank of tp cannot compute of its part of the features.
+ACROSS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "maximum": lambda x: x - x.amax(-1, keepdim=True),
+    "chunk": lambda x: torch.cat([part.tanh() * number for number, part in enumerate(x.chunk(3, -1), 1)], -1),
+    "flip": lambda x: x.tanh().flip(-1),
+    "position": lambda x: x * torch.arange(x.shape[-1], dtype=x.dtype),
+    "size": lambda x: x / x.shape[-1],
+    "convolution": lambda x: F.avg_pool1d(x, 3, 1, 1),
+}
 
 REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "raw backward": (
@@ -270,6 +329,45 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         {"tp": 2, "tensor_parallel_plan": PLAN, "check_microbatches": False},
         r"ReplicaMismatchError: the ranks of tp must compute the same loss.* it is ([\d.]+) on rank 0, (?!\1)[\d.]+ on "
         r"rank 1\..*'column_gather'",
+    ),
+    "a log of activations": (
+        LogOfActivations,
+        {"tp": 2, "tensor_parallel_plan": PLAN},
+        r"ParallelPlanError: training_step must give the same .* tp \(2\) .*: log 'size' is ([\d.]+), and (?!\1)[\d.]+ "
+        r"with all features\. Code behind a 'column' layer \('net.up'\)",
+    ),
+    **{
+        f"{name} of all features": (
+            across(function),
+            {"tp": 2, "tensor_parallel_plan": PLAN},
+            r"ParallelPlanError: .*the loss is ([\d.]+), and (?!\1)[\d.]+ with all features; .*the input "
+            r"of 'net.down' is .*Code between 'net.up' \('column'\) and 'net.down' \('row'\) works across .*"
+            r"'column_gather' and 'row_split'.*check_microbatches=False",
+        )
+        for name, function in ACROSS.items()
+    },
+    "a view of fixed sizes": (
+        across(lambda x: x.view(4, 6, 4, 3).tanh().flatten(-2)),
+        {"tp": 2, "tensor_parallel_plan": PLAN},
+        r"RuntimeError: shape .* is invalid .*tp \(2\): .*'net.up' \('column'\), 'net.down' \('row'\)\. "
+        r".*x.shape\[-1\]",
+    ),
+    "a row layer without a column layer": (
+        lambda: Regress(plain_net),
+        {"tp": 2, "tensor_parallel_plan": {"net.down": "row"}},
+        r"ParallelPlanError: .*'net.down' \('row'\) gets all of its 12 features, .* \{'net.down': 'row_split'\}",
+    ),
+    "two column layers": (
+        lambda: Regress(plain_net),
+        {"tp": 2, "tensor_parallel_plan": {"net.*": "column"}},
+        r"ParallelPlanError: .*'net.down' \('column'\) gets this rank's 6 features, and takes all 12\..*"
+        r"'column_gather'",
+    ),
+    "nothing, for the noise is drawn": (across(noise), {"tp": 2, "tensor_parallel_plan": PLAN}, r"^$"),
+    "nothing, for it is meant": (
+        across(ACROSS["softmax"]),
+        {"tp": 2, "tensor_parallel_plan": PLAN, "check_microbatches": False},
+        r"^$",
     ),
     "written on one of dp": (
         lambda: WritesAlone(plain_net, 1, "net.up.weight"),

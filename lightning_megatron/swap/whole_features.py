@@ -1,0 +1,155 @@
+"""Layers that a plan cuts, computed on all features for a while, to compare with what each rank makes of its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import gather_from_axis
+from lightning_megatron.layers.sequence_shard import SequenceShard, whole_of
+from lightning_megatron.swap.apply import SWAPPED_AS
+
+#: Kinds between whose layers each rank has its part of the features, and what is cut with them.
+_CUT = ("column", "row", "features")
+#: Elements that are kept of the input of a call: some of its positions, with all of this rank's features.
+_KEPT = 2**16
+
+
+@dataclass(frozen=True)
+class CutLayer:
+    """Name a layer that takes or gives parts of features.
+
+    Args:
+        name: Its name in the user's module.
+        kind: What the plan says of it.
+        module: The layer.
+    """
+
+    name: str
+    kind: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Hold what a layer got.
+
+    Args:
+        layer: The layer.
+        sample: Some positions of its input, with the features that this rank has of it.
+    """
+
+    layer: CutLayer
+    sample: Tensor
+
+    def distance(self, other: Seen) -> float | None:
+        """Return how far two inputs are apart, relative to their size; None if they cannot be compared."""
+        mine, theirs = (one.sample.double().nan_to_num(1e30, 1e30, -1e30) for one in (self, other))
+        if self.layer != other.layer or mine.shape != theirs.shape:
+            return None
+        size = max(float(mine.norm()), float(theirs.norm()))
+        return float((mine - theirs).norm()) / size if size else 0.0
+
+
+def cut_layers(module: nn.Module) -> list[CutLayer]:
+    """List the layers below a module between which features are cut by a plan, and what is cut with them."""
+    kinds = ((name, getattr(part, SWAPPED_AS, None), part) for name, part in module.named_modules())
+    return [CutLayer(name, kind, part) for name, kind, part in kinds if kind in _CUT]
+
+
+@contextmanager
+def watching(layers: Sequence[CutLayer], axis: MeshAxis, *, is_whole: bool) -> Iterator[list[Seen]]:
+    """Note what cut layers get inside the block.
+
+    Args:
+        layers: The layers.
+        axis: The axis that cuts them.
+        is_whole: Whether every rank computes on all features between the layers: ``column`` layers gather their
+            outputs, ``row`` layers take their part of complete inputs, and what is cut with the features is gathered.
+            Products are the same in both cases, so that only the code between can make a difference.
+
+    Yields:
+        What ``column`` and ``row`` layers got, in the order of the calls.
+
+    Communication: with ``is_whole`` an all-gather over the axis for each call of a ``column`` layer, and one for each
+    parameter that is cut with the features.
+    """
+    seen: list[Seen] = []
+    with ExitStack() as stack:
+        for layer in layers:
+            for handle in _hooks(layer, axis, seen, is_whole):
+                stack.callback(handle.remove)
+            stack.callback(_put_back, layer.module, layer.module._parameters)
+        yield seen
+
+
+def _hooks(layer: CutLayer, axis: MeshAxis, seen: list[Seen], is_whole: bool) -> Iterator[Any]:
+    module = layer.module
+    if layer.kind == "features":
+        if is_whole:
+            parts = module._parameters
+            yield module.register_forward_pre_hook(partial(_gather_parameters, axis=axis))
+            yield module.register_forward_hook(lambda *_: _put_back(module, parts), always_call=True)
+        return
+    if is_whole and layer.kind == "column":
+        yield module.register_forward_hook(partial(_gather_output, axis=axis), prepend=True)
+    note: Callable[..., Any] = partial(_note, layer=layer, axis=axis, seen=seen, is_whole=is_whole)
+    yield module.register_forward_pre_hook(note, with_kwargs=True)
+
+
+def _note(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    layer: CutLayer,
+    axis: MeshAxis,
+    seen: list[Seen],
+    is_whole: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Keep a sample of an input, and give a row layer its part of a complete one."""
+    given = args or tuple(kwargs.values())
+    if not given or not isinstance(given[0], Tensor):
+        return None
+    hidden = given[0]
+    takes_part = is_whole and layer.kind == "row"
+    if takes_part:
+        hidden = whole_of(hidden)
+        width = int(module.weight.shape[1])  # type: ignore[index]
+        if hidden.shape[-1] == width * axis.size:
+            hidden = hidden[..., axis.rank * width : (axis.rank + 1) * width]
+    seen.append(Seen(layer, _sample(hidden)))
+    if not takes_part:
+        return None
+    return ((hidden, *args[1:]), dict(kwargs)) if args else (args, {**kwargs, next(iter(kwargs)): hidden})
+
+
+def _sample(hidden: Tensor) -> Tensor:
+    part = (hidden.part if isinstance(hidden, SequenceShard) else hidden).detach()
+    rows = part.reshape(-1, part.shape[-1]) if part.dim() else part.reshape(1, 1)
+    count = max(1, _KEPT // max(1, rows.shape[1]))
+    # A view would keep all of it.
+    return rows[:: max(1, -(-rows.shape[0] // count))].clone()
+
+
+def _gather_output(module: nn.Module, args: tuple[Any, ...], output: Tensor, *, axis: MeshAxis) -> Tensor:
+    return gather_from_axis(output, axis, dim=-1)
+
+
+def _gather_parameters(module: nn.Module, args: tuple[Any, ...], *, axis: MeshAxis) -> None:
+    with torch.no_grad():
+        module._parameters = {
+            name: None if part is None else nn.Parameter(gather_from_axis(part, axis, dim=0), part.requires_grad)
+            for name, part in module._parameters.items()
+        }
+
+
+def _put_back(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    module._parameters = parameters
