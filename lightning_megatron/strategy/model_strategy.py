@@ -183,10 +183,9 @@ class ModelStrategy(MeshStrategy):
         self._executor.loss_weight = self._experts.loss_weight
         kept = KeptState(module, self.mesh)
         call_before_epoch_ends(trainer, kept.share)
-        rule = self.options.microbatches(self.layout)
-        trials = (MicrobatchTrials(module, self.mesh), FeatureTrials(module, self.mesh))
-        checks = self.options.check_microbatches
-        self._steps = StepRunner(self.mesh, self._executor, rule, kept, trials if checks else None)
+        mesh, options = self.mesh, self.options
+        trials = (MicrobatchTrials(module, mesh), FeatureTrials(module, mesh)) if options.check_microbatches else None
+        self._steps = StepRunner(mesh, self._executor, options.microbatches(self.layout), kept, trials)
         self._setup_training(trainer, fitting)
 
     def _setup_training(self, trainer: Trainer, fitting: bool) -> None:
