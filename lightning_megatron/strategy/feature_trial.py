@@ -47,6 +47,11 @@ class _Place:
     before: tuple[str, ...]
     distance: float | None
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether parts of features, and not what column layers make them of, are apart."""
+        return self.kind == "row" and self.distance is not None
+
 
 @dataclass
 class _Result:
@@ -173,13 +178,11 @@ class _Trial:
         places = [one for _, one in everyone if one is not None]
         first = min(places, key=lambda one: one.number, default=None)
         found = next((one for one, _ in everyone if one), None) or {}
-        is_inside = first is not None and first.kind == "row" and first.distance is not None
-        if not found and not is_inside:
+        if not found and (first is None or not first.is_inside):
             return
         tp = self._mesh.tp.size
         listed = [f"{name} is {cut:.9g}, and {whole:.9g} with all features" for name, (cut, whole) in found.items()]
-        if is_inside:
-            assert first is not None
+        if first is not None and first.is_inside:
             listed.append(f"the input of {first.layer!r} is {first.distance:.2g} of its size away")
         raise ParallelPlanError(
             f"{self._step} must give the same whether a rank of tp ({tp}) has its part of the features or all of them: "
