@@ -1,4 +1,4 @@
-"""The store in which the ranks of a job find each other, without what ranks of an earlier attempt left there."""
+"""Rendezvous store of a job's ranks, isolated from entries of earlier attempts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _POLL_SECONDS = 0.02
 
 
 def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta, of_agent: bool) -> dist.Store:
-    """Return the store that all ranks of the job see: that of the process group, if there is one.
+    """Return the store that all ranks of the job share: that of the process group, if there is one.
 
     Args:
         address: Host of the store.
-        port: Its port.
-        rank: Global rank of this process; the first one keeps the store, unless torchrun does.
-        size: Ranks of the job.
-        timeout: How long to wait for the others.
-        of_agent: Whether torchrun keeps the store.
+        port: Port of the store.
+        rank: Global rank of this process. Rank 0 runs the store, unless torchrun does.
+        size: Number of ranks in the job.
+        timeout: Time to wait for the other ranks.
+        of_agent: Whether torchrun runs the store.
 
     Raises:
-        RankMismatchError: If the others do not come in time to a store of torchrun.
+        RankMismatchError: If the other ranks do not connect to torchrun's store in time.
 
     Communication: every rank with the store.
     """
@@ -46,21 +46,21 @@ def default_store() -> dist.Store:
 def join_agent_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> dist.Store:
     """Return a store that only the ranks of this attempt use.
 
-    When torchrun starts the ranks again, its store outlives them. A rank that comes first would find the addresses that
-    the previous ranks have left, and try to connect to processes that are gone. (torchrun counts its attempts, but
-    every machine for itself.)
+    When torchrun restarts the ranks, its store survives. A rank that starts early would find the
+    addresses of the previous ranks and try to connect to processes that no longer exist. torchrun's
+    own count of attempts does not help, because every host counts separately.
 
     Args:
         address: Host of torchrun's store.
-        port: Its port.
+        port: Port of the store.
         rank: Global rank of this process.
-        size: Ranks of the job.
-        timeout: How long to wait for the others.
+        size: Number of ranks in the job.
+        timeout: Time to wait for the other ranks.
 
     Raises:
-        RankMismatchError: If they do not come in time.
+        RankMismatchError: If the other ranks do not connect in time.
 
-    Communication: every rank with the first, through the store.
+    Communication: every rank with rank 0, through the store.
     """
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
     name = agree_on_name(store, rank, size, timeout)
@@ -68,18 +68,18 @@ def join_agent_store(address: str, port: int, rank: int, size: int, timeout: tim
 
 
 def agree_on_name(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Return a name that the ranks which are alive agree on, whatever dead ones have left in the store.
+    """Return a name that all running ranks agree on, regardless of old entries in the store.
 
-    Every rank asks with a word of its own, which only a first rank that is alive can answer.
+    Every rank writes a random word, which only a running rank 0 can answer.
 
     Args:
-        store: The store, which may hold questions and answers of earlier ranks.
+        store: Store, which may contain entries of earlier ranks.
         rank: This rank.
-        size: Ranks that take part.
-        timeout: How long to wait for the others.
+        size: Number of ranks that take part.
+        timeout: Time to wait for the other ranks.
 
     Raises:
-        RankMismatchError: If they do not come in time.
+        RankMismatchError: If the other ranks do not arrive in time.
     """
     asking = dist.PrefixStore("lightning_megatron", store)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -96,12 +96,12 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: timedelta) -
 
 
 def _answer(asking: dist.Store, size: int, deadline: float) -> str:
-    """Tell every rank that asks the name of this attempt, until all have heard it."""
+    """Answer every rank's word with the name of this attempt, until all ranks have read it."""
     name = secrets.token_hex(8)
     answered: dict[int, bytes] = {}
     while (arrived := asking.add(f"{name}/arrived", 0)) < size - 1:
         for rank in range(1, size):
-            # A word of a dead rank is answered as well; that of its successor takes its place.
+            # The word may be that of a dead rank. Its successor overwrites it and is answered, too.
             if asking.check([f"ask/{rank}"]) and (word := asking.get(f"ask/{rank}")) != answered.get(rank):
                 asking.set(f"answer/{word.decode()}", name)
                 answered[rank] = word
@@ -112,7 +112,8 @@ def _answer(asking: dist.Store, size: int, deadline: float) -> str:
 def _wait(deadline: float, whom: str) -> None:
     if time.monotonic() > deadline:
         raise RankMismatchError(
-            f"all ranks must join the job: {whom} did not come in time. They have failed, or other machines have not "
-            "been started. Look for the first failure, or give them more time with MegatronStrategy(timeout=...)."
+            f"all ranks must join the job: {whom} did not come in time. They have failed, or other "
+            "machines have not been started. Look for the first failure, or give them more time "
+            "with MegatronStrategy(timeout=...)."
         )
     time.sleep(_POLL_SECONDS)

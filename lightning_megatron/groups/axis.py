@@ -1,4 +1,4 @@
-"""One axis of the mesh as one rank sees it."""
+"""One axis of the mesh, as seen by one rank."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from lightning_megatron.groups.peer_memory import PeerMemory
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """Hold the group of ranks that differ from this rank on one axis, or on a set of axes.
+    """Group of ranks that differ from this rank only on one axis, or only on a set of axes.
 
     Args:
         name: Name of the axis, such as ``tp``.
         ranks: Global ranks of the group, in axis order.
         rank: Position of this rank in ``ranks``.
-        group: The process group; None for a group of one, which never communicates.
-        pipelines_products: Whether matrix products and their communication run as one, piece by piece, on GPUs.
-        journal: Where the collectives of this rank are counted.
-        peer_memory: What the ranks of the group write into.
+        group: Process group; None for a group of one rank, which never communicates.
+        pipelines_products: Whether matrix products on GPUs are overlapped with their communication,
+            piece by piece.
+        journal: Counter of this rank's collectives.
+        peer_memory: Symmetric memory that the ranks of the group write into.
     """
 
     name: str
@@ -35,23 +36,23 @@ class MeshAxis:
 
     @property
     def size(self) -> int:
-        """Count the ranks of the group."""
+        """Return the number of ranks in the group."""
         return len(self.ranks)
 
     @property
     def is_first(self) -> bool:
-        """Tell whether this rank is the first of the group."""
+        """Return whether this rank is the first one of the group."""
         return self.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Tell whether this rank is the last of the group."""
+        """Return whether this rank is the last one of the group."""
         return self.rank == self.size - 1
 
     def note(self, kind: str) -> tuple[str, str, int, tuple[int, ...]]:
-        """Count a collective of this rank that is about to start."""
+        """Count a collective of this rank just before it starts."""
         return self.journal.note(kind, self.name, self.ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshAxis:
-        """Return the axis itself: a copied module lives in the same groups."""
+        """Return the axis itself: a copied module uses the same groups."""
         return self

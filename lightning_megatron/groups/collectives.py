@@ -1,6 +1,7 @@
-"""Communication over one axis of the mesh: conjugate pairs for autograd, and plain collectives.
+"""Collectives over one axis of the mesh: conjugate pairs for autograd, and plain collectives.
 
-Every function is the identity on an axis of one rank, and none writes into a tensor that autograd has seen.
+Every function returns its input unchanged on an axis of one rank. No function modifies a tensor
+that autograd has recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lightning_megatron.groups.axis import MeshAxis
 
 ReduceOp = Literal["sum", "mean", "max", "min"]
 
-# torch 2.13 renamed both and warns at the old names.
+# torch 2.13 renamed both and warns about the old names.
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -25,27 +26,41 @@ REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.R
 
 
 def copy_to_axis(x: Tensor, axis: MeshAxis) -> Tensor:
-    """Pass a replicated tensor into a parallel region: forward nothing, backward all-reduce (the paper's f)."""
+    """Copy a replicated tensor into a parallel region: identity in forward, all-reduce in backward.
+
+    Source: Shoeybi et al. 2019 (f).
+    """
     return x if axis.group is None else _Conjugate.apply(x, axis, _same, _summed, 0)
 
 
 def reduce_from_axis(x: Tensor, axis: MeshAxis) -> Tensor:
-    """Sum the parts of a parallel region: forward all-reduce, backward nothing (the paper's g)."""
+    """Sum the partial results of a parallel region: all-reduce in forward, identity in backward.
+
+    Source: Shoeybi et al. 2019 (g).
+    """
     return x if axis.group is None else _Conjugate.apply(x, axis, _summed, _same, 0)
 
 
 def split_to_axis(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    """Keep this rank's part of a replicated tensor along ``dim``: forward split, backward all-gather."""
+    """Return this rank's part of a replicated tensor along ``dim``.
+
+    Forward is a split, backward an all-gather.
+    """
     return x if axis.group is None else _Conjugate.apply(x, axis, _split, _gathered, dim)
 
 
 def gather_from_axis(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
-    """Join the parts along ``dim`` for a replicated use: forward all-gather, backward split."""
+    """Join the parts of a tensor along ``dim`` for replicated use.
+
+    Forward is an all-gather, backward a split.
+    """
     return x if axis.group is None else _Conjugate.apply(x, axis, _gathered, _split, dim)
 
 
 def all_gather_sequence(x: Tensor, axis: MeshAxis, dim: int = 0) -> Tensor:
-    """Join sequence shards before a tensor-parallel region: forward all-gather, backward reduce-scatter.
+    """Join sequence shards before a tensor-parallel region.
+
+    Forward is an all-gather along ``dim``, backward a reduce-scatter.
 
     Source: Korthikanti et al. 2022, section 4.2.2 (g in the forward pass).
     """
@@ -53,33 +68,38 @@ def all_gather_sequence(x: Tensor, axis: MeshAxis, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter_sequence(x: Tensor, axis: MeshAxis, dim: int = 0) -> Tensor:
-    """Sum the parts of a tensor-parallel region into sequence shards: forward reduce-scatter, backward all-gather.
+    """Sum the partial results of a tensor-parallel region into sequence shards.
 
-    Source: Korthikanti et al. 2022, section 4.2.2 (its conjugate).
+    Forward is a reduce-scatter along ``dim``, backward an all-gather.
+
+    Source: Korthikanti et al. 2022, section 4.2.2 (conjugate of g).
     """
     return x if axis.group is None else _Conjugate.apply(x, axis, _scattered_sum, _gathered, dim)
 
 
 def exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis) -> Tensor:
-    """Send to every rank of the axis rows of its own, and join what they sent: backward the same, the other way round.
+    """Send rows to every rank of the axis, and join the rows that they send to this rank.
+
+    Backward sends the gradients the opposite way.
 
     Shapes: x ``(sum(sends), ...)``; output ``(sum(receives), ...)``.
 
     Args:
-        x: Rows in the order of the ranks that they go to.
-        sends: Rows for every rank.
-        receives: Rows from every rank; what it sends to this one.
-        axis: The ranks.
+        x: Rows, sorted by destination rank.
+        sends: Number of rows to send to every rank.
+        receives: Number of rows to receive from every rank.
+        axis: Axis of the ranks.
     """
     return x if axis.group is None else _RowExchange.apply(x, tuple(sends), tuple(receives), axis)
 
 
 class _RowExchange(torch.autograd.Function):
-    """Run an all-to-all, and one of opposite sizes backward."""
+    """All-to-all in forward, and the reverse all-to-all in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], axis: MeshAxis) -> Tensor:
-        ctx.sizes, ctx.axis = (sends, receives), axis
+        ctx.sizes = (sends, receives)
+        ctx.axis = axis
         return _exchanged(x, sends, receives, axis)
 
     @staticmethod
@@ -97,12 +117,13 @@ def _exchanged(x: Tensor, sends: tuple[int, ...], receives: tuple[int, ...], axi
 
 @dataclass(frozen=True)
 class Border:
-    """Describe a function at the border of a tensor-parallel region by the gradients that it takes and gives.
+    """Gradients at a function on the border of a tensor-parallel region.
 
     Args:
-        gives_parts: Whether the gradient of each tensor that it takes is this rank's part; else it is the same on all
-            ranks.
-        takes_parts: Whether the gradient that it gets may be this rank's part.
+        gives_parts: For each input, whether the gradient that backward returns is only this rank's
+            part of a sum; otherwise it is equal on all ranks.
+        takes_parts: Whether the gradient that backward receives may be only this rank's part of a
+            sum.
     """
 
     gives_parts: tuple[bool, ...]
@@ -110,21 +131,25 @@ class Border:
 
 
 class _Conjugate(torch.autograd.Function):
-    """Run one collective forward and its conjugate backward."""
+    """Collective in forward and its conjugate in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis, forward: Any, backward: Any, dim: int) -> Tensor:
-        ctx.axis, ctx.backward_collective, ctx.dim = axis, backward, dim
+        ctx.axis = axis
         ctx.forward_collective = forward
+        ctx.backward_collective = backward
+        ctx.dim = dim
         return forward(x, axis, dim)
 
     @staticmethod
     def border(ctx: Any) -> Border | None:
-        """Describe the border of the tensor-parallel region that this call is; None for other axes."""
+        """Return the gradients at the border of the tensor-parallel region; None for other axes."""
         if ctx.axis.name != "tp":
             return None
-        backward, forward = ctx.backward_collective, ctx.forward_collective
-        # Complete gradients come of a sum over all ranks, or of joining what was split from a complete tensor.
+        backward = ctx.backward_collective
+        forward = ctx.forward_collective
+        # A gradient is complete if backward sums it over all ranks, or gathers the parts of a
+        # tensor that forward has split.
         is_whole = backward is _summed or (backward is _gathered and forward is _split)
         return Border((not is_whole,), takes_parts=is_whole or backward is _scattered_sum or forward is _scattered_sum)
 
@@ -168,13 +193,14 @@ def _scattered_sum(x: Tensor, axis: MeshAxis, dim: int) -> Tensor:
 def _check_divides(x: Tensor, axis: MeshAxis, dim: int) -> None:
     if x.shape[dim] % axis.size:
         raise ValueError(
-            f"dimension {dim} ({x.shape[dim]}) must be a multiple of {axis.name} ({axis.size}), because each rank "
-            f"takes an equal part. Pad it to {-(-x.shape[dim] // axis.size) * axis.size}."
+            f"dimension {dim} ({x.shape[dim]}) must be a multiple of {axis.name} ({axis.size}), "
+            "because each rank takes an equal part. Pad it to "
+            f"{-(-x.shape[dim] // axis.size) * axis.size}."
         )
 
 
 def all_reduce_(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Tensor:
-    """Reduce ``x`` over the axis in place, without autograd, and return it."""
+    """Reduce ``x`` over the axis in place and return it, without autograd."""
     if axis.group is not None:
         axis.note("all_reduce")
         dist.all_reduce(x, op=REDUCE_OPS[op], group=axis.group)
@@ -184,7 +210,7 @@ def all_reduce_(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Tensor:
 
 
 def broadcast_(x: Tensor, axis: MeshAxis, source: int = 0) -> Tensor:
-    """Copy ``x`` from the position ``source`` of the axis to all, in place, without autograd, and return it."""
+    """Copy ``x`` from position ``source`` to all ranks in place and return it, without autograd."""
     if axis.group is not None:
         axis.note("broadcast")
         dist.broadcast(x, axis.ranks[source], group=axis.group)
@@ -192,7 +218,7 @@ def broadcast_(x: Tensor, axis: MeshAxis, source: int = 0) -> Tensor:
 
 
 def all_gather_objects(obj: Any, axis: MeshAxis) -> list[Any]:
-    """List the axis's picklable objects by position."""
+    """Gather a picklable object from every rank of the axis, as a list by position."""
     if axis.group is None:
         return [obj]
     objects: list[Any] = [None] * axis.size
@@ -202,7 +228,7 @@ def all_gather_objects(obj: Any, axis: MeshAxis) -> list[Any]:
 
 
 def broadcast_object(obj: Any, axis: MeshAxis, source: int = 0) -> Any:
-    """Return the picklable object of the position ``source`` on all ranks of the axis."""
+    """Return the picklable object of position ``source`` on all ranks of the axis."""
     if axis.group is None:
         return obj
     objects = [obj]
@@ -212,18 +238,17 @@ def broadcast_object(obj: Any, axis: MeshAxis, source: int = 0) -> Any:
 
 
 def is_world(group: Any) -> bool:
-    """Return whether a process group is that of all ranks."""
+    """Return whether a process group contains all ranks."""
     return group is not None and dist.is_initialized() and group is dist.group.WORLD
 
 
 def barrier(axis: MeshAxis, device: torch.device | None = None) -> None:
-    """Wait until every rank of the axis arrives."""
+    """Wait until every rank of the axis has arrived."""
     if axis.group is None:
         return
     axis.note("barrier")
     if device is not None and device.type == "cuda" and dist.get_backend(axis.group) == "nccl":
-        dist.barrier(
-            group=axis.group, device_ids=[torch.cuda.current_device() if device.index is None else device.index]
-        )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        dist.barrier(group=axis.group, device_ids=[index])
     else:
         dist.barrier(group=axis.group)

@@ -1,4 +1,4 @@
-"""Compare what every rank believes before any rank computes."""
+"""Comparison of configurations over all ranks before any rank computes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from lightning_megatron.groups.collectives import all_gather_objects
 
 Fields = Mapping[str, str | int | float | None]
 
-#: How long rank 0, which may keep the store, waits until the others have read that the job cannot run.
+#: Time for which rank 0, which may run the store, waits until the others have read the failure.
 _READING = timedelta(seconds=30)
-#: How often a rank that waits looks whether the one it waits for has another layout (seconds).
+#: Interval at which a waiting rank checks whether the other rank has another layout (seconds).
 _LOOK = 1.0
 
 
 def check_same_everywhere(world: MeshAxis, fields: Fields) -> None:
-    """Compare named values over all ranks of ``world``.
+    """Check that named values are equal on all ranks of ``world``.
 
     Args:
-        world: An axis with all ranks, on CPU.
-        fields: Values that must be equal everywhere, by name.
+        world: Axis with all ranks, on CPU.
+        fields: Values by name.
 
     Raises:
-        RankMismatchError: On every rank, naming the ranks and fields that differ from the majority.
+        RankMismatchError: On every rank; the message names the ranks and fields that differ from
+            the majority.
 
     Communication: one gather of objects over ``world``.
     """
@@ -41,25 +42,25 @@ def check_same_everywhere(world: MeshAxis, fields: Fields) -> None:
 
 
 def check_same_in_store(store: dist.Store, rank: int, ranks: Sequence[int], fields: Fields, patience: timedelta) -> int:
-    """Compare named values over ranks that have no group yet.
+    """Check that named values are equal on ranks that have no process group yet.
 
-    The first rank reads the values of all, and tells each of them the result.
+    The first rank reads the values of all ranks and sends the result to each of them.
 
     Args:
-        store: Where the ranks find each other.
+        store: Store that the ranks share.
         rank: Global rank of this process.
-        ranks: Global ranks that take part, this one among them.
-        fields: Values that must be equal everywhere, by name.
-        patience: How long to wait for the others.
+        ranks: Global ranks that take part, including this one.
+        fields: Values by name.
+        patience: Time to wait for the other ranks.
 
     Returns:
-        How many comparisons these ranks have begun before in this store.
+        The number of comparisons that these ranks have started before in this store.
 
     Raises:
-        RankMismatchError: On every rank, naming the ranks, their hosts and the fields that differ from the majority; or
-            if ranks do not come in time.
+        RankMismatchError: On every rank, if values differ or ranks do not arrive in time. The
+            message names the ranks, their hosts and the fields that differ from the majority.
 
-    Communication: every rank with the first, through the store.
+    Communication: every rank with the first one, through the store.
     """
     among = f"{ranks[0]} to {ranks[-1]}"
     everything = dist.PrefixStore("lightning_megatron/same", store)
@@ -87,22 +88,24 @@ def check_same_in_store(store: dist.Store, rank: int, ranks: Sequence[int], fiel
 
 
 class _Waiting:
-    """Wait for other ranks, but not for those that wait for this one in vain.
+    """Wait for other ranks, unless one of them waits for this rank with another layout.
 
     Args:
-        store: Where every rank says which ranks it compares itself with at the moment.
+        store: Store in which every rank names the ranks that it is waiting for.
         rank: This rank.
-        ranks: The ranks that it compares itself with.
-        patience: How long to wait.
+        ranks: Ranks that take part in the comparison.
+        patience: Time to wait.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], patience: timedelta) -> None:
-        self._store, self._rank, self._ends = store, rank, [ranks[0], ranks[-1]]
+        self._store = store
+        self._rank = rank
+        self._ends = [ranks[0], ranks[-1]]
         self._patience = patience
         self._deadline = time.monotonic() + patience.total_seconds()
 
     def read(self, store: dist.Store, key: str, others: Sequence[int]) -> str:
-        """Return what one of ``others`` writes."""
+        """Return the value of a key that one of ``others`` writes."""
         while True:
             left = self._deadline - time.monotonic()
             try:
@@ -116,48 +119,50 @@ class _Waiting:
                     continue
                 raise RankMismatchError(
                     f"all ranks must join the job: rank {others[0]} did not come within "
-                    f"{self._patience.total_seconds():g} s. It has failed, or another machine has not been started. "
-                    "Look for the first failure, or give the ranks more time with MegatronStrategy(timeout=...)."
+                    f"{self._patience.total_seconds():g} s. It has failed, or another machine has "
+                    "not been started. Look for the first failure, or give the ranks more time "
+                    "with MegatronStrategy(timeout=...)."
                 ) from error
             return store.get(key).decode()
 
     def _check_layout_of(self, other: int) -> None:
-        """Raise if another rank waits for this one with other ends of the layout."""
+        """Raise if another rank waits for this rank with another layout."""
         if not self._store.check([f"open/{other}"]):
             return
         ends = json.loads(self._store.get(f"open/{other}"))
         if ends and ends != self._ends and ends[0] <= self._rank <= ends[1]:
             raise RankMismatchError(
-                f"all ranks of a layout must have the same layout: that of rank {self._rank} has ranks {self._ends[0]} "
-                f"to {self._ends[1]}, that of rank {other} ranks {ends[0]} to {ends[1]}. They would wait for each "
-                "other. Give both the same world_size and rank_offset."
+                f"all ranks of a layout must have the same layout: that of rank {self._rank} has "
+                f"ranks {self._ends[0]} to {self._ends[1]}, that of rank {other} ranks {ends[0]} "
+                f"to {ends[1]}. They would wait for each other. Give both the same world_size and "
+                "rank_offset."
             )
 
 
 def _wait_for_readers(store: dist.Store, ranks: Sequence[int], number: int) -> None:
-    """Keep the store open until all others know what is wrong: with this process it may end."""
+    """Wait until all other ranks have read the failure: the store may end with this process."""
     others = [f"read/{rank}/{number}" for rank in ranks[1:]]
     try:
         store.wait(others, _READING)
     except RuntimeError as error:
         if not _is_timeout(error):
             raise
-        # Who has not read by now has failed by itself.
+        # A rank that has not read the result by now has failed for another reason.
         return
 
 
 def _is_timeout(error: RuntimeError) -> bool:
-    """Return whether a store has waited in vain; one in a file has no error class of its own for that."""
+    """Return whether the error is a store's timeout; a file store has no error class for it."""
     return isinstance(error, dist.DistStoreError) or "timeout" in str(error).lower()
 
 
 def _complaint(everyone: Sequence[Fields], ranks: Sequence[str]) -> str | None:
-    """Return what is wrong with the values of all ranks, None if they are equal."""
+    """Return a description of the values that differ between ranks, None if all are equal."""
     names = list(dict.fromkeys(name for one in everyone for name in one))
     complaints = []
     for name in names:
         values = [repr(one[name]) if name in one else "missing" for one in everyone]
-        # The majority is taken as right; with a tie, rank 0 is.
+        # The most frequent value counts as correct; in a tie, the one of the lowest rank.
         expected = max(dict.fromkeys(values), key=values.count)
         complaints += [
             f"{ranks[position]} has {name}={value}, the others {expected}"
@@ -168,6 +173,7 @@ def _complaint(everyone: Sequence[Fields], ranks: Sequence[str]) -> str | None:
         return None
     shown = "; ".join(complaints[:8]) + (f"; and {len(complaints) - 8} more" if len(complaints) > 8 else "")
     return (
-        f"all ranks must be started with the same configuration, versions and data: {shown}. A job whose ranks "
-        "disagree hangs or trains something else. Start every rank with the same command, environment and files."
+        f"all ranks must be started with the same configuration, versions and data: {shown}. A job "
+        "whose ranks disagree hangs or trains something else. Start every rank with the same "
+        "command, environment and files."
     )

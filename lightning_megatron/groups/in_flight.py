@@ -1,4 +1,4 @@
-"""Collectives that autograd sees, and that run beside what is computed between their start and the wait for them."""
+"""Differentiable collectives that overlap with computation between their start and their wait."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.pending import Pending, start_all_gather, start_exchange_rows, start_reduce_scatter
 
-#: Starts a collective of a tensor; returns where its result will be, and what to wait for.
+#: Function that starts a collective; it returns the tensor for the result, and the collective to
+#: wait for.
 Start = Callable[[Tensor], tuple[Tensor, Pending]]
 
 
 class InFlight:
-    """Hold a tensor on its way between ranks.
+    """Tensor in flight between ranks, with a start and a wait that autograd records.
 
-    Backward the other way round: what gradients need is started where the result was waited for, and waited for where
-    it was started. Autograd runs later nodes first, so that the backward of what was computed between the two in the
-    forward pass runs beside the communication of the backward pass.
+    Backward reverses the order: the gradient's collective starts where forward waited, and
+    completes where forward started. Autograd runs later nodes first. The backward of the
+    computation between start and wait therefore overlaps with the gradient's collective.
 
     Args:
-        x: What is sent; where there is nothing to send, what :meth:`wait` returns.
-        forward: Starts its way.
-        backward: Starts the way of the gradient of what arrives.
+        x: Tensor to send; without ``forward``, the result of :meth:`wait`.
+        forward: Start of the collective; None if there is nothing to send.
+        backward: Start of the collective for the gradient of the result.
     """
 
     def __init__(self, x: Tensor, forward: Start | None = None, backward: Start | None = None) -> None:
@@ -36,16 +37,20 @@ class InFlight:
         self._result: Tensor | None = x if forward is None else _Departure.apply(x, self, forward)
 
     def wait(self) -> Tensor:
-        """Return what arrives, once: autograd keeps this object, and would keep the tensor with it."""
-        result, self._result = self._result, None
-        assert result is not None, "what arrives is taken once"
+        """Return the result, once.
+
+        Autograd keeps this object alive. A second reference here would keep the result alive, too.
+        """
+        result = self._result
+        self._result = None
+        assert result is not None, "wait is called once"
         return result if self._backward is None else _Arrival.apply(result, self)
 
 
 def start_all_gather_sequence(x: Tensor, axis: MeshAxis) -> InFlight:
-    """Start what :func:`groups.collectives.all_gather_sequence` does along the first dimension.
+    """Start :func:`groups.collectives.all_gather_sequence` along the first dimension.
 
-    Shapes: x ``(N, ...)``; what arrives ``(axis.size * N, ...)``.
+    Shapes: x ``(N, ...)``; result ``(axis.size * N, ...)``.
     """
     if axis.group is None:
         return InFlight(x)
@@ -62,9 +67,9 @@ def start_all_gather_sequence(x: Tensor, axis: MeshAxis) -> InFlight:
 
 
 def start_row_exchange(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis) -> InFlight:
-    """Start what :func:`groups.collectives.exchange_rows` does.
+    """Start :func:`groups.collectives.exchange_rows`.
 
-    Shapes: x ``(sum(sends), ...)``; what arrives ``(sum(receives), ...)``.
+    Shapes: x ``(sum(sends), ...)``; result ``(sum(receives), ...)``.
     """
     if axis.group is None:
         return InFlight(x)
@@ -80,7 +85,7 @@ def start_row_exchange(x: Tensor, sends: Sequence[int], receives: Sequence[int],
 
 
 class _Departure(torch.autograd.Function):
-    """Start a collective; backward wait for the one of the gradient."""
+    """Start of a collective in forward, and wait for the gradient's collective in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, flight: InFlight, start: Start) -> Tensor:
@@ -91,8 +96,9 @@ class _Departure(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # What autograd hands over is the gradient before its way: it has the shape that autograd checks.
-        assert ctx.flight._returning is not None, "the gradient's way starts where the result was waited for"
+        # `grads` is the gradient before its collective, which _Arrival.backward passes on only
+        # because autograd checks its shape. The gradient of `x` is the result of that collective.
+        assert ctx.flight._returning is not None, "_Arrival.backward has started the gradient's collective"
         gradient, pending = ctx.flight._returning
         ctx.flight._returning = None
         pending.wait()
@@ -100,7 +106,7 @@ class _Departure(torch.autograd.Function):
 
 
 class _Arrival(torch.autograd.Function):
-    """Wait for a collective; backward start the one of the gradient."""
+    """Wait for a collective in forward, and start of the gradient's collective in backward."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, flight: InFlight) -> Tensor:

@@ -1,4 +1,4 @@
-"""Remember which collectives a rank has started, so that the ranks can be compared when one does not arrive."""
+"""Record of the collectives that a rank has started, for the comparison of ranks when one hangs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class Call(NamedTuple):
-    """Name one collective of one rank.
+    """One collective of one rank.
 
     Args:
-        kind: What it does, such as ``all_reduce``.
+        kind: Kind of collective, such as ``all_reduce``.
         axis: Name of the axis.
-        number: How many collectives this rank had started on the axis, this one included.
-        ranks: Global ranks that take part, this one among them or not.
+        number: Number of collectives that this rank has started on the axis, including this one.
+        ranks: Global ranks that take part; for an exchange with neighbours only the other ranks.
     """
 
     kind: str
@@ -22,10 +22,11 @@ class Call(NamedTuple):
 
 
 class Journal:
-    """Count the collectives of one rank by axis.
+    """Counter of one rank's collectives by axis.
 
-    All ranks of an axis run the same collectives in the same order, so a rank whose count is smaller than another's has
-    not arrived yet. Exchanges between neighbours are counted apart: ranks need not run equally many of them.
+    All ranks of an axis run the same collectives in the same order, so that the rank with the
+    smaller count has not arrived yet. Exchanges between neighbours have counters of their own,
+    because their number may differ between ranks.
     """
 
     __slots__ = ("_last", "counts")
@@ -35,18 +36,19 @@ class Journal:
         self._last: tuple[str, str, int, tuple[int, ...]] | None = None
 
     def note(self, kind: str, axis: str, ranks: tuple[int, ...]) -> tuple[str, str, int, tuple[int, ...]]:
-        """Count a collective that is about to start, and return what :meth:`again` takes."""
-        # A plain tuple: this runs before every collective, and is to cost less than a microsecond.
+        """Count a collective just before it starts, and return the argument of :meth:`again`."""
+        # A plain tuple, because this runs before every collective and must take less than a
+        # microsecond.
         number = self.counts[axis] = self.counts.get(axis, 0) + 1
         self._last = call = (kind, axis, number, ranks)
         return call
 
     def again(self, call: tuple[str, str, int, tuple[int, ...]] | None) -> None:
-        """Make a collective that was started before the last one: its result is waited for now."""
+        """Set the last collective to an earlier one, which this rank now waits for."""
         self._last = call
 
     @property
     def last(self) -> Call | None:
-        """Return the collective that was started, or waited for, last."""
+        """Return the collective that was last started or waited for."""
         last = self._last
         return None if last is None else Call(*last)

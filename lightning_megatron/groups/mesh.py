@@ -1,4 +1,4 @@
-"""The process groups of one rank, built once from a layout and passed on as an argument."""
+"""Process groups of one rank, built once from a layout and passed on as an argument."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.sources import own_sources
 from lightning_megatron.plan.layout import ParallelLayout
 
-#: How long a collective may wait for a rank, by the device of its tensors, where nobody says otherwise.
+#: Default time that a collective may wait for a rank, by the device of its tensors.
 DEFAULT_TIMEOUTS = {"cpu": default_pg_timeout, "cuda": default_pg_nccl_timeout or default_pg_timeout}
-#: How long the ranks wait for each other in a save: one may have much more to write, to a slow disk.
+#: Time that the ranks wait for each other in a save; one may have much more to write, to a slow
+#: disk.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
 #: Axes whose small messages must not queue behind large ones on a GPU.
 _HIGH_PRIORITY = ("pp", "ep")
@@ -34,7 +35,7 @@ _HIGH_PRIORITY = ("pp", "ep")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Say how the processes of a job find each other.
+    """Address at which the processes of a job meet.
 
     Args:
         address: Host name of rank 0.
@@ -49,14 +50,16 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """Hold every group that this rank belongs to, its device and its random streams.
+    """All groups of this rank, its device and its random streams.
 
-    Axes of one rank have no process group and never communicate. ``data`` is dp x cp, the group over which dense
-    gradients are averaged; ``model`` is tp x pp, the ranks that together hold one copy of the model; ``embedding``
-    joins the first and the last stage. The axes that end in ``_cpu`` are gloo twins for Python objects and CPU
-    tensors, which :meth:`on_cpu` finds by name; ``experts_cpu`` joins the ranks that together hold all experts of a
-    stage (etp x ep), ``checkpoint_cpu`` is one of the world that a thread may use beside training, as nothing else
-    does.
+    Axes of one rank have no process group and never communicate. ``data`` is dp x cp, the group
+    that averages dense gradients. ``model`` is tp x pp, the ranks that together hold one copy of
+    the model. ``embedding`` joins the first and the last stage.
+
+    The axes that end in ``_cpu`` are gloo groups of the same ranks for Python objects and CPU
+    tensors; :meth:`on_cpu` finds them by name. ``experts_cpu`` joins the ranks that together hold
+    all experts of a stage (etp x ep). ``checkpoint_cpu`` contains all ranks and is reserved for a
+    thread that saves checkpoints during training.
     """
 
     layout: ParallelLayout
@@ -96,10 +99,10 @@ class ParallelMesh:
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu", seed: int = 0) -> ParallelMesh:
-        """Describe one process that holds everything, without any process group.
+        """Return the mesh of a single process without any process group.
 
         Args:
-            device: Where the model lives.
+            device: Device of the model.
             seed: Seed of the random streams.
         """
         return cls(ParallelLayout(1), 0, torch.device(device), RandomStreams(seed, device=device))
@@ -118,42 +121,48 @@ class ParallelMesh:
         options: NcclOptions | str | None = None,
         pipelines_products: bool = False,
     ) -> ParallelMesh:
-        """Build the groups of a layout; every rank of the job must call this with the same layout.
+        """Create the groups of a layout; all its ranks must call this with the same layout.
 
-        A process group that is already initialised is used and left alive by :meth:`destroy`. It may have more ranks
-        than the layout, which then begins at its ``rank_offset``: the others need not call this, or have layouts of
-        their own.
+        A process group that already exists is used, and :meth:`destroy` keeps it. It may have more
+        ranks than the layout, whose first rank is then ``rank_offset``. The other ranks need not
+        call this, or have layouts of their own.
 
         Args:
             layout: Sizes and order of the axes.
             device: Device of this rank; a CUDA device becomes the current one.
             seed: Seed of the random streams, equal on all ranks.
-            sequence_parallel: Shard activations along the sequence between tensor-parallel regions.
-            rendezvous: Where the ranks meet; not needed when a process group is already initialised.
+            sequence_parallel: Whether to shard activations along the sequence between
+                tensor-parallel regions.
+            rendezvous: Address at which the ranks meet; not needed if a process group already
+                exists.
             backend: ``nccl`` or ``gloo``; None chooses by the device.
-            timeout: How long a collective may wait for a rank before the job fails; None leaves torch's default.
-            options: NCCL settings by axis, such as ``{"pp": {"max_ctas": 4, "high_priority": True}}``, or the path of a
-                YAML file with such a mapping; see :func:`~lightning_megatron.groups.nccl_options.read_nccl_options`.
-            pipelines_products: Run products at the border of tensor-parallel regions beside their communication, where
-                ``groups.products`` can.
+            timeout: Time that a collective may wait for a rank before the job fails; None means
+                torch's default.
+            options: NCCL settings by axis, such as ``{"pp": {"max_ctas": 4, "high_priority":
+                True}}``, or the path of a YAML file with such a mapping; see
+                :func:`~lightning_megatron.groups.nccl_options.read_nccl_options`.
+            pipelines_products: Whether to overlap matrix products at the border of tensor-parallel
+                regions with their communication, where ``groups.products`` supports it.
 
         Raises:
-            ParallelPlanError: If an initialised process group has another size than the layout.
+            ParallelPlanError: If the existing process group has fewer ranks than the layout needs,
+                or this rank is not in the layout.
             RankMismatchError: On every rank, if the ranks have different layouts.
 
-        Communication: creates process groups, a collective over all ranks.
+        Communication: creation of process groups, a collective over all ranks of the layout.
         """
         device = torch.device(device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         builder = _Builder(layout, device, backend, timeout, options)
         owns_world = builder.join(rendezvous, timeout)
-        # Ranks that want different groups would wait for each other in making them.
+        # Ranks with different layouts would wait for each other while they create groups.
         number = builder.compare(sequence_parallel)
         with groups_of_part(layout.rank_offset, number) if builder.is_part else nullcontext():
             axes = builder.axes()
         axes["tp"] = replace(axes["tp"], pipelines_products=pipelines_products)
-        where, experts = layout.coordinates(builder.rank), layout.expert_coordinates(builder.rank)
+        where = layout.coordinates(builder.rank)
+        experts = layout.expert_coordinates(builder.rank)
         random = RandomStreams(
             seed, tp=where["tp"], cp=where["cp"], ep=experts["ep"], etp=experts["etp"], device=device
         )
@@ -170,17 +179,17 @@ class ParallelMesh:
         )
 
     def copies(self, is_expert: bool) -> MeshAxis:
-        """Return the axis of the ranks that hold the same part of a parameter: ``edp`` for experts, else ``data``."""
+        """Return the axis of ranks with equal parameters: ``edp`` for experts, else ``data``."""
         return self.edp if is_expert else self.data
 
     def on_cpu(self, name: str) -> MeshAxis:
-        """Return the gloo twin of an axis: the same ranks in a group for Python objects and CPU tensors.
+        """Return the gloo twin of an axis: the same ranks, for Python objects and CPU tensors.
 
         Args:
             name: Name of the axis, such as ``tp``.
 
         Raises:
-            ParallelPlanError: For a name that is no axis with a group.
+            ParallelPlanError: For a name that is not an axis with a group.
         """
         if name not in GROUP_NAMES:
             raise ParallelPlanError(
@@ -191,15 +200,18 @@ class ParallelMesh:
 
     @property
     def whole_cpu(self) -> MeshAxis:
-        """Return the axis of ranks that together hold every parameter: ``model_cpu``, or the world if ep is above 1."""
+        """Return the axis of ranks that together have every parameter.
+
+        It is ``model_cpu``, or ``world_cpu`` if ep is above 1.
+        """
         return self.model_cpu if self.layout.ep == 1 else self.world_cpu
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelMesh:
-        """Return the mesh itself: a copied module (an averaged model, say) lives in the same groups."""
+        """Return the mesh itself: a copied module, such as an average, uses the same groups."""
         return self
 
     def destroy(self) -> None:
-        """Give all process groups of this mesh back, so that another one can be built in this process."""
+        """Destroy the process groups of this mesh, so that this process can create another mesh."""
         if not dist.is_initialized():
             return
         release_workspace(self.tp)
@@ -212,7 +224,7 @@ class ParallelMesh:
 
 
 class _Builder:
-    """Create each distinct group once, in the same order on every rank."""
+    """Creation of each distinct group once, in the same order on every rank."""
 
     def __init__(
         self,
@@ -222,17 +234,20 @@ class _Builder:
         timeout: timedelta | None,
         options: NcclOptions | str | None,
     ) -> None:
-        self.layout, self.device, self.timeout = layout, device, timeout
+        self.layout = layout
+        self.device = device
+        self.timeout = timeout
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
         given = read_nccl_options(options)
         self.options = {name: {"high_priority": name in _HIGH_PRIORITY, **given.get(name, {})} for name in GROUP_NAMES}
         self.created: list[dist.ProcessGroup] = []
-        self.rank, self.is_part = layout.rank_offset, False
+        self.rank = layout.rank_offset
+        self.is_part = False
         self.journal = Journal()
         self._cache: dict[Any, MeshAxis] = {}
 
     def join(self, rendezvous: Rendezvous | None, timeout: timedelta | None) -> bool:
-        """Initialise the world if nobody has; return whether this call did."""
+        """Initialise the process group if there is none, and return whether this call did."""
         if dist.is_initialized():
             self._check_world()
             self.rank = dist.get_rank()
@@ -241,8 +256,9 @@ class _Builder:
             return False
         if rendezvous is None:
             raise RankMismatchError(
-                f"a layout of {self.layout.world_size} ranks needs a process group: none is initialised and no "
-                "rendezvous is given. Pass rendezvous=, or call torch.distributed.init_process_group first."
+                f"a layout of {self.layout.world_size} ranks needs a process group: none is "
+                "initialised and no rendezvous is given. Pass rendezvous=, or call "
+                "torch.distributed.init_process_group first."
             )
         self.rank = rendezvous.rank
         dist.init_process_group(
@@ -256,25 +272,29 @@ class _Builder:
         return True
 
     def _check_world(self) -> None:
-        found, wanted = dist.get_world_size(), self.layout.world_size + self.layout.rank_offset
+        found = dist.get_world_size()
+        wanted = self.layout.world_size + self.layout.rank_offset
         if found < wanted:
             raise ParallelPlanError(
-                f"the initialised process group has {found} ranks, the layout needs {wanted}. Groups are cut out of "
-                f"the ranks of the job. Start {wanted} processes or change the layout."
+                f"the initialised process group has {found} ranks, the layout needs {wanted}. "
+                f"Groups are cut out of the ranks of the job. Start {wanted} processes or change "
+                "the layout."
             )
-        (ranks,), rank = self._all_ranks(), dist.get_rank()
+        (ranks,) = self._all_ranks()
+        rank = dist.get_rank()
         if rank not in ranks:
             raise ParallelPlanError(
-                f"a layout must have the rank that makes its groups: rank {rank} is none of {ranks[0]} to {ranks[-1]}. "
-                f"Give this rank a layout with its own rank_offset, or a larger one to all of the {found} ranks."
+                f"a layout must have the rank that makes its groups: rank {rank} is none of "
+                f"{ranks[0]} to {ranks[-1]}. Give this rank a layout with its own rank_offset, or "
+                f"a larger one to all of the {found} ranks."
             )
         self.is_part = found != self.layout.world_size
 
     def compare(self, sequence_parallel: bool) -> int:
-        """Compare the layout and the package over all ranks of the layout, which have no groups yet.
+        """Compare the layout and the package over all ranks of the layout before it has groups.
 
         Returns:
-            How many comparisons this rank has begun before.
+            The number of comparisons that this rank has started before.
         """
         (ranks,) = self._all_ranks()
         if len(ranks) > 1:
@@ -288,7 +308,7 @@ class _Builder:
         return [[self.layout.rank_offset + i for i in range(self.layout.world_size)]]
 
     def axes(self) -> dict[str, MeshAxis]:
-        """Create every axis of the mesh, by field name."""
+        """Create every axis of the mesh; return them by field name."""
         layout = self.layout
         lists = {
             "world": self._all_ranks(),
@@ -307,7 +327,7 @@ class _Builder:
         return axes
 
     def _checkpoint_axis(self) -> MeshAxis:
-        """Create a group of the world that is not shared, not counted, and waits for slow disks."""
+        """Create a separate group of all ranks that is not counted and waits for slow disks."""
         ranks = self._all_ranks()[0]
         if len(ranks) == 1:
             return MeshAxis("checkpoint_cpu", (self.rank,))
@@ -325,7 +345,8 @@ class _Builder:
         return MeshAxis(name, found.ranks, found.rank, found.group, self.journal)
 
     def _create(self, groups: Sequence[Sequence[int]], backend: str, options: Mapping[str, Any]) -> MeshAxis:
-        # A rank outside every group (a middle stage has no embedding group) sees a group of its own.
+        # A rank outside every group, such as a middle stage and the embedding group, gets a group
+        # of one rank.
         mine = MeshAxis("", (self.rank,), 0, None)
         for ranks in groups:
             if len(ranks) == 1:
@@ -337,10 +358,12 @@ class _Builder:
         return mine
 
     def _new_group(self, ranks: Sequence[int], backend: str, options: Mapping[str, Any]) -> dist.ProcessGroup:
+        if backend != "nccl":
+            return dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
         return dist.new_group(
             list(ranks),
             timeout=self.timeout,
             backend=backend,
-            pg_options=torch_options(options) if backend == "nccl" else None,
-            device_id=self.device if backend == "nccl" else None,
+            pg_options=torch_options(options),
+            device_id=self.device,
         )

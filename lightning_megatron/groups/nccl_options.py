@@ -1,4 +1,4 @@
-"""NCCL settings by axis: which exist, how a mapping or a file names them, and what torch takes."""
+"""NCCL settings by axis: legal names, reading from a mapping or file, and conversion for torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.plan.settings import Count, Index, Range, settled, shown
 from lightning_megatron.strict_json import read_start
 
-#: Axes that have a group of their own.
+#: Axes with a process group.
 GROUP_NAMES = ("world", "tp", "cp", "dp", "pp", "data", "model", "embedding", "position_embedding", "etp", "ep", "edp")
 #: Names of the same axes in Megatron-LM's files.
 _MEGATRON_NAMES = {
@@ -24,7 +24,8 @@ _MEGATRON_NAMES = {
     "ep_tp": "etp",
     "ep_dp": "edp",
 }
-#: Settings by name: whether streams have a high priority, and the fields of ``ncclConfig_t`` that torch passes on.
+#: Types of the settings: the priority of streams, and the fields of ``ncclConfig_t`` that torch
+#: passes on.
 _SETTINGS: Mapping[str, Any] = {
     "high_priority": bool,
     "blocking": Literal[0, 1],
@@ -40,42 +41,48 @@ _SETTINGS: Mapping[str, Any] = {
     "nvls_ctas": Count,
 }
 _MEGATRON_SETTINGS = {"is_high_priority_stream": "high_priority"}
-#: The longest file that is read: one of every axis and setting has less than a tenth of it (bytes).
+#: Size limit of a file; one with every axis and setting has less than a tenth of it (bytes).
 _MOST_BYTES = 100_000
 
 NcclOptions = Mapping[str, Mapping[str, Any]]
 
 
 def read_nccl_options(given: Mapping[str, Any] | str | None) -> dict[str, dict[str, Any]]:
-    """Return NCCL settings by axis, under this package's names.
+    """Return NCCL settings by axis, with this package's names.
 
     Args:
-        given: Settings by axis, such as ``{"pp": {"max_ctas": 4}}``; or the path of a YAML file with such a mapping,
-            such as Megatron-LM's ``nccl_communicator_config_path`` names. Megatron-LM's names of axes and settings are
-            understood in both. None means no settings.
+        given: Settings by axis, such as ``{"pp": {"max_ctas": 4}}``, or the path of a YAML file
+            with such a mapping. Files for Megatron-LM's ``nccl_communicator_config_path`` are
+            accepted: its names of axes and settings are translated. None means no settings.
 
     Raises:
-        ParallelPlanError: For a file that cannot be read, and for an axis, setting or value that does not exist.
+        ParallelPlanError: For a file that cannot be read, and for an unknown axis, setting or
+            value.
     """
     found: dict[str, dict[str, Any]] = {}
     names: dict[str, str] = {}
-    for name, values in ({} if given is None else _read(given) if isinstance(given, str) else given).items():
+    if given is None:
+        given = {}
+    elif isinstance(given, str):
+        given = _read(given)
+    for name, values in given.items():
         axis = _axis(name)
         if axis in found:
             raise ParallelPlanError(
-                f"nccl_options must name every axis once: {name!r} and {names[axis]!r} are the same. Put the settings "
-                "of both together."
+                f"nccl_options must name every axis once: {name!r} and {names[axis]!r} are the "
+                "same. Put the settings of both together."
             )
-        found[axis], names[axis] = _settings(name, values), name
+        found[axis] = _settings(name, values)
+        names[axis] = name
     check_installed(found)
     return found
 
 
 def check_installed(options: NcclOptions) -> None:
-    """Refuse settings that the installed NCCL does not have; say nothing where torch has none.
+    """Check that the installed NCCL supports the settings; do nothing if torch has no NCCL.
 
     Raises:
-        ParallelPlanError: For such a setting.
+        ParallelPlanError: For a setting that it does not support.
     """
     if hasattr(dist, "ProcessGroupNCCL"):
         for values in options.values():
@@ -83,10 +90,10 @@ def check_installed(options: NcclOptions) -> None:
 
 
 def torch_options(settings: Mapping[str, Any]) -> Any:
-    """Return settings of one axis as ``torch.distributed.new_group`` takes them.
+    """Return the settings of one axis as options for ``torch.distributed.new_group``.
 
     Raises:
-        ParallelPlanError: For a setting that the installed NCCL does not have.
+        ParallelPlanError: For a setting that the installed NCCL does not support.
     """
     values = dict(settings)
     result = dist.ProcessGroupNCCL.Options(is_high_priority_stream=values.pop("high_priority", False))
@@ -94,8 +101,8 @@ def torch_options(settings: Mapping[str, Any]) -> Any:
         if not hasattr(result.config, name):
             known = sorted(one for one in _SETTINGS if one == "high_priority" or hasattr(result.config, one))
             raise ParallelPlanError(
-                f"nccl_options must be settings that the installed NCCL has: {name!r} needs a newer one. Use "
-                f"{', '.join(known)}."
+                f"nccl_options must be settings that the installed NCCL has: {name!r} needs a "
+                f"newer one. Use {', '.join(known)}."
             )
         setattr(result.config, name, value)
     return result
@@ -105,8 +112,8 @@ def _axis(name: Any) -> str:
     axis = _MEGATRON_NAMES.get(name, name) if isinstance(name, str) else name
     if axis not in GROUP_NAMES:
         raise ParallelPlanError(
-            f"nccl_options must be given for axes that have a group: {shown(name)} is none, so that nothing would use "
-            f"its options. Use {', '.join(GROUP_NAMES)}."
+            f"nccl_options must be given for axes that have a group: {shown(name)} is none, so "
+            f"that nothing would use its options. Use {', '.join(GROUP_NAMES)}."
         )
     return str(axis)
 
@@ -130,7 +137,7 @@ def _settings(axis: str, values: Any) -> dict[str, Any]:
 
 
 def _read(path: str) -> Mapping[Any, Any]:
-    """Read the mapping of a YAML file; what cannot be that mapping is refused."""
+    """Read the mapping in a YAML file, or raise."""
     try:
         content = read_start(Path(path), _MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
@@ -141,15 +148,15 @@ def _read(path: str) -> Mapping[Any, Any]:
         raise
     except (CorruptDataError, yaml.YAMLError, RecursionError, ValueError) as error:
         raise ParallelPlanError(
-            f"nccl_options must be a mapping, or the path of a YAML file that holds one: {shown(path)} cannot be read "
-            f"({str(error)[:300]})."
+            "nccl_options must be a mapping, or the path of a YAML file that holds one: "
+            f"{shown(path)} cannot be read ({str(error)[:300]})."
         ) from error
-    # An empty file, and one with comments alone, holds None.
+    # YAML returns None for an empty file and for one with only comments.
     return settled(f"the content of {path!r}", {} if found is None else found, dict[Any, Any])
 
 
 def _check_keys(node: yaml.Node | None, path: str) -> None:
-    """Refuse a file that says something twice, of which YAML takes the last."""
+    """Raise if the file repeats a key; YAML would silently use the last one."""
     if not isinstance(node, yaml.MappingNode):
         return
     keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]

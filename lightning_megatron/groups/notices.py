@@ -1,4 +1,4 @@
-"""Short texts that the ranks of a job leave for each other, readable while collectives hang."""
+"""Short messages between the ranks of a job, readable while collectives hang."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _T = TypeVar("_T")
 
 
 class Notices:
-    """Hang notices where every rank of the job can read them: in the store in which the process groups were made.
+    """Notices that every rank of the job can read, kept in the store of the process groups.
 
-    A connection of its own keeps it apart from threads that wait in the store. The store lives in one process, which
-    may itself be the one that hangs: what gets no answer in time returns ``unknown`` values, and nothing is asked
-    again.
+    A separate connection keeps them independent of threads that wait in the store. The process that
+    runs the store may itself hang. If it does not answer in time, methods return a default value,
+    and no further requests are sent.
 
     Args:
-        job: A name that no other job, and no other run of this one, has.
-        patience: How long to wait for an answer (seconds).
+        job: Name that no other job, and no other run of this job, has.
+        patience: Time to wait for an answer (seconds).
     """
 
     def __init__(self, job: str, patience: float = 5.0) -> None:
@@ -31,11 +31,11 @@ class Notices:
         self.answers = True
 
     def post(self, name: str, text: str) -> None:
-        """Hang a notice, in place of the one of that name."""
+        """Write a notice, which replaces the previous one of that name."""
         self._ask(lambda: self._store.set(name, text), None)
 
     def read(self, names: Sequence[str]) -> dict[str, str]:
-        """Return those of the named notices that hang."""
+        """Return those of the named notices that exist."""
 
         def read_all() -> dict[str, str]:
             if self._store.check(list(names)):
@@ -46,11 +46,11 @@ class Notices:
         return self._ask(read_all, {})
 
     def claim(self, name: str) -> bool:
-        """Tell whether this is the first rank that claims ``name``; True without an answer."""
+        """Return whether this rank is the first to claim ``name``; True if nothing answers."""
         return self._ask(lambda: self._store.add(name, 1) == 1, True)
 
     def give_up(self, name: str) -> None:
-        """Let another rank claim ``name``."""
+        """Release ``name``, so that another rank can claim it."""
         self._ask(lambda: self._store.delete_key(name), None)
 
     def _ask(self, question: Callable[[], _T], unknown: _T) -> _T:
@@ -61,10 +61,10 @@ class Notices:
         def run() -> None:
             try:
                 answer.append(question())
-            except RuntimeError:  # torch's errors of a store that has gone away
+            except RuntimeError:  # torch's errors for a store whose process has ended
                 self.answers = False
 
-        # A question to a stopped process never returns, whatever the store's timeout.
+        # A request to a stopped process never returns, regardless of the store's timeout.
         thread = threading.Thread(target=run, daemon=True, name="notices")
         thread.start()
         thread.join(self._patience)

@@ -1,4 +1,4 @@
-"""Batched point-to-point exchange between pipeline stages."""
+"""Batched point-to-point transfers between pipeline stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_megatron.groups.axis import MeshAxis
 
 
 class PendingExchange:
-    """Hold an exchange that has started, and keep its tensors alive until it is over."""
+    """Batch of transfers in flight; it keeps the tensors alive until the transfers complete."""
 
     def __init__(
         self,
@@ -19,32 +19,36 @@ class PendingExchange:
         tensors: Sequence[Tensor] = (),
         noted: Callable[[], None] = lambda: None,
     ) -> None:
-        self._works, self._tensors, self._noted = tuple(works), tuple(tensors), noted
+        self._works = tuple(works)
+        self._tensors = tuple(tensors)
+        self._noted = noted
 
     def wait(self) -> None:
-        """Wait for all transfers; on a GPU the current stream waits, not the host. Further calls do nothing."""
+        """Wait for all transfers, on a GPU with the current stream only; later calls do nothing."""
         if self._works:
             self._noted()
         for work in self._works:
             work.wait()
-        self._works = self._tensors = ()
+        self._works = ()
+        self._tensors = ()
 
     def is_done(self) -> bool:
-        """Tell, without waiting, whether all transfers are known to be over."""
+        """Return whether all transfers are known to be complete, without waiting."""
         return all(work.is_completed() for work in self._works)
 
 
 def exchange(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: MeshAxis
 ) -> PendingExchange:
-    """Start sending and receiving as one batch.
+    """Start sends and receives as one batch.
 
-    Both ends of a pair must list their transfers in the same order: they are matched by it.
+    Both ranks of a pair must list their transfers in the same order, because they are matched by
+    order.
 
     Args:
-        sends: Contiguous tensors with the position on the axis of the rank that gets them.
-        receives: Contiguous buffers with the position on the axis of the rank that fills them.
-        axis: The axis whose positions are meant.
+        sends: Contiguous tensors, each with the destination's position on the axis.
+        receives: Contiguous buffers, each with the source's position on the axis.
+        axis: Axis of the positions.
 
     Communication: one batched send/receive over the axis's group.
     """

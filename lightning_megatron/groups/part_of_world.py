@@ -1,4 +1,4 @@
-"""Groups of a layout that has only part of the ranks of a job: the others neither know nor wait."""
+"""Creation of groups for a layout with only part of a job's ranks, without the other ranks."""
 
 from __future__ import annotations
 
@@ -7,28 +7,33 @@ from contextlib import contextmanager
 
 from torch.distributed import distributed_c10d
 
-#: How many groups one mesh, and how many meshes one part of a world, may number.
-_GROUPS, _MESHES = 2**32, 2**32
+#: Group numbers that are reserved for one mesh.
+_GROUPS = 2**32
+#: Mesh numbers that are reserved for the layouts with one first rank.
+_MESHES = 2**32
 
 
 @contextmanager
 def groups_of_part(rank_offset: int, number: int) -> Iterator[None]:
-    """Let ``new_group`` run on the ranks of one layout alone.
+    """Let ``new_group`` run on the ranks of one layout only.
 
-    torch numbers groups on every rank by itself and names them so in the store that all share, and it splits
-    communicators of NCCL off the one of all ranks, which all have to join in. Within this context the numbers are ones
-    that no other part and no other mesh has, and communicators are made anew.
+    torch numbers groups separately on every rank, and uses these numbers as names in the shared
+    store. It also splits NCCL communicators from that of all ranks, which requires all ranks to
+    take part. Within this context the numbers are unique to this part and this mesh, and
+    communicators are created from scratch.
 
     Args:
-        rank_offset: First rank of the layout, which tells it from the others that exist.
-        number: How many meshes the ranks of this layout have made before.
+        rank_offset: First rank of the layout, which identifies it among the layouts of the job.
+        number: Number of meshes that the ranks of this layout have created before.
     """
     world = distributed_c10d._world
     default = distributed_c10d._get_default_group()
-    count, device = world.group_count, default.bound_device_id
+    count = world.group_count
+    device = default.bound_device_id
     world.group_count = ((rank_offset + 1) * _MESHES + number) * _GROUPS
     default.bound_device_id = None
     try:
         yield
     finally:
-        world.group_count, default.bound_device_id = count, device
+        world.group_count = count
+        default.bound_device_id = device

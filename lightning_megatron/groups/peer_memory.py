@@ -1,4 +1,4 @@
-"""Memory of a rank that the other ranks of an axis write into, without its doing anything."""
+"""Symmetric memory of an axis, which other ranks write into without action of the owner."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _SymmetricMemory
 
-#: What is asked for to see whether memory can be shared at all (bytes).
+#: Size of the allocation that tests whether memory can be shared (bytes).
 _TRIAL = 16
-#: How many views of a region are remembered: the number of tokens may differ from step to step.
+#: Maximum number of cached views of a region; the number of tokens may differ from step to step.
 _REMEMBERED_VIEWS = 1024
 
 
 @dataclass(frozen=True)
 class PeerRegion:
-    """Hold memory of one size on every rank of an axis.
+    """Symmetric memory: one buffer of the same size on every rank of an axis.
 
     Args:
-        memory: That of this rank, in bytes.
-        pointers: The addresses of the memory of every rank, by its position, int64 on the device; None on CPUs, where
-            nobody can write into the memory of others.
+        memory: Buffer of this rank, as bytes.
+        pointers: Addresses of the buffers by position of their rank, int64 on the device; None on
+            CPUs, where ranks cannot write into each other's memory.
     """
 
     memory: Tensor
@@ -36,58 +36,59 @@ class PeerRegion:
     _views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     def view(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a part of this rank's memory as a tensor, which is remembered for the next time.
+        """Return a part of this rank's buffer as a tensor; the view is cached.
 
         Args:
-            start: Where it begins (bytes).
-            shape: Its sizes.
-            dtype: Its type.
+            start: Offset of the part (bytes).
+            shape: Shape of the tensor.
+            dtype: Type of the tensor.
         """
         key = (start, shape, dtype)
         found = self._views.get(key)
         if found is None:
             if len(self._views) == _REMEMBERED_VIEWS:
                 self._views.clear()
-            # Training goes on with views that a validation before it may have asked for.
+            # A view may be created during validation and then be used in training.
             with torch.inference_mode(False):
                 size = math.prod(shape) * dtype.itemsize
                 found = self._views[key] = self.memory[start : start + size].view(dtype).view(shape)
         return found
 
     def wait(self) -> None:
-        """Let the current stream wait until those of all ranks have come here, and what they have written is there."""
+        """Let the current stream wait for the streams of all ranks, and for their writes."""
         if self._handle is not None:
             self._handle.barrier()
 
 
 class PeerMemory:
-    """Keep the region of one axis, which all that put rows over the axis share.
+    """Region of one axis, shared by all layers that put rows over the axis.
 
-    It grows where it must, and is given back with the groups. All ranks use it in the same order, each on one stream.
+    It grows on demand and is freed with the groups. All ranks use it in the same order, each on one
+    stream.
     """
 
     def __init__(self) -> None:
         self._region: PeerRegion | None = None
         self._is_captured = False
-        #: Regions whose addresses are in graphs.
+        #: Old regions whose addresses are in captured CUDA graphs.
         self._kept: list[PeerRegion] = []
         self._verdict: tuple[str | None] | None = None
 
     def why_not(self, group: dist.ProcessGroup | None, device: torch.device, missing: str | None = None) -> str | None:
-        """Say why the ranks of a group cannot write into each other's memory; None means that they can.
+        """Return why the ranks of a group cannot write into each other's memory; None if they can.
 
-        All get the same answer.
+        The answer is the same on all ranks.
 
         Args:
-            group: The ranks.
-            device: That of this rank.
-            missing: What this rank has against it already.
+            group: Process group of the ranks.
+            device: Device of this rank.
+            missing: Reason that this rank already has against it.
 
-        Communication: ranks on GPUs compare what they found, and try it, at the first call.
+        Communication: on GPUs, the first call compares the ranks' results and tries the memory.
         """
         if device.type != "cuda":
             return f"ranks are on {device.type}"
-        assert group is not None, "a rank alone has nobody to ask"
+        assert group is not None, "GPUs share memory only within a process group"
         if self._verdict is None:
             reason = _first_reason(missing or _reason(), group) or _first_reason(self._try(group, device), group)
             self._verdict = (reason,)
@@ -101,50 +102,56 @@ class PeerMemory:
         return None
 
     def reserve(self, group: dist.ProcessGroup | None, num_bytes: int, device: torch.device) -> PeerRegion:
-        """Return the region, of at least so many bytes; all ranks ask for the same.
+        """Return the region with at least the given size, which must be equal on all ranks.
 
         Raises:
-            RuntimeError: If it would have to grow while a graph is captured.
+            RuntimeError: If the region would have to grow during the capture of a CUDA graph.
 
-        Communication: where it grows, the ranks of the group wait for each other.
+        Communication: the ranks of the group wait for each other if the region grows.
         """
         is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self._region is None or self._region.memory.numel() < num_bytes:
             if is_captured:
                 raise RuntimeError(
-                    f"memory that ranks share must be there before a graph is captured: {num_bytes} bytes are needed. "
-                    "To make it, ranks wait for each other. Run what is captured once before, with as many tokens."
+                    "memory that ranks share must be there before a graph is captured: "
+                    f"{num_bytes} bytes are needed. To make it, ranks wait for each other. Run "
+                    "what is captured once before, with as many tokens."
                 )
-            # Training goes on with memory that a validation before it may have asked for.
+            # Memory may be allocated during validation and then be used in training.
             with torch.inference_mode(False):
                 self._grow(group, num_bytes, device)
         self._is_captured |= is_captured
-        assert self._region is not None, "there is one now"
+        assert self._region is not None, "_grow has created the region"
         return self._region
 
     def _grow(self, group: dist.ProcessGroup | None, num_bytes: int, device: torch.device) -> None:
-        before, self._region = self._region, None
+        before = self._region
+        self._region = None
         if device.type != "cuda":
             self._region = PeerRegion(torch.empty(num_bytes, dtype=torch.uint8, device=device))
             return
-        assert group is not None, "there is nobody to share it with"
+        assert group is not None, "GPUs share memory only within a process group"
         if before is not None and self._is_captured:
             self._kept.append(before)
-        # What this rank has put into the old memory of others has arrived then, and ranks meet on the next line:
-        # behind it nobody writes there any more.
+        # The old region may be freed only when no rank writes into it any more. After the
+        # synchronization the writes of this rank have completed, and the rendezvous in _shared
+        # waits for all ranks.
         torch.cuda.synchronize(device)
-        self._region, self._is_captured = _shared(group, num_bytes, device), False
+        self._region = _shared(group, num_bytes, device)
+        self._is_captured = False
 
     def release(self) -> None:
-        """Give the memory back."""
-        self._region, self._verdict = None, None
+        """Free the memory."""
+        self._region = None
+        self._verdict = None
         self._kept.clear()
 
 
 def _shared(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> PeerRegion:
     memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
     handle = symmetric_memory.rendezvous(memory, group)
-    # Newer versions of torch can lay several tensors into one allocation, whose addresses these are.
+    # Newer versions of torch can place several tensors into one allocation; buffer_ptrs are
+    # addresses of allocations.
     offset = getattr(handle, "offset", 0)
     addresses = [int(address) + offset for address in handle.buffer_ptrs]
     if addresses[handle.rank] != memory.data_ptr():
@@ -153,18 +160,18 @@ def _shared(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> P
 
 
 def _reason() -> str | None:
-    """Return what this rank has against it."""
-    # Its objects can leave the GPUs of a host that others share out of service, and nothing here has a use for them.
+    """Return why this rank cannot use symmetric memory."""
+    # Multicast objects can disable the GPUs of a shared host, and this package does not use them.
     if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, torch.cuda.current_device()):
         return (
-            "torch would set up NVLink multicast for it, which nothing here needs; the environment variable "
-            "TORCH_SYMM_MEM_DISABLE_MULTICAST=1 switches that off"
+            "torch would set up NVLink multicast for it, which nothing here needs; the environment "
+            "variable TORCH_SYMM_MEM_DISABLE_MULTICAST=1 switches that off"
         )
     return None
 
 
 def _first_reason(reason: str | None, group: dist.ProcessGroup) -> str | None:
-    """Return the first reason that a rank of the group has, or that they are on different hosts."""
+    """Return the first reason of any rank, or that the ranks are on different hosts."""
     found: list[Any] = [None] * group.size()
     dist.all_gather_object(found, (socket.gethostname(), reason), group=group)
     if len({host for host, _ in found}) > 1:

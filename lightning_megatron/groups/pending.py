@@ -1,6 +1,6 @@
-"""Collectives that run while the host, and on a GPU the device, go on with other work.
+"""Asynchronous collectives that overlap with other work of the host, and on a GPU of the device.
 
-None of them is seen by autograd. On an axis of one rank each is done when it returns.
+They have no autograd. On an axis of one rank they are complete when they return.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightning_megatron.groups.collectives import (
 
 
 class Pending:
-    """Stand for a collective that has been started; its result is there after :meth:`wait`.
+    """Collective in flight; its result is available after :meth:`wait`.
 
     Args:
-        work: What torch returned; None if there is nothing to wait for.
-        then: What is left to do when the communication is done.
-        keep: Tensors that must live until then.
-        noted: Tells the journal that this collective is waited for now.
+        work: Handle from torch; None if there is nothing to wait for.
+        then: Function that completes the result after the communication.
+        keep: Tensors to keep alive until then.
+        noted: Function that records in the journal that this rank now waits for the collective.
     """
 
     def __init__(
@@ -37,12 +37,20 @@ class Pending:
         keep: tuple[Tensor, ...] = (),
         noted: Callable[[], None] = lambda: None,
     ) -> None:
-        self._work, self._then, self._keep, self._noted = work, then, keep, noted
+        self._work = work
+        self._then = then
+        self._keep = keep
+        self._noted = noted
 
     def wait(self) -> None:
-        """Let the current stream, and on a CPU the host, go on only when the result is there; may be called again."""
-        work, then = self._work, self._then
-        self._work = self._then = None
+        """Wait until the result is available; later calls do nothing.
+
+        On a GPU only the current stream waits, on a CPU the host.
+        """
+        work = self._work
+        then = self._then
+        self._work = None
+        self._then = None
         if work is not None:
             self._noted()
             work.wait()
@@ -54,7 +62,8 @@ class Pending:
 def start_all_gather(out: Tensor, x: Tensor, axis: MeshAxis) -> Pending:
     """Start to join the tensors of all ranks along the first dimension.
 
-    Shapes: x ``(N, ...)``, contiguous; out ``(axis.size * N, ...)``. ``x`` may be this rank's part of ``out``.
+    Shapes: x ``(N, ...)``, contiguous; out ``(axis.size * N, ...)``. ``x`` may be this rank's part
+        of ``out``.
     """
     if axis.group is None:
         if out.data_ptr() != x.data_ptr():
@@ -66,9 +75,10 @@ def start_all_gather(out: Tensor, x: Tensor, axis: MeshAxis) -> Pending:
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending:
-    """Start to reduce ``x`` over the ranks, each of which gets one part of the result.
+    """Start to reduce ``x`` over the ranks; each rank gets one part of the result.
 
-    Shapes: x ``(axis.size * N, ...)``, contiguous; out ``(N, ...)``, which may be this rank's part of ``x``.
+    Shapes: x ``(axis.size * N, ...)``, contiguous; out ``(N, ...)``, which may be this rank's part
+        of ``x``.
     """
     if axis.group is None:
         if out.data_ptr() != x.data_ptr():
@@ -94,7 +104,7 @@ def start_all_reduce(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending
 def start_exchange_rows(
     out: Tensor, x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis
 ) -> Pending:
-    """Start to send rows to every rank of the axis, and to join what they send.
+    """Start to send rows to every rank of the axis, and to join the rows that they send.
 
     Shapes: x ``(sum(sends), ...)``, contiguous; out ``(sum(receives), ...)``.
     """
@@ -107,7 +117,7 @@ def start_exchange_rows(
 
 
 def _note(kind: str, axis: MeshAxis) -> Callable[[], None]:
-    """Count a collective, and return what tells the journal that it is waited for."""
+    """Count a collective; return a function that records the wait for it in the journal."""
     call = axis.note(kind)
     return lambda: axis.journal.again(call)
 
@@ -126,7 +136,7 @@ def _finish(out: Tensor, result: Tensor, scale: int) -> Callable[[], None] | Non
 
 
 def _native_op(op: ReduceOp, axis: MeshAxis) -> tuple[Any, int]:
-    """Return the operation to run, and what its result must still be divided by."""
+    """Return the operation to run, and the remaining divisor of its result."""
     if op == "mean" and dist.get_backend(axis.group) == "nccl":
         return dist.ReduceOp.AVG, 1
     return REDUCE_OPS[op], axis.size if op == "mean" else 1
@@ -137,5 +147,5 @@ def _works_in_place(axis: MeshAxis) -> bool:
 
 
 def _apart(out: Tensor, x: Tensor, axis: MeshAxis) -> Tensor:
-    """Return ``x`` where it does not lie in ``out``, unless the library may read and write the same memory."""
+    """Return ``x``, or a copy of it if the backend cannot read and write the same memory."""
     return x if _works_in_place(axis) else x.clone()

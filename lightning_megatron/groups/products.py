@@ -1,8 +1,8 @@
-"""Matrix products with a collective before or after them, which may run piece by piece beside each other.
+"""Matrix products with a collective before or after them, optionally overlapped piece by piece.
 
-Where the axis says so, and for half types on GPUs, torch's symmetric memory runs them: every rank copies the others'
-pieces with the copy engines, which takes no multiprocessor from the products. Elsewhere the collective and the product
-run one after the other. None of them is seen by autograd.
+With ``axis.pipelines_products``, and for half types on GPUs, they run on torch's symmetric memory:
+copy engines transfer the pieces of other ranks, so that the products keep all multiprocessors.
+Otherwise the collective and the product run one after the other. The functions have no autograd.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ _HALF = (torch.float16, torch.bfloat16)
 def gathered_product(x: Tensor, matrix: Tensor, axis: MeshAxis, *, keep: bool) -> tuple[Tensor | None, Tensor]:
     """Join the axis's tensors along the first dimension and multiply them by a matrix.
 
-    Equal to ``full @ matrix`` with ``full`` the joined tensor.
+    The second result equals ``full @ matrix``, where ``full`` is the joined tensor.
 
-    Shapes: x ``(N, ..., K)``; matrix ``(K, M)``; result ``(axis.size * N, ..., K)`` and ``(axis.size * N, ..., M)``.
+    Shapes: x ``(N, ..., K)``; matrix ``(K, M)``; result ``(axis.size * N, ..., K)`` and
+        ``(axis.size * N, ..., M)``.
 
     Args:
         x: This rank's part.
-        matrix: The right factor.
-        axis: The ranks.
-        keep: Whether the joined tensor is wanted, too; it is returned in any case where it is made.
+        matrix: Right factor.
+        axis: Axis of the ranks.
+        keep: Whether to return the joined tensor, too. It may be returned anyway if it exists.
 
     Communication: an all-gather.
     """
@@ -43,7 +44,7 @@ def gathered_product(x: Tensor, matrix: Tensor, axis: MeshAxis, *, keep: bool) -
 
 
 def scattered_product(x: Tensor, matrix: Tensor, axis: MeshAxis) -> Tensor:
-    """Multiply by a matrix, add the products of the axis's ranks, and keep this rank's part of the first dimension.
+    """Multiply by a matrix, sum over the ranks, and return this rank's part of the first dimension.
 
     Shapes: x ``(axis.size * N, ..., K)``; matrix ``(K, M)``; result ``(N, ..., M)``.
     Communication: a reduce-scatter.
@@ -57,7 +58,7 @@ def scattered_product(x: Tensor, matrix: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def release_workspace(axis: MeshAxis) -> None:
-    """Give back the memory that an axis's ranks share, which torch keeps under the name of their group."""
+    """Free the symmetric memory of an axis, which torch caches under the name of its group."""
     if axis.pipelines_products and axis.group is not None:
         symmetric_memory._group_name_to_workspace_tensor.pop(axis.group.group_name, None)
 

@@ -1,4 +1,4 @@
-"""Random streams whose draws depend on what is computed, not on which rank computes it or when."""
+"""Random streams whose draws depend on what is computed, not on the rank or the order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ StreamName = Literal["replicated", "tensor", "expert"]
 def derive_seed(*parts: int | str) -> int:
     """Hash integers and words into a 63-bit seed.
 
-    Distinct tuples give unrelated seeds, so that streams cannot collide the way sums of small multiples of ranks do.
+    Distinct tuples give unrelated seeds. Sums of small multiples of ranks, in contrast, can
+    collide.
     """
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
@@ -25,14 +26,15 @@ def derive_seed(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class Position:
-    """Name the place in training that a draw belongs to: step, microbatch over all data ranks, layer, run of the layer.
+    """Position in training that a draw belongs to.
 
     Args:
-        step: The optimizer step (steps).
-        microbatch: Number of the microbatch within the step (microbatches).
-        layer: Number of the layer in the whole model (layers).
-        is_replay: Whether it is the second time, for activations that were not kept. Draws do not depend on it.
-        run: How many times the layer has run before in the microbatch, where a step calls the model several times.
+        step: Optimizer step (steps).
+        microbatch: Index of the microbatch within the step, over all data ranks (microbatches).
+        layer: Index of the layer in the whole model (layers).
+        is_replay: Whether activations are being recomputed. Draws do not depend on it.
+        run: Number of earlier runs of the layer in the microbatch; above 0 if a step calls the
+            model several times.
     """
 
     step: int = 0
@@ -43,24 +45,24 @@ class Position:
 
 
 class RandomStreams:
-    """Give every region of the model the random numbers it must share or must not share with other ranks.
+    """Random streams, equal on the ranks that need equal draws and different on all others.
 
-    * ``replicated``: the same on all tensor-parallel ranks (dropout on activations that every one of them holds).
+    * ``replicated``: equal on all tensor-parallel ranks (dropout on replicated activations).
     * ``tensor``: different on every tensor-parallel rank (dropout inside a tensor-parallel region).
     * ``expert``: different on every expert-parallel and expert-tensor-parallel rank.
 
-    All of them differ by data-parallel rank through the microbatch number and by context-parallel rank. What a stream
-    draws is a function of (seed, stream, coordinates, step, microbatch, layer, run of the layer, draws so far in that
-    run): the order in which a pipeline runs its microbatches, the stage that holds a layer, and activation
-    recomputation do not change it.
+    All of them differ between data-parallel ranks, through the microbatch index, and between
+    context-parallel ranks. The draws of a stream are a function of (seed, stream, coordinates,
+    step, microbatch, layer, run of the layer, draws so far in that run). They do not depend on the
+    order of microbatches in a pipeline, on the stage of a layer, or on activation recomputation.
 
     Args:
-        seed: The seed of the run, equal on all ranks.
+        seed: Seed of the training run, equal on all ranks.
         tp: Position on the tensor axis.
         cp: Position on the context axis.
         ep: Position on the expert axis.
         etp: Position on the expert-tensor axis.
-        device: Where the draws happen.
+        device: Device of the draws.
 
     Source: Shoeybi et al. 2019, appendix B.2.
     """
@@ -84,8 +86,9 @@ class RandomStreams:
         """Move every stream to the start of a microbatch.
 
         Args:
-            step: The optimizer step (steps).
-            microbatch: Number of the microbatch within the step, unique over the data-parallel ranks (microbatches).
+            step: Optimizer step (steps).
+            microbatch: Index of the microbatch within the step, unique over the data-parallel ranks
+                (microbatches).
         """
         self._runs.clear()
         self._repeats.clear()
@@ -95,10 +98,11 @@ class RandomStreams:
         """Move every stream to the start of ``layer`` and return that position.
 
         Args:
-            layer: Number of the layer in the whole model: 0 is the embedding (layers).
-            position: Take step, microbatch and run from here instead of from the current position; recomputation passes
-                the position at which the layer first ran, because other microbatches have run since. Without, and
-                outside of a replay, another run of the layer begins.
+            layer: Index of the layer in the whole model: 0 is the embedding (layers).
+            position: Source of step, microbatch and run; None means the current position.
+                Recomputation passes the position of the layer's first run, because other
+                microbatches have run since. Without a position, and outside of a replay, a new run
+                of the layer begins.
         """
         base = position or self.position
         run = base.run if position or base.is_replay else self._next_run(layer)
@@ -107,21 +111,23 @@ class RandomStreams:
         return self.position
 
     def _next_run(self, layer: int) -> int:
-        """Count a run of a layer, and return its number."""
+        """Count a run of a layer, and return its index."""
         if torch._C._current_graph_task_id() == -1:
             self._runs[layer] += 1
             return self._runs[layer] - 1
-        # A checkpoint of torch runs it again inside a backward pass, which goes through the latest run first.
+        # torch's activation checkpointing runs the layer again inside a backward pass, which starts
+        # with the latest run.
         self._repeats[layer] += 1
         return max(self._runs[layer] - self._repeats[layer], 0)
 
     @contextmanager
     def fork(self, name: StreamName, purpose: str = "") -> Iterator[None]:
-        """Let the draws inside the block come from the stream ``name``, and leave the default generators alone.
+        """Draw from the stream ``name`` inside the block, then restore the default generators.
 
         Args:
-            name: The stream.
-            purpose: What has a stream of its own among those of this name, and so does not move the others on.
+            name: Name of the stream.
+            purpose: Name of an independent substream of this stream, whose draws do not advance the
+                other substreams.
         """
         if name not in self._coordinates:
             raise ValueError(f"a random stream must be one of {', '.join(self._coordinates)}: {name!r}.")
@@ -138,11 +144,13 @@ class RandomStreams:
 
     @contextmanager
     def fork_default(self) -> Iterator[None]:
-        """Let torch's default generators inside the block start from the microbatch alone, and restore them after it.
+        """Seed torch's default generators by the microbatch alone, inside the block only.
 
-        What a step draws by itself, such as the tokens that it masks, is then the same on all pipeline stages.
+        Draws of the step itself, such as those that choose masked tokens, are then equal on all
+        pipeline stages.
         """
-        outside_cpu, outside = torch.default_generator.get_state(), self._get_state()
+        outside_cpu = torch.default_generator.get_state()
+        outside = self._get_state()
         try:
             seed = derive_seed(self.seed, "default", self.position.step, self.position.microbatch)
             torch.default_generator.manual_seed(seed)
@@ -157,14 +165,18 @@ class RandomStreams:
         return {"seed": self.seed, "position": asdict(self.position)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the streams of a checkpoint; the coordinates stay those of this rank."""
+        """Restore the streams of a checkpoint; the coordinates remain those of this rank."""
         self.seed = int(state["seed"])
         position = Position(**state["position"])
         self.seek(position.layer, position)
 
     def _seed_of(self, name: StreamName, purpose: str = "") -> int:
-        here, words = self.position, (purpose,) if purpose else ()
-        place = here.step, here.microbatch, here.layer, *((here.run,) if here.run else ())
+        here = self.position
+        # The first run and a stream without purpose add nothing, so that their seeds do not depend
+        # on these features.
+        words = (purpose,) if purpose else ()
+        run = (here.run,) if here.run else ()
+        place = (here.step, here.microbatch, here.layer, *run)
         return derive_seed(self.seed, name, *words, *self._coordinates[name], *place)
 
     def _seed_default_generator(self, seed: int) -> None:

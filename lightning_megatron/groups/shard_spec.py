@@ -1,4 +1,4 @@
-"""Which part of a full tensor a rank holds: data on every parameter, read by whoever must know how it is cut."""
+"""Placement of a local tensor in its full tensor, attached to every parameter."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ATTRIBUTE = "shard_spec"
 
 @dataclass(frozen=True)
 class Box:
-    """Place one contiguous piece of a local tensor inside the full tensor.
+    """Contiguous piece of a local tensor, with its position in the full tensor.
 
     Args:
         offsets: First index of the piece in each dimension of the full tensor (elements).
         sizes: Extent of the piece in each dimension (elements).
-        local_start: First index of the piece along the cut dimension of the local tensor; for a flat slice, the
-            piece's first element in the slice (elements).
-        copy: Which copy of the piece this rank holds; 0 is the one that is counted in norms and written to checkpoints.
+        local_start: First index of the piece along the sharded dimension of the local tensor; for a
+            flat slice, the index of its first element in the slice (elements).
+        copy: Index of this rank's copy of the piece. Norms count copy 0, and checkpoints save it.
     """
 
     offsets: tuple[int, ...]
@@ -35,22 +35,24 @@ class Box:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Describe how a local tensor lies in its full tensor.
+    """Placement of a local tensor in its full tensor.
 
-    The local tensor is the concatenation, along ``dim``, of ``ranges`` of the full tensor, then padding rows that
-    belong to no full tensor (the padded vocabulary). Data-parallel and context-parallel ranks always hold copies and
-    are not listed; of an expert's tensor, the expert-data-parallel ranks.
+    The local tensor is the concatenation of ``ranges`` of the full tensor along ``dim``, followed
+    by padding rows that are not part of the full tensor (padded vocabulary). Data-parallel and
+    context-parallel ranks always have copies and are not described; for experts these are the
+    expert-data-parallel ranks.
 
     Args:
         full_shape: Shape of the full tensor, without padding (elements).
-        ranges: What this rank holds along ``dim``, in local order.
-        dim: The dimension that is cut.
-        partial: Whether the tensor-parallel copies of a range each see only a part of its gradient, so that the parts
-            must be added over the tensor axis (norms and biases under sequence parallelism, replicated key/value
-            heads).
-        tied_to: Name, within the same model, of the first-stage parameter that this last-stage parameter is a copy of.
-        is_expert: Whether the tensor belongs to experts, which are spread over the expert grid: its gradient on a rank
-            is that of the tokens of all ranks that send theirs there.
+        ranges: Ranges of this rank along ``dim``, in local order.
+        dim: Sharded dimension.
+        partial: Whether each tensor-parallel copy of a range computes only a part of its gradient.
+            The parts must then be summed over the tensor axis. Examples are norms and biases under
+            sequence parallelism, and replicated key/value heads.
+        tied_to: Name of the first-stage parameter of the same model that this last-stage parameter
+            copies.
+        is_expert: Whether the tensor belongs to experts, which are distributed over the expert
+            grid. Its gradient on a rank includes the tokens of all ranks that send tokens there.
     """
 
     full_shape: tuple[int, ...]
@@ -62,12 +64,12 @@ class ShardSpec:
 
     @property
     def local_extent(self) -> int:
-        """Count the rows along ``dim`` that are part of the full tensor (elements)."""
+        """Return the number of local rows along ``dim`` without padding (elements)."""
         return sum(piece.size for piece in self.ranges)
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether this rank holds the full tensor."""
+        """Return whether this rank has the full tensor."""
         return len(self.ranges) == 1 and self.local_extent == (self.full_shape[self.dim] if self.full_shape else 1)
 
     def tied(self, name: str) -> ShardSpec:
@@ -75,10 +77,11 @@ class ShardSpec:
         return replace(self, tied_to=name)
 
     def boxes(self) -> list[Box]:
-        """List the pieces of the full tensor that this rank holds; empty pieces are left out."""
+        """List this rank's pieces of the full tensor, without empty ones."""
         if not self.full_shape:
             return [Box((), (), 0, self.ranges[0].copy)]
-        boxes, local_start = [], 0
+        boxes = []
+        local_start = 0
         for piece in self.ranges:
             if piece.size:
                 offsets = tuple(piece.start if d == self.dim else 0 for d in range(len(self.full_shape)))
@@ -88,7 +91,7 @@ class ShardSpec:
         return boxes
 
     def local_views(self, local: Tensor) -> list[tuple[Box, Tensor]]:
-        """Pair every box with the view of ``local`` that holds it.
+        """Return every box with its view of ``local``.
 
         Shapes: local ``full_shape`` with ``local_extent`` (plus padding) along ``dim``.
         """
@@ -97,11 +100,12 @@ class ShardSpec:
         return [(box, local.narrow(self.dim, box.local_start, box.sizes[self.dim])) for box in self.boxes()]
 
     def shard(self, full: Tensor, local_size: int | None = None) -> Tensor:
-        """Cut this rank's tensor out of the full one; padding rows are zero.
+        """Return this rank's part of the full tensor; padding rows are zero.
 
         Args:
-            full: The full tensor, of ``full_shape``.
-            local_size: Extent of the result along ``dim`` with padding; None means no padding (elements).
+            full: Full tensor, of ``full_shape``.
+            local_size: Extent of the result along ``dim`` with padding; None means no padding
+                (elements).
 
         Raises:
             ValueError: If ``full`` has another shape.
@@ -117,39 +121,40 @@ class ShardSpec:
         return local
 
     def copy_from_full(self, local: Tensor, full: Tensor) -> None:
-        """Write this rank's pieces of ``full`` into ``local`` in place; padding rows keep their value."""
+        """Copy this rank's pieces of ``full`` into ``local``; padding rows remain unchanged."""
         with torch.no_grad():
             for box, view in self.local_views(local):
-                view.copy_(
-                    full.narrow(self.dim, box.offsets[self.dim], box.sizes[self.dim]) if self.full_shape else full
-                )
+                view.copy_(self._part_of(full, box))
 
     def copy_to_full(self, local: Tensor, full: Tensor, *, counted_only: bool = False) -> None:
-        """Write this rank's pieces into ``full`` in place; with ``counted_only`` the pieces of copy 0 alone."""
+        """Copy this rank's pieces into ``full``; with ``counted_only`` only those of copy 0."""
         with torch.no_grad():
             for box, view in self.local_views(local):
-                if box.copy and counted_only:
-                    continue
-                (full.narrow(self.dim, box.offsets[self.dim], box.sizes[self.dim]) if self.full_shape else full).copy_(
-                    view
-                )
+                if not (box.copy and counted_only):
+                    self._part_of(full, box).copy_(view)
+
+    def _part_of(self, full: Tensor, box: Box) -> Tensor:
+        if not self.full_shape:
+            return full
+        return full.narrow(self.dim, box.offsets[self.dim], box.sizes[self.dim])
 
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """Describe how a range of a flattened local tensor lies in its full tensor.
+    """Placement of a range of a flattened local tensor in its full tensor.
 
-    A data rank's share of the optimizer is such ranges: they begin and end anywhere, also in padding rows, which are
-    part of no box. It answers the same questions as a :class:`ShardSpec`.
+    A data rank's share of the optimizer consists of such ranges. They may start and end at any
+    element, and may include padding rows, which belong to no box. The interface is that of
+    :class:`ShardSpec`.
 
     Args:
-        spec: How the local tensor lies in the full one.
+        spec: Placement of the local tensor in the full one.
         local_shape: Shape of the local tensor, padding rows included (elements).
         start: First element of the range in the flattened local tensor.
-        stop: One past its last element.
+        stop: Index after its last element.
 
     Raises:
-        ValueError: If the local tensor cannot be that of ``spec``, or the range leaves it.
+        ValueError: If ``local_shape`` contradicts ``spec``, or the range is not within the tensor.
     """
 
     spec: ShardSpec
@@ -158,20 +163,22 @@ class FlatSlice:
     stop: int
 
     def __post_init__(self) -> None:
-        full, dim = self.spec.full_shape, self.spec.dim
+        full = self.spec.full_shape
+        dim = self.spec.dim
         fits = len(self.local_shape) == len(full) and all(
             size >= self.spec.local_extent if d == dim else size == full[d] for d, size in enumerate(self.local_shape)
         )
         if not fits:
             raise ValueError(
-                f"a local tensor has at least the {self.spec.local_extent} rows of its spec along dimension {dim}, and "
-                f"the extents of the full shape {full} along the others: {self.local_shape}."
+                f"a local tensor has at least the {self.spec.local_extent} rows of its spec along "
+                f"dimension {dim}, and the extents of the full shape {full} along the others: "
+                f"{self.local_shape}."
             )
         size = prod(self.local_shape)
         if not 0 <= self.start <= self.stop <= size:
             raise ValueError(
-                f"a flat slice must lie in its tensor of {size} elements: [{self.start}, {self.stop}). "
-                f"Use 0 <= start <= stop <= {size}."
+                f"a flat slice must lie in its tensor of {size} elements: [{self.start}, "
+                f"{self.stop}). Use 0 <= start <= stop <= {size}."
             )
 
     @property
@@ -181,30 +188,30 @@ class FlatSlice:
 
     @property
     def tied_to(self) -> str | None:
-        """Return the name of the first-stage parameter that this one is a copy of."""
+        """Return the name of the first-stage parameter that this parameter copies."""
         return self.spec.tied_to
 
     @property
     def partial(self) -> bool:
-        """Tell whether the tensor-parallel copies each see a part of the gradient."""
+        """Return whether each tensor-parallel copy computes only a part of the gradient."""
         return self.spec.partial
 
     @property
     def is_expert(self) -> bool:
-        """Tell whether the tensor belongs to experts."""
+        """Return whether the tensor belongs to experts."""
         return self.spec.is_expert
 
     @property
     def size(self) -> int:
-        """Count the elements of the range, padding included."""
+        """Return the number of elements of the range, padding included."""
         return self.stop - self.start
 
     def boxes(self) -> list[Box]:
-        """List the pieces of the full tensor that this range holds, in flat order; padding is left out."""
+        """List the range's pieces of the full tensor in flat order, without padding."""
         return [box for box, _, _ in self._pieces()]
 
     def local_views(self, flat: Tensor) -> list[tuple[Box, Tensor]]:
-        """Pair every box with the view of ``flat`` that holds it.
+        """Return every box with its view of ``flat``.
 
         Shapes: flat (stop - start), contiguous; a view has the sizes of its box.
 
@@ -222,29 +229,34 @@ class FlatSlice:
         return views
 
     def copy_from_full(self, flat: Tensor, full: Tensor) -> None:
-        """Write this range's pieces of ``full`` into ``flat`` in place; padding keeps its value."""
+        """Copy this range's pieces of ``full`` into ``flat``; padding remains unchanged."""
         with torch.no_grad():
             for box, view in self.local_views(flat):
                 view.copy_(_region(full, box))
 
     def copy_to_full(self, flat: Tensor, full: Tensor, *, counted_only: bool = False) -> None:
-        """Write this range's pieces into ``full`` in place; with ``counted_only`` the pieces of copy 0 alone."""
+        """Copy this range's pieces into ``full``; with ``counted_only`` only those of copy 0."""
         with torch.no_grad():
             for box, view in self.local_views(flat):
                 if not (box.copy and counted_only):
                     _region(full, box).copy_(view)
 
     def _pieces(self) -> list[tuple[Box, FlatBox, int]]:
-        # Each box with the box of the local tensor that it is cut from, and where in that it starts along `dim`.
+        # Tuples of a box of the full tensor, the box of the local tensor that contains it, and its
+        # first index along `dim` within that local box.
         found: list[tuple[Box, FlatBox, int]] = []
         dim = self.spec.dim
-        # Elements between neighbours along `dim`.
+        # Distance between neighbours along `dim` in the flattened tensor.
         stride = prod(self.local_shape[dim + 1 :])
         for outer in flat_range_boxes(self.local_shape, self.start, self.stop):
             if not outer.sizes:
                 found.append((Box((), (), 0, self.spec.ranges[0].copy), outer, 0))
                 continue
-            low, high, before = outer.offsets[dim], outer.offsets[dim] + outer.sizes[dim], 0
+            # Rows [low, high) of the local tensor; `before` counts the rows of the ranges already
+            # visited.
+            low = outer.offsets[dim]
+            high = low + outer.sizes[dim]
+            before = 0
             for held in self.spec.ranges:
                 first, last = max(low, before), min(high, before + held.size)
                 if first < last:
@@ -257,11 +269,11 @@ class FlatSlice:
 
 
 Placement: TypeAlias = ShardSpec | FlatSlice
-"""How a tensor lies in its full tensor: a cut along one dimension, or a flat range of such a cut."""
+"""Placement of a tensor in its full tensor: a shard along one dimension, or a flat range of one."""
 
 
 def whole_spec(tensor: Tensor, copy: int = 0, *, partial: bool = False) -> ShardSpec:
-    """Describe a tensor that every tensor-parallel rank holds whole; ``copy`` is this rank's index among them."""
+    """Return the spec of a tensor that every tensor-parallel rank has in full, as copy ``copy``."""
     shape = tuple(tensor.shape)
     return ShardSpec(shape, (ShardRange(0, shape[0] if shape else 1, copy),), partial=partial)
 
@@ -273,7 +285,10 @@ def set_shard_spec(parameter: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
 
 
 def shard_spec_of(parameter: Tensor, tp_rank: int = 0) -> ShardSpec:
-    """Return the spec of a parameter; one without a spec is held whole by every rank, as copy ``tp_rank``."""
+    """Return the spec of a parameter.
+
+    A parameter without a spec is not sharded, and this rank has copy ``tp_rank`` of it.
+    """
     spec = getattr(parameter, _ATTRIBUTE, None)
     return spec if isinstance(spec, ShardSpec) else whole_spec(parameter, tp_rank)
 

@@ -1,4 +1,4 @@
-"""The package's own source files, as one number that two hosts can compare."""
+"""Hash of the package's source files, which hosts compare."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def digest_of_sources(folder: Path) -> str:
-    """Return a hash of the names and contents of all Python files below a folder, 12 digits."""
+    """Return a hash of the names and contents of all Python files below a folder, 12 hex digits."""
     digest = hashlib.sha1(usedforsecurity=False)
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()
@@ -21,5 +21,5 @@ def digest_of_sources(folder: Path) -> str:
 
 @cache
 def own_sources() -> str:
-    """Return the hash of this package's files, which are read once in a process."""
+    """Return the hash of this package's files, computed once per process."""
     return digest_of_sources(_PACKAGE)

@@ -96,16 +96,21 @@ def activation_costs(
     forward = max(others + gathered + whole, others + network.forward, running)
     start = network.backward_start + (again if recompute == "full" else 0)
     backward = max(start, again + network.backward, again + attention + 2 * gathered)
+    freed = row_sums if recompute == "selective" else again
+    attention_masks = 0
+    if model.window is not None and seq_length > model.window:
+        # All samples of a microbatch share one mask of seq_length x seq_length scores.
+        attention_masks = seq_length**2 * batch.activation_bytes
+    norms_of_head = 2 if model.final_norm else 1
     logits = num_tokens * model.vocab_rows(batch.tp)
     return ActivationCosts(
         boundary=boundary,
         layer=layer,
-        kept=layer - (row_sums if recompute == "selective" else again),
-        # All samples of a microbatch share one mask of seq_length x seq_length scores.
-        masks=seq_length**2 * batch.activation_bytes if model.window is not None and seq_length > model.window else 0,
+        kept=layer - freed,
+        masks=attention_masks,
         layer_forward=forward,
         layer_backward=backward + 2 * boundary,
-        head=(2 if model.final_norm else 1) * boundary + statistics,
+        head=norms_of_head * boundary + statistics,
         head_backward=whole + gathered,
         loss_kept=table.loss_kept * logits,
         loss_forward=table.loss_forward * logits,

@@ -49,8 +49,8 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[FlatBo
     shape = tuple(shape)
     if not 0 <= start <= stop <= prod(shape):
         raise ParallelPlanError(
-            f"a range must lie in its tensor: [{start}, {stop}) of a tensor of shape {shape}, which has {prod(shape)} "
-            f"elements. Use 0 <= start <= stop <= {prod(shape)}."
+            f"a range must lie in its tensor: [{start}, {stop}) of a tensor of shape {shape}, "
+            f"which has {prod(shape)} elements. Use 0 <= start <= stop <= {prod(shape)}."
         )
     return [FlatBox(offsets, sizes, first) for offsets, sizes, first in _boxes(shape, start, stop, 0)]
 

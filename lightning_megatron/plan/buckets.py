@@ -83,8 +83,9 @@ class Bucket:
         require_index("part", index, "num_parts", num_parts)
         if self.size % num_parts:
             raise ParallelPlanError(
-                f"a bucket must be cut into equal parts: its size is {self.size}, num_parts is {num_parts}. "
-                f"It was planned for another number of parts. Plan the buffer again with num_parts of {num_parts}."
+                f"a bucket must be cut into equal parts: its size is {self.size}, num_parts is "
+                f"{num_parts}. It was planned for another number of parts. Plan the buffer again "
+                f"with num_parts of {num_parts}."
             )
         extent = self.size // num_parts
         return self.start + index * extent, self.start + (index + 1) * extent
@@ -293,8 +294,8 @@ def _checked(pieces: Iterable[Piece], num_parts: int, **sizes: int) -> list[Piec
     for piece in pieces:
         if piece.name in checked:
             raise ParallelPlanError(
-                f"a buffer holds each parameter once: {piece.name!r} is named twice. Its places would differ. "
-                f"Name a shared parameter once."
+                f"a buffer holds each parameter once: {piece.name!r} is named twice. Its places "
+                "would differ. Name a shared parameter once."
             )
         if piece.size < 0:
             raise ParallelPlanError(

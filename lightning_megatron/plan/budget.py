@@ -286,12 +286,12 @@ def _blocks_of_stages(
 def _moments(schedule: Schedule, stage: int, chunks: Sequence[Sequence[_Block]]) -> Iterable[_Moment]:
     head = (schedule.num_stages - 1, schedule.num_chunks - 1)
     costs = next(block.costs for chunk in chunks for block in chunk)
-    kept = [
-        sum(block.costs.kept for block in blocks)
-        + (costs.masks if blocks else 0)
-        + (costs.head if (stage, chunk) == head else 0)
-        for chunk, blocks in enumerate(chunks)
-    ]
+    kept = [sum(block.costs.kept for block in blocks) for blocks in chunks]
+    for chunk, blocks in enumerate(chunks):
+        if blocks:
+            kept[chunk] += costs.masks
+        if (stage, chunk) == head:
+            kept[chunk] += costs.head
     workspaces = [_workspaces([block.costs for block in blocks]) for blocks in chunks]
     held = 0
     num_held = 0
@@ -345,6 +345,7 @@ def _check(layout: ParallelLayout, training: TrainingShape) -> None:
     shards = layout.cp * (layout.tp if training.sequence_parallel else 1)
     if training.seq_length % shards:
         raise ParallelPlanError(
-            f"seq_length ({training.seq_length}) must be a multiple of {shards}, because so many ranks hold equal "
-            f"parts of the sequence. Use a seq_length of {-(-training.seq_length // shards) * shards}."
+            f"seq_length ({training.seq_length}) must be a multiple of {shards}, because so many "
+            "ranks hold equal parts of the sequence. Use a seq_length of "
+            f"{-(-training.seq_length // shards) * shards}."
         )

@@ -124,9 +124,9 @@ class ExpertsConfig:
             return
         if len(self.layers) != num_layers:
             raise ParallelPlanError(
-                f"layers of experts must have a value for each of num_layers ({num_layers}): it has "
-                f"{len(self.layers)}. Each layer has experts or an MLP. Give {num_layers} values, or an integer n for "
-                "every n-th layer."
+                f"layers of experts must have a value for each of num_layers ({num_layers}): it "
+                f"has {len(self.layers)}. Each layer has experts or an MLP. Give {num_layers} "
+                "values, or an integer n for every n-th layer."
             )
 
     def _check_groups(self) -> None:

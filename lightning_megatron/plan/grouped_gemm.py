@@ -109,8 +109,9 @@ def choose_variant(which: Pass, num_rows: int, num_groups: int, n: int, k: int, 
     _check_sizes(num_rows, num_groups, n, k)
     if which is Pass.FORWARD_SWIGLU and n % _SWIGLU_UNIT:
         raise UnsupportedError(
-            f"n ({n}) must be a multiple of {_SWIGLU_UNIT}, because gates and ups are n / 2 features each, and TMA "
-            "stores rows of whole 16 bytes. Use such sizes, or the product and the activation one after the other."
+            f"n ({n}) must be a multiple of {_SWIGLU_UNIT}, because gates and ups are n / 2 "
+            "features each, and TMA stores rows of whole 16 bytes. Use such sizes, or the product "
+            "and the activation one after the other."
         )
     rows = num_rows // num_groups
     if which is Pass.FORWARD_SWIGLU:
@@ -218,16 +219,18 @@ def _fills(columns: int, unit: int) -> tuple[bool, str]:
 def _check_sizes(num_rows: int, num_groups: int, n: int, k: int) -> None:
     if not 1 <= num_groups <= MAX_GROUPS:
         raise UnsupportedError(
-            f"the number of groups must be between 1 and {MAX_GROUPS}: it is {num_groups}. The arguments of a launch "
-            f"are built by one thread block. Use more expert parallel ranks, so that each holds fewer experts."
+            f"the number of groups must be between 1 and {MAX_GROUPS}: it is {num_groups}. The "
+            "arguments of a launch are built by one thread block. Use more expert parallel ranks, "
+            "so that each holds fewer experts."
         )
     if num_rows < 0 or n < 1 or k < 1 or n % 8 or k % 8:
         raise UnsupportedError(
-            f"n ({n}) and k ({k}) must be positive multiples of 8 and rows ({num_rows}) not negative, because TMA "
-            "loads rows of whole 16 bytes. Use sizes that are, or the products of torch."
+            f"n ({n}) and k ({k}) must be positive multiples of 8 and rows ({num_rows}) not "
+            "negative, because TMA loads rows of whole 16 bytes. Use sizes that are, or the "
+            "products of torch."
         )
     if max(num_rows, num_groups * n, k) > 2**31 - 1:
         raise UnsupportedError(
-            f"sizes must fit 32 bits: rows {num_rows}, groups x n {num_groups * n}, k {k}. Coordinates of TMA do. "
-            "Use more ranks."
+            f"sizes must fit 32 bits: rows {num_rows}, groups x n {num_groups * n}, k {k}. "
+            "Coordinates of TMA do. Use more ranks."
         )

@@ -70,16 +70,18 @@ def eager_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
     # Logits in a half type, or their gradient, exist in addition to the float32 copy.
     narrow = activation_bytes if activation_bytes < wide else 0
     ffn_copies = 2
+    ffn_backward = 1
     if model.gated:
         ffn_copies = 4
+        ffn_backward = 2
     elif model.activation == "relu":
         ffn_copies = 1
     return KeptActivations(
         hidden_copies=_hidden_copies(model),
         norm_bytes=8 if model.norm == "layernorm" else 4,
-        rotated_copies=1 if model.qk_norm or not model.num_positions else 0,
+        rotated_copies=int(model.qk_norm or not model.num_positions),
         ffn_copies=ffn_copies,
-        ffn_backward=2 if model.gated else 1,
+        ffn_backward=ffn_backward,
         loss_kept=wide,
         loss_forward=wide + narrow,
         loss_backward=wide + narrow,
@@ -98,11 +100,17 @@ def fused_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
         activation_bytes: Size of an activation's element (bytes).
     """
     eager = eager_activations(model, activation_bytes)
+    ffn_copies = eager.ffn_copies
+    expert_copies = eager.expert_copies
+    if model.gated and model.activation == "swiglu":
+        # The fused kernel keeps gate and up, and multiplies by the probabilities in the same pass.
+        ffn_copies = 3
+        expert_copies = 0
     return KeptActivations(
         hidden_copies=eager.hidden_copies,
-        rotated_copies=1 if model.qk_norm or model.partly_rotated else 0,
-        ffn_copies=3 if model.gated and model.activation == "swiglu" else eager.ffn_copies,
-        expert_copies=0 if model.gated and model.activation == "swiglu" else eager.expert_copies,
+        rotated_copies=int(model.qk_norm or model.partly_rotated),
+        ffn_copies=ffn_copies,
+        expert_copies=expert_copies,
         router_keeps_logits=True,
         choice_copies=0,
         ffn_backward=eager.ffn_backward,

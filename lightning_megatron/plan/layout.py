@@ -218,17 +218,20 @@ class ParallelLayout:
         self._check_fits(("etp", "ep", "pp"), "every copy of the experts takes that many ranks")
         if self.vpp > 1 and self.pp == 1:
             raise ParallelPlanError(
-                f"vpp ({self.vpp}) needs pp above 1, because chunks shorten the bubble between stages and one stage "
-                f"has none. Use vpp of 1, or pp of {one_of(divisors(self.world_size)[1:] or ['2 on more ranks'])}."
+                f"vpp ({self.vpp}) needs pp above 1, because chunks shorten the bubble between "
+                "stages and one stage has none. Use vpp of 1, or pp of "
+                f"{one_of(divisors(self.world_size)[1:] or ['2 on more ranks'])}."
             )
         self._check_order()
-        dense, expert = self.dense_grid.stride("pp"), self.expert_grid.stride("pp")
+        dense = self.dense_grid.stride("pp")
+        expert = self.expert_grid.stride("pp")
         if self.pp > 1 and dense != expert:
             raise ParallelPlanError(
-                f"the dense and the expert grid must agree on the stages: order is {shown(self.order)}, dp is "
-                f"{self.dp}, edp is {self.edp}. Neighbouring stages are {dense} ranks apart in the dense grid (tp "
-                f"{self.tp}, cp {self.cp}) and {expert} in the expert grid (etp {self.etp}, ep {self.ep}), so a "
-                f"layer's experts would live on another stage. Put pp last in the order, e.g. "
+                "the dense and the expert grid must agree on the stages: order is "
+                f"{shown(self.order)}, dp is {self.dp}, edp is {self.edp}. Neighbouring stages are "
+                f"{dense} ranks apart in the dense grid (tp {self.tp}, cp {self.cp}) and {expert} "
+                f"in the expert grid (etp {self.etp}, ep {self.ep}), so a layer's experts would "
+                "live on another stage. Put pp last in the order, e.g. "
                 f"{self._order_with_pp_last()!r}."
             )
 
@@ -247,8 +250,8 @@ class ParallelLayout:
         named = " x ".join(axes)
         values = " x ".join(str(size) for size in sizes.values())
         raise ParallelPlanError(
-            f"world_size ({self.world_size}) must be a multiple of {named} ({values} = {product}), because {why}. "
-            f"{remedy}"
+            f"world_size ({self.world_size}) must be a multiple of {named} ({values} = {product}), "
+            f"because {why}. {remedy}"
         )
 
     def _check_order(self) -> None:
@@ -256,21 +259,23 @@ class ParallelLayout:
         for axis in named:
             if axis not in _ORDER_AXES:
                 raise ParallelPlanError(
-                    f"order must name parallel axes joined by dashes: {shown(self.order)} names {shown(axis)}. "
-                    f"Use each of {one_of(_ORDER_AXES)} at most once."
+                    f"order must name parallel axes joined by dashes: {shown(self.order)} names "
+                    f"{shown(axis)}. Use each of {one_of(_ORDER_AXES)} at most once."
                 )
             if named.count(axis) > 1:
                 raise ParallelPlanError(
-                    f"order must name every axis at most once: {shown(self.order)} names {axis} {named.count(axis)} "
-                    f"times, which leaves its place open. Use for example {'-'.join(dict.fromkeys(named))!r}."
+                    f"order must name every axis at most once: {shown(self.order)} names {axis} "
+                    f"{named.count(axis)} times, which leaves its place open. Use for example "
+                    f"{'-'.join(dict.fromkeys(named))!r}."
                 )
         sizes = {"tp": max(self.tp, self.etp), "cp": self.cp, "ep": self.ep, "dp": max(self.dp, self.edp)}
         sizes["pp"] = self.pp
         for axis, size in sizes.items():
             if size > 1 and axis not in named:
                 raise ParallelPlanError(
-                    f"order must name every axis of size above 1: {shown(self.order)} leaves out {axis} ({size}), "
-                    f"whose ranks would have no place. Use for example {DEFAULT_ORDER!r}."
+                    f"order must name every axis of size above 1: {shown(self.order)} leaves out "
+                    f"{axis} ({size}), whose ranks would have no place. Use for example "
+                    f"{DEFAULT_ORDER!r}."
                 )
 
     def _order_with_pp_last(self) -> str:
@@ -286,12 +291,12 @@ def _axes_of(name: str, legal: tuple[str, ...], aliases: Mapping[str, str]) -> l
             known = axis in (*DENSE_AXES, *EXPERT_AXES)
             why = f"it is an axis of the {other} grid" if known else "there is no such axis"
             raise ParallelPlanError(
-                f"a group of the {grid} grid is named by its axes: {name!r} has {axis!r}, but {why}. "
-                f"Use {one_of(legal)}, joined by dashes."
+                f"a group of the {grid} grid is named by its axes: {name!r} has {axis!r}, but "
+                f"{why}. Use {one_of(legal)}, joined by dashes."
             )
         if axes.count(axis) > 1:
             raise ParallelPlanError(
-                f"a group's name holds an axis at most once: {name!r} has {axis} {axes.count(axis)} times. "
-                f"Use {'-'.join(dict.fromkeys(axes))!r}."
+                f"a group's name holds an axis at most once: {name!r} has {axis} "
+                f"{axes.count(axis)} times. Use {'-'.join(dict.fromkeys(axes))!r}."
             )
     return axes

@@ -134,13 +134,17 @@ def mixture_costs(
     matrix = table.expert_gradients * element * (experts.num_experts // batch.ep) * inner * hidden
     firsts = 2 if model.gated else 1
     wide = features // element * batch.wide_bytes
-    moments = (
-        # Second matrix product.
-        vectors + features + matrix,
+    scaling = 0
+    if table.expert_copies:
+        forward = max(forward, wide)
         # Product with the probabilities, in float32 or wider. The kept input of the second matrix
         # product has been freed. In half types a gradient of the same size replaces it, unless
         # recomputation also frees the input of the product with the probabilities.
-        3 * wide - (features if wide == features or recomputes else 0) if table.expert_copies else 0,
+        scaling = 3 * wide - (features if wide == features or recomputes else 0)
+    moments = (
+        # Second matrix product.
+        vectors + features + matrix,
+        scaling,
         # Activation as one kernel.
         firsts * features,
         # First matrix product after all inner features have been freed; then the sum over every
@@ -151,7 +155,7 @@ def mixture_costs(
     return NetworkCosts(
         kept=kept,
         recomputed=recomputed,
-        forward=max(forward, wide if table.expert_copies else 0),
+        forward=forward,
         backward=max(moments),
         backward_start=gathered + min(1, table.choice_copies) * choices + vectors,
         slots=_slot_bytes(experts, hidden, batch) if rows.are_put else 0,

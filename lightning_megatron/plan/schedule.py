@@ -103,8 +103,9 @@ class Schedule:
 
     def _fault(self, rank: int, action: Action, what: str) -> ParallelPlanError:
         return ParallelPlanError(
-            f"schedule {self.name!r} is not legal: on stage {rank}, {action.kind} of microbatch {action.microbatch} in "
-            f"chunk {action.chunk} {what}. Use one of the built-in schedules: {one_of(SCHEDULE_NAMES)}."
+            f"schedule {self.name!r} is not legal: on stage {rank}, {action.kind} of microbatch "
+            f"{action.microbatch} in chunk {action.chunk} {what}. Use one of the built-in "
+            f"schedules: {one_of(SCHEDULE_NAMES)}."
         )
 
 
@@ -205,23 +206,24 @@ def _one_forward_one_backward(
 def _check_chunks(name: str, num_stages: int, num_chunks: int, group: int | None) -> None:
     if name != "interleaved" and num_chunks > 1:
         raise ParallelPlanError(
-            f"schedule {name!r} runs one chunk per stage: vpp is {num_chunks}. Only 'interleaved' orders the chunks of "
-            f"a stage. Use schedule 'interleaved', or vpp of 1."
+            f"schedule {name!r} runs one chunk per stage: vpp is {num_chunks}. Only 'interleaved' "
+            "orders the chunks of a stage. Use schedule 'interleaved', or vpp of 1."
         )
     if name != "interleaved" and group is not None:
         raise ParallelPlanError(
-            f"microbatch_group_size ({group}) belongs to schedule 'interleaved': schedule is {name!r}, which has one "
-            f"chunk per stage and nothing to group. Use microbatch_group_size of None."
+            f"microbatch_group_size ({group}) belongs to schedule 'interleaved': schedule is "
+            f"{name!r}, which has one chunk per stage and nothing to group. Use "
+            "microbatch_group_size of None."
         )
     if name == "interleaved" and num_chunks == 1:
         raise ParallelPlanError(
-            "schedule 'interleaved' needs vpp above 1: vpp is 1, and one chunk per stage cannot be interleaved. "
-            "Use vpp of 2 or more, or schedule '1f1b'."
+            "schedule 'interleaved' needs vpp above 1: vpp is 1, and one chunk per stage cannot be "
+            "interleaved. Use vpp of 2 or more, or schedule '1f1b'."
         )
     if name == "interleaved" and num_stages == 1:
         raise ParallelPlanError(
-            f"schedule 'interleaved' needs pp above 1: pp is 1 with vpp {num_chunks}, and one stage has no bubble to "
-            f"shorten. Use pp of 2 or more, or schedule '1f1b' with vpp of 1."
+            f"schedule 'interleaved' needs pp above 1: pp is 1 with vpp {num_chunks}, and one "
+            "stage has no bubble to shorten. Use pp of 2 or more, or schedule '1f1b' with vpp of 1."
         )
 
 
@@ -229,9 +231,10 @@ def _check_group(num_stages: int, num_microbatches: int, group: int) -> None:
     require_positive("microbatch_group_size", group)
     if num_microbatches < num_stages:
         raise ParallelPlanError(
-            f"schedule 'interleaved' needs at least as many microbatches as stages: num_microbatches is "
-            f"{num_microbatches}, pp is {num_stages}. A chunk's next turn would come before its input. Use "
-            f"{num_stages} microbatches or more, or schedule '1f1b' with vpp of 1."
+            "schedule 'interleaved' needs at least as many microbatches as stages: "
+            f"num_microbatches is {num_microbatches}, pp is {num_stages}. A chunk's next turn "
+            f"would come before its input. Use {num_stages} microbatches or more, or schedule "
+            "'1f1b' with vpp of 1."
         )
     sizes = range(num_stages, num_microbatches + 1)
     legal = [size for size in sizes if not 0 < num_microbatches % size < num_stages]

@@ -68,8 +68,8 @@ def even_range(size: int, parts: int, index: int, what: str = "size", axis: str 
     require_index("index", index, axis, parts)
     if size % parts:
         raise ParallelPlanError(
-            f"{what} ({size}) must be a multiple of {axis} ({parts}), because each rank holds an equal part. "
-            f"Use {axis} of {one_of(divisors(size))}."
+            f"{what} ({size}) must be a multiple of {axis} ({parts}), because each rank holds an "
+            f"equal part. Use {axis} of {one_of(divisors(size))}."
         )
     part = size // parts
     return ShardRange(index * part, (index + 1) * part)
@@ -150,17 +150,19 @@ def vocab_range(vocab_size: int, tp: int, index: int, multiple: int = 128) -> Sh
 def _check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
     if num_heads % num_kv_heads:
         raise ParallelPlanError(
-            f"num_attention_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}), because each "
-            f"key/value head serves equally many query heads. Use num_kv_heads of {one_of(divisors(num_heads))}."
+            f"num_attention_heads ({num_heads}) must be a multiple of num_kv_heads "
+            f"({num_kv_heads}), because each key/value head serves equally many query heads. Use "
+            f"num_kv_heads of {one_of(divisors(num_heads))}."
         )
     legal = [d for d in divisors(num_heads) if num_kv_heads % d == 0 or d % num_kv_heads == 0]
     if num_heads % tp:
         raise ParallelPlanError(
-            f"num_attention_heads ({num_heads}) must be a multiple of tp ({tp}), because each rank holds whole heads. "
-            f"Use tp of {one_of(legal)}."
+            f"num_attention_heads ({num_heads}) must be a multiple of tp ({tp}), because each rank "
+            f"holds whole heads. Use tp of {one_of(legal)}."
         )
     if tp not in legal:
         raise ParallelPlanError(
-            f"num_kv_heads ({num_kv_heads}) must be a multiple or a divisor of tp ({tp}), because each rank holds "
-            f"whole key/value heads and equally many of them. Use tp of {one_of(legal)}."
+            f"num_kv_heads ({num_kv_heads}) must be a multiple or a divisor of tp ({tp}), because "
+            "each rank holds whole key/value heads and equally many of them. Use tp of "
+            f"{one_of(legal)}."
         )

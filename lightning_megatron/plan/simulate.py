@@ -110,8 +110,9 @@ def simulate(schedule: Schedule, costs: Mapping[str, int] = UNIT_COSTS) -> Timel
     if stuck:
         stage, action = stuck[0]
         raise ParallelPlanError(
-            f"schedule {schedule.name!r} is not legal: its stages wait for each other. Stage {stage} waits for the "
-            f"input of {action.kind} of microbatch {action.microbatch} in chunk {action.chunk}, which never comes."
+            f"schedule {schedule.name!r} is not legal: its stages wait for each other. Stage "
+            f"{stage} waits for the input of {action.kind} of microbatch {action.microbatch} in "
+            f"chunk {action.chunk}, which never comes."
         )
     return Timeline(schedule, tuple(tuple(row) for row in spans))
 

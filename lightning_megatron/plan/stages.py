@@ -97,7 +97,8 @@ def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> N
         legal = [f"pp of {one_of(_up_to(num_layers))} with vpp 1"]
     raise ParallelPlanError(
         f"num_layers ({num_layers}) must be at least pp x vpp ({num_stages} x {num_chunks} = "
-        f"{num_stages * num_chunks}), because every virtual stage holds at least one layer. Use {', or '.join(legal)}."
+        f"{num_stages * num_chunks}), because every virtual stage holds at least one layer. Use "
+        f"{', or '.join(legal)}."
     )
 
 

@@ -46,8 +46,8 @@ def reduction_points(schedule: Schedule) -> tuple[tuple[ReductionPoint, ...], ..
     """
     if schedule.forward_only:
         raise ParallelPlanError(
-            f"only backwards make gradients: schedule {schedule.name!r} is forward only, so there is nothing to sum. "
-            f"Build it with forward_only of False."
+            f"only backwards make gradients: schedule {schedule.name!r} is forward only, so there "
+            "is nothing to sum. Build it with forward_only of False."
         )
     rows = simulate(schedule).rows
     last_backward = [
