@@ -1,6 +1,7 @@
 """Train Transformers that are too large or too slow for one GPU, with an ordinary LightningModule.
 
-Public names load at first use: `from lightning_megatron import ParallelLayout` needs neither torch nor Lightning.
+Public names are imported at first use, so ``from lightning_megatron import ParallelLayout`` needs
+neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def __dir__() -> list[str]:
     return [*globals(), *__all__]
 
 
-# A program that has imported Lightning may name the strategy without importing it: Trainer(strategy="megatron").
+# Register the strategy's name if Lightning was imported first: `Trainer(strategy="megatron")` then
+# needs no further import. Otherwise importing this package stays cheap.
 if "lightning.pytorch" in sys.modules:
     import_module("lightning_megatron.strategy")

@@ -1,4 +1,4 @@
-"""Run the command `lightning-megatron` as `python -m lightning_megatron`."""
+"""Entry point of ``python -m lightning_megatron``, the same command as ``lightning-megatron``."""
 
 from __future__ import annotations
 

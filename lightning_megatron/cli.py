@@ -1,4 +1,4 @@
-"""The command `lightning-megatron`: training from recipes, the picture of a layout, preparation of token files."""
+"""The command ``lightning-megatron``: a table of subcommands and the dispatch to their modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_megatron.errors import (
     UnsupportedError,
 )
 
-# What a user can act on is shown as a sentence, without a traceback.
+# Users can act on these errors, so the command prints their message without a traceback.
 OUR_ERRORS = (
     CheckpointMismatchError,
     CorruptDataError,
@@ -30,13 +30,14 @@ OUR_ERRORS = (
 
 
 class Command(NamedTuple):
-    """A subcommand: the module that is imported when it is chosen, and its line in the help."""
+    """Subcommand: the module that implements it and its line in the help text."""
 
     module: str
     summary: str
 
 
-# Modules by name, not imports: Lightning and torch take seconds to load, which `--help` and `layout` need not wait for.
+# Modules are given by name and imported on demand: Lightning and torch take seconds to import, and
+# `--help` and `layout` need neither.
 TRAINER = "lightning_megatron.strategy.cli"
 COMMANDS = {
     "fit": Command(TRAINER, "train a model: fit -c recipes/gpt_speeches_cpu.yaml"),
@@ -52,7 +53,7 @@ COMMANDS = {
 
 
 def help_parser() -> argparse.ArgumentParser:
-    """Build the parser that knows the names of the subcommands; their options are known to their modules."""
+    """Build the parser of the subcommand name; each subcommand's module parses its own options."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items()]
     parser = argparse.ArgumentParser(
@@ -71,13 +72,14 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run one subcommand.
 
     Args:
-        args: Arguments, the subcommand first; None takes those of this process.
+        args: Arguments, the subcommand first; None uses those of this process.
     """
     given = list(sys.argv[1:] if args is None else args)
     name = help_parser().parse_args(given[:1] or ["--help"]).command
     run = import_module(COMMANDS[name].module).main
     if COMMANDS[name].module == TRAINER:
-        # The ranks that a strategy starts run this process's command line again, so it is left where they find it.
+        # The strategy launches the other ranks with the command line of this process. MegatronCLI
+        # therefore reads `sys.argv` itself unless arguments were given.
         try:
             run(None if args is None else given)
         except ValueError as error:
@@ -93,7 +95,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _wrapped(error: BaseException) -> BaseException | None:
-    """Return the error of ours that the parser of recipes has wrapped into its own; None if there is none."""
+    """Return the first of ``OUR_ERRORS`` in the causes of a parser error; None without one."""
     cause = None if isinstance(error, OUR_ERRORS) else error.__cause__
     while cause is not None and not isinstance(cause, OUR_ERRORS):
         cause = cause.__cause__

@@ -1,4 +1,4 @@
-"""The subcommand `checkpoint`: look into checkpoints, verify them, and write them again in another form."""
+"""The subcommand ``checkpoint``: show, verify, consolidate or reshard a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_megatron.checkpoint.rewrite import rewrite
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-#: What commands end with for a damaged checkpoint; arguments that cannot be used end with 2.
+#: Exit status for a damaged checkpoint; unusable arguments exit with 2.
 DAMAGED = 1
 
 EXAMPLE = """examples:
@@ -30,11 +30,14 @@ EXAMPLE = """examples:
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the command with the arguments after its name; end the process with 1 if a checkpoint is damaged.
+    """Run the subcommand with its arguments; exit with status 1 if a checkpoint is damaged.
+
+    Args:
+        args: Arguments after the name of the subcommand.
 
     Raises:
-        CheckpointMismatchError: If a path is no complete checkpoint.
-        UnsupportedError: If a checkpoint holds objects that are not read safely.
+        CheckpointMismatchError: If a path is not a complete checkpoint.
+        UnsupportedError: If a checkpoint contains objects that cannot be unpickled safely.
     """
     options = checkpoint_parser().parse_args(args)
     try:
@@ -49,10 +52,10 @@ def main(args: Sequence[str]) -> None:
 
 
 def checkpoint_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command's own subcommands."""
+    """Build the parser of ``show``, ``verify``, ``consolidate`` and ``reshard``."""
     parser = argparse.ArgumentParser(
         prog="lightning-megatron checkpoint",
-        description="Look into checkpoints, verify them, and write them again in another form.",
+        description="Show and verify checkpoints, and write them in another form.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -90,24 +93,26 @@ def checkpoint_parser() -> argparse.ArgumentParser:
 
 
 def run_show(options: argparse.Namespace) -> None:
-    """Print what a checkpoint holds."""
+    """Print the layout, tensors, optimizers and files of a checkpoint."""
     lines = _describe_file(options) if Path(options.path).is_file() else _describe(options)
     print("\n".join(lines))
 
 
 def run_verify(options: argparse.Namespace) -> None:
-    """Read a checkpoint and say whether it is as it was written."""
+    """Read all files of a checkpoint and compare them with their checksums."""
     if Path(options.path).is_file():
-        num_files, size = 1, verify_file(options.path)
+        num_files = 1
+        size = verify_file(options.path)
     else:
         verify_checkpoint(options.path)
         files = read_header(options.path).files
-        num_files, size = len(files), sum(one.size for one in files.values())
+        num_files = len(files)
+        size = sum(one.size for one in files.values())
     print(f"{options.path}: {_plural(num_files, 'file')}, {_size(size)}, as written")
 
 
 def run_consolidate(options: argparse.Namespace) -> None:
-    """Write a checkpoint as one file."""
+    """Write a sharded checkpoint as one plain file."""
     _check_sharded(options.path)
     _check_new(options.out, options.overwrite)
     dtype = None if options.dtype is None else DTYPES[options.dtype]
@@ -116,7 +121,7 @@ def run_consolidate(options: argparse.Namespace) -> None:
 
 
 def run_reshard(options: argparse.Namespace) -> None:
-    """Write a checkpoint again."""
+    """Write a checkpoint with another number of files, another dtype, or weights only."""
     _check_sharded(options.path)
     if options.dtype is not None and not options.weights_only:
         raise UnsupportedError(
@@ -131,7 +136,8 @@ def run_reshard(options: argparse.Namespace) -> None:
 
 
 def _describe(options: argparse.Namespace) -> list[str]:
-    header, tensors = read_header(options.path), saved_tensors(options.path)
+    header = read_header(options.path)
+    tensors = saved_tensors(options.path)
     layout = header.layout
     sizes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "dp", "pp"))
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(header.saved_at))
@@ -263,7 +269,8 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    size = float(num_bytes)
+    units = ["B", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]
     return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"

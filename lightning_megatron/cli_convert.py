@@ -1,4 +1,4 @@
-"""The subcommand `convert`: checkpoints become Hugging Face folders, and folders checkpoints."""
+"""The subcommand ``convert``: between checkpoints and Hugging Face folders, in both directions."""
 
 from __future__ import annotations
 
@@ -27,20 +27,26 @@ EXAMPLE = """examples:
   lightning-megatron convert runs/last.ckpt exported --verify   compare both on some tokens afterwards
   lightning-megatron convert runs/last.ckpt exported --tokenizer path/to/folder"""
 
-#: What may lie beside weights and configuration in a Hugging Face folder, of which no checkpoint knows.
-_BESIDE = (
+#: Files of a Hugging Face folder that checkpoints do not store, copied by ``--tokenizer``.
+_COPIED_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
     *("generation_config.json", "spiece.model"),
 )
-#: Tokens that both models see, and how far their results may be apart, relative to the largest, in float32.
-_NUM_TOKENS, _TOLERANCE = 32, 1e-3
+#: Number of tokens that ``--verify`` runs through both models.
+_NUM_TOKENS = 32
+#: Largest accepted difference of their float32 results, relative to the largest result.
+_TOLERANCE = 1e-3
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the command with the arguments after its name.
+    """Run the subcommand.
+
+    Args:
+        args: Arguments after the name of the subcommand.
 
     Raises:
-        CheckpointMismatchError: If a path is neither a checkpoint nor a folder, or the result is there already.
+        CheckpointMismatchError: If a path is neither a checkpoint nor a folder, or the result
+            exists already.
         UnsupportedError: If a model cannot be written in the other form, or the two differ.
     """
     options = convert_parser().parse_args(args)
@@ -54,7 +60,7 @@ def main(args: Sequence[str]) -> None:
     if is_export:
         limit = options.max_file_bytes
         export_model(options.source, options.out, options.name, dtype, limit, options.unsafe, options.merge)
-        for file in _files_beside(options.tokenizer):
+        for file in _copied_files(options.tokenizer):
             shutil.copy(file, options.out)
     else:
         import_model(options.source, options.out, options.name or "model", dtype)
@@ -63,9 +69,11 @@ def main(args: Sequence[str]) -> None:
         checkpoint, folder = (options.source, options.out) if is_export else (options.out, options.source)
         saved = find_model(checkpoint, options.name, options.unsafe)
         if isinstance(saved, OwnCodeModel):
-            what, gap = "tensors", saved.gap(folder)
+            what = "tensors"
+            gap = saved.gap(folder)
         else:
-            what, gap = f"results for {_NUM_TOKENS} tokens", compare(saved, folder)
+            what = f"results for {_NUM_TOKENS} tokens"
+            gap = compare(saved, folder)
         print(f"{what} differ by {gap:.1e} of the largest")
         if gap > _TOLERANCE:
             raise UnsupportedError(
@@ -75,14 +83,14 @@ def main(args: Sequence[str]) -> None:
 
 
 def _check_options(options: argparse.Namespace, is_export: bool) -> None:
-    """Refuse options that do not go together, before anything is written."""
+    """Reject options that cannot be combined, before anything is written."""
     for name in ("merge", "tokenizer"):
         if getattr(options, name) and not is_export:
             raise UnsupportedError(
                 f"--{name} is for what becomes a Hugging Face folder: {options.source} is one already. A checkpoint of "
                 f"it has no adapter and no tokenizer. Leave --{name} out."
             )
-    if options.tokenizer and not _files_beside(options.tokenizer):
+    if options.tokenizer and not _copied_files(options.tokenizer):
         raise CheckpointMismatchError(
             f"--tokenizer must be a folder with files of a tokenizer: {options.tokenizer} has none. They would be "
             f"missing beside the weights. Use the folder that the model came from."
@@ -97,13 +105,15 @@ def _check_options(options: argparse.Namespace, is_export: bool) -> None:
         )
 
 
-def _files_beside(folder: str | None) -> list[Path]:
-    """List the files that a folder has beside weights and configuration."""
-    return [] if folder is None else sorted({file for pattern in _BESIDE for file in Path(folder).glob(pattern)})
+def _copied_files(folder: str | None) -> list[Path]:
+    """List the files of a folder that belong to the tokenizer or to generation."""
+    if folder is None:
+        return []
+    return sorted({file for pattern in _COPIED_FILES for file in Path(folder).glob(pattern)})
 
 
 def convert_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command."""
+    """Build the parser of the subcommand's options."""
     parser = argparse.ArgumentParser(
         prog="lightning-megatron convert",
         description="Turn checkpoints into Hugging Face folders, and back.",
@@ -119,17 +129,20 @@ def convert_parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="FOLDER", help="copy the files of the tokenizer, and of generation, from this folder")
     add("--merge", action="store_true", help="write the model with its adapter merged, not the adapter alone")
     add("--verify", action="store_true", help="compare the results of both afterwards (needs transformers)")
-    add("--unsafe", action="store_true", help="unpickle whatever the checkpoint holds beside tensors")
+    add("--unsafe", action="store_true", help="unpickle objects of any type from the checkpoint")
     return parser
 
 
 @torch.no_grad()
 def compare(saved: SavedModel, folder: str) -> float:
-    """Return how far the results of both forms of a model are apart, relative to the largest.
+    """Return the largest difference of the results of both forms of a model.
 
     Args:
-        saved: The model of a checkpoint.
-        folder: The Hugging Face folder.
+        saved: Model of a checkpoint.
+        folder: Hugging Face folder of the same model.
+
+    Returns:
+        Difference in float32, relative to the largest result.
     """
     library: Any = import_extra("transformers", "hf")
     theirs = getattr(library, saved.family.architecture).from_pretrained(folder, dtype="float32").eval()
@@ -139,6 +152,7 @@ def compare(saved: SavedModel, folder: str) -> float:
     full = dict(saved.merged_tensors())
     for key, tensor in (*ours.named_parameters(), *ours.named_buffers()):
         if key in full or isinstance(tensor, nn.Parameter):
+            # Our vocabulary may be padded: the checkpoint fills the first rows only.
             tensor[: full[key].shape[0]] = full[key]
     config = saved.family.config(saved.config)
     count = min(_NUM_TOKENS, config.max_seq_length)

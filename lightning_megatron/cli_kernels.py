@@ -1,4 +1,4 @@
-"""The subcommand `kernels`: build or pack the bundled CUDA extension, show what is there, check that it runs."""
+"""The subcommand ``kernels``: build, package, show or check the bundled CUDA extension."""
 
 from __future__ import annotations
 
@@ -35,10 +35,13 @@ EXAMPLE = """examples:
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the command with the arguments after its name.
+    """Run the subcommand.
+
+    Args:
+        args: Arguments after the name of the subcommand.
 
     Raises:
-        MissingExtraError: If a compiler or CUTLASS is not there.
+        MissingExtraError: If a compiler or CUTLASS is not installed.
         UnsupportedError: If the kernels cannot be built, found or run.
     """
     options = kernels_parser().parse_args(args)
@@ -46,10 +49,10 @@ def main(args: Sequence[str]) -> None:
 
 
 def kernels_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command's own subcommands."""
+    """Build the parser of ``build``, ``show``, ``check`` and ``wheel``."""
     parser = argparse.ArgumentParser(
         prog="lightning-megatron kernels",
-        description="Build or pack the bundled CUDA extension, show what is there, check that it runs.",
+        description="Build, package, show or check the bundled CUDA extension.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -59,7 +62,7 @@ def kernels_parser() -> argparse.ArgumentParser:
         "--arch",
         choices=(ARCHITECTURE, NEVER_RUN),
         default=ARCHITECTURE,
-        help=f"{NEVER_RUN} compiles kernels that have never been run: nothing takes them (default: {ARCHITECTURE})",
+        help=f"{NEVER_RUN} compiles kernels that have never been run and are never selected (default: {ARCHITECTURE})",
     )
     build.set_defaults(run=run_build)
     wheel = commands.add_parser("wheel", help="pack the library for machines without compilers, built first if need be")
@@ -86,7 +89,7 @@ def kernels_parser() -> argparse.ArgumentParser:
 
 
 def run_build(options: argparse.Namespace) -> None:
-    """Build the library unless it is there."""
+    """Build the library of the current sources unless the cache has it."""
     sources = read_sources(architecture=options.arch)
     built = _build(options, sources)
     print(f"{built.path}: {_megabytes(built.path)}, built in {built.seconds:.0f} s with {_versions(built)}")
@@ -98,7 +101,7 @@ def run_build(options: argparse.Namespace) -> None:
 
 
 def run_wheel(options: argparse.Namespace) -> None:
-    """Pack the library of these sources, which is built unless it is there."""
+    """Package the library of the current sources as a wheel; build it first if necessary."""
     sources = read_sources()
     library = find_library(options.cache, sources) or _build(options, sources)
     path = build_wheel(options.out, library, sources, version("lightning-megatron"))
@@ -107,7 +110,7 @@ def run_wheel(options: argparse.Namespace) -> None:
 
 
 def run_show(options: argparse.Namespace) -> None:
-    """Print what there is, or what the rule takes for a shape."""
+    """Print compilers, library and variants, or the variants selected for a shape."""
     shape = (options.rows, options.groups, options.n, options.k)
     if None not in shape:
         print("\n".join(_describe_choices(*shape)))
@@ -121,10 +124,11 @@ def run_show(options: argparse.Namespace) -> None:
 
 
 def run_check(options: argparse.Namespace) -> None:
-    """Load the library.
+    """Load the library and check that the GPU of this machine can run it.
 
     Raises:
-        UnsupportedError: If there is none, or it cannot be loaded, or no GPU here runs it.
+        UnsupportedError: If the library was not built or cannot be loaded, or the GPU is of
+            another architecture.
     """
     sources = read_sources()
     library = find_library(options.cache, sources)
@@ -143,7 +147,8 @@ def run_check(options: argparse.Namespace) -> None:
 
 def _describe_choices(rows: int, groups: int, n: int, k: int) -> list[str]:
     lines = [f"{rows} rows in {groups} groups ({rows // groups} each), n {n}, k {k}"]
-    width, apart = max(map(len, VARIANTS)), why_apart(n, k)
+    width = max(map(len, VARIANTS))
+    apart = why_apart(n, k)
     for which in Pass:
         if which is Pass.FORWARD_SWIGLU and apart is not None:
             lines.append(f"  {'SwiGLU apart':<{width}}  {apart}")

@@ -1,4 +1,4 @@
-"""The subcommand `layout`: print, and on request draw, which ranks form which group."""
+"""The subcommand ``layout``: print, and optionally draw, the ranks of each process group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run the subcommand.
 
     Args:
-        args: arguments after the subcommand's name; None takes those of this process.
+        args: Arguments after the name of the subcommand; None uses those of this process.
     """
     parser = argparse.ArgumentParser(prog="lightning-megatron layout")
     _add_arguments(parser)
@@ -35,7 +35,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def add_layout_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
-    """Add the subcommand to a parser that has several; `namespace.run(namespace)` then runs it."""
+    """Add the subcommand to another parser; ``namespace.run(namespace)`` then runs it."""
     parser = subparsers.add_parser("layout", help=DESCRIPTION)
     _add_arguments(parser)
     parser.set_defaults(run=run_layout)
@@ -43,11 +43,11 @@ def add_layout_parser(subparsers: SubParsers) -> argparse.ArgumentParser:
 
 
 def run_layout(options: argparse.Namespace) -> None:
-    """Print the layout that the options describe, and draw it if they name a file.
+    """Print the layout of the given options, and draw it if ``--png`` names a file.
 
     Raises:
-        ParallelPlanError: for sizes that do not fit together.
-        MissingExtraError: if a picture is asked for and matplotlib is not installed.
+        ParallelPlanError: If the sizes do not fit together.
+        MissingExtraError: If ``--png`` is given and matplotlib is not installed.
     """
     layout = ParallelLayout(
         options.world_size,
@@ -75,10 +75,10 @@ def describe_layout(
     """Return the text that the subcommand prints.
 
     Args:
-        layout: the layout to describe.
-        experts: whether to show the expert grid.
-        gpus_per_node: ranks per node; with it, groups that cross nodes are marked.
-        width: longest line, in characters.
+        layout: Layout to describe.
+        experts: Whether to show the expert grid.
+        gpus_per_node: Ranks per node; if given, groups that cross nodes are marked.
+        width: Longest line, in characters.
     """
     lines = [_header(layout, experts)]
     if gpus_per_node is not None:
@@ -113,16 +113,21 @@ def _table(title: str, rows: Iterable[tuple[str, list[list[int]]]], gpus_per_nod
         cells = [str(len(groups)).rjust(len("groups")), str(len(groups[0])).rjust(len("size"))]
         inside = [gpus_per_node is None or _in_one_node(group, gpus_per_node) for group in groups]
         if gpus_per_node:
-            share = "all" if all(inside) else f"{sum(inside)} of {len(inside)}" if any(inside) else "none"
-            cells.append(share.ljust(len("in a node")))
+            cells.append(_share(inside).ljust(len("in a node")))
         start = name.ljust(margin) + "  ".join(cells) + "  "
         words = [_bracketed(group, stays, width - len(start)) for group, stays in zip(groups, inside, strict=True)]
         lines += _wrapped(start, words, width)
     return lines
 
 
+def _share(inside: list[bool]) -> str:
+    if all(inside):
+        return "all"
+    return f"{sum(inside)} of {len(inside)}" if any(inside) else "none"
+
+
 def _bracketed(group: list[int], stays: bool, room: int) -> str:
-    # Non-breaking spaces keep a group on one line where a line has room for it.
+    # Non-breaking spaces keep a group on one line if the line is long enough for it.
     text = "[" + " ".join(map(str, group)) + "]" + ("" if stays else "*")
     return text.replace(" ", "\N{NO-BREAK SPACE}") if len(text) <= room else text
 

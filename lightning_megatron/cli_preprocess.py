@@ -1,4 +1,4 @@
-"""The command `lightning-megatron preprocess`: raw text to token files."""
+"""The subcommand ``preprocess``: tokenize raw text into token files."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from lightning_megatron.data.tokenizer import load_tokenizer
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the command with the arguments after its name.
+    """Run the subcommand.
+
+    Args:
+        args: Arguments after the name of the subcommand.
 
     Raises:
-        CorruptDataError: An input line is not valid; the message names file and line.
-        UnsupportedError: An input or tokenizer does not exist.
-        MissingExtraError: The extra `text` is needed and not installed.
+        CorruptDataError: If an input line is not valid; the message names file and line.
+        UnsupportedError: If an input or tokenizer does not exist.
+        MissingExtraError: If the extra ``text`` is needed and not installed.
     """
     run(preprocess_parser().parse_args(args))
 
 
 def preprocess_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command's options."""
+    """Build the parser of the subcommand's options."""
     parser = argparse.ArgumentParser(
         prog="lightning-megatron preprocess",
         description="Tokenize JSON lines (.jsonl, .json, .ndjson) or plain text, packed (.gz) or not, into PREFIX.bin, "
@@ -51,7 +54,7 @@ def preprocess_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the token file and print what it holds."""
+    """Write the token file, and print its numbers of documents and tokens."""
     if arguments.speeches:
         tokenizer = load_tokenizer(arguments.tokenizer, arguments.eod_token)
         write_documents(arguments.output, load_speeches(arguments.speeches), tokenizer)

@@ -1,4 +1,4 @@
-"""Draw the rank map of a layout: nodes as boxes, ranks as squares, the groups of an axis as colours."""
+"""Rank map of a layout: nodes are boxes, ranks are squares, and each group has a colour."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from lightning_megatron.extras import import_extra
 from lightning_megatron.plan.layout import ParallelLayout
 
 PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
+#: Default number of ranks per node.
 GPUS_PER_NODE = 8
-"""Ranks per node of a picture, unless given."""
-
-
+#: Limit of the picture's longer side; it bounds memory for layouts of thousands of ranks.
 MAX_PIXELS = 16000
-"""Of the picture's longer side, so that thousands of ranks still fit into memory."""
 
 # Lengths in inches.
 SQUARE = 0.46
@@ -33,13 +31,16 @@ GRID_TITLE = 0.44
 MARGIN = 0.35
 HEADER = 0.86
 
-INK, SOFT_INK, NODE_FILL, NODE_EDGE = "#1f2933", "#616e7c", "#f5f7fa", "#cbd2d9"
+INK = "#1f2933"
+SOFT_INK = "#616e7c"
+NODE_FILL = "#f5f7fa"
+NODE_EDGE = "#cbd2d9"
 FEW_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#bbbbbb")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Show the groups of one axis."""
+    """Panel of the picture with the groups of one axis."""
 
     axis: str
     groups: list[list[int]]
@@ -51,7 +52,7 @@ class Panel:
         return f"{self.axis}: {len(self.groups)} {plural} of {len(self.groups[0])}"
 
     def note(self, gpus_per_node: int) -> str:
-        """Return how many of the groups stay inside a node."""
+        """Return a note on the number of groups that stay inside a node."""
         inside = sum(len({rank // gpus_per_node for rank in group}) == 1 for group in self.groups)
         if inside == len(self.groups):
             return "inside a node"
@@ -60,12 +61,12 @@ class Panel:
 
 @dataclass(frozen=True)
 class NodeMap:
-    """Place nodes and ranks in a panel, in inches from its upper left corner.
+    """Coordinates of nodes and ranks in a panel, in inches from its upper left corner.
 
     Args:
-        num_ranks: ranks of the layout.
-        rank_offset: global rank of the first rank.
-        gpus_per_node: ranks per node.
+        num_ranks: Number of ranks in the layout.
+        rank_offset: Global rank of the first rank.
+        gpus_per_node: Ranks per node.
     """
 
     num_ranks: int
@@ -74,24 +75,24 @@ class NodeMap:
 
     @property
     def nodes(self) -> list[int]:
-        """Return the nodes that hold at least one rank."""
+        """Indices of the nodes with at least one rank of the layout."""
         last = self.rank_offset + self.num_ranks - 1
         return list(range(self.rank_offset // self.gpus_per_node, last // self.gpus_per_node + 1))
 
     @property
     def squares_across(self) -> int:
-        """Return how many ranks of a node stand side by side."""
+        """Number of squares in a row of a node's box."""
         return self.gpus_per_node if self.gpus_per_node <= 4 else ceil(sqrt(2 * self.gpus_per_node))
 
     @property
     def nodes_across(self) -> int:
-        """Return how many nodes stand side by side, so that a panel is about as wide as high."""
+        """Number of nodes in a row, chosen so that the panel is about square."""
         width, height = self.node_size
         return max(1, min(len(self.nodes), round(sqrt(len(self.nodes) * height / width))))
 
     @property
     def node_size(self) -> tuple[float, float]:
-        """Return width and height of a node's box."""
+        """Width and height of a node's box."""
         down = ceil(self.gpus_per_node / self.squares_across)
         across = self.squares_across
         width = across * SQUARE + (across - 1) * GAP + 2 * NODE_PADDING
@@ -99,9 +100,10 @@ class NodeMap:
 
     @property
     def size(self) -> tuple[float, float]:
-        """Return width and height of the panel, without its title."""
+        """Width and height of the panel, without its title."""
         width, height = self.node_size
-        across, down = self.nodes_across, ceil(len(self.nodes) / self.nodes_across)
+        across = self.nodes_across
+        down = ceil(len(self.nodes) / across)
         return across * width + (across - 1) * NODE_GAP, down * height + (down - 1) * NODE_GAP
 
     def node_corner(self, node: int) -> tuple[float, float]:
@@ -121,18 +123,19 @@ class NodeMap:
 def draw_layout(
     layout: ParallelLayout, path: str | Path, gpus_per_node: int = GPUS_PER_NODE, experts: bool = False
 ) -> None:
-    """Draw the rank map of a layout into a picture.
+    """Draw the rank map of a layout into an image file.
 
-    Each row of panels is a grid, each panel one of its axes above size 1; ranks of one colour form a group.
+    Each row of panels shows a grid, with one panel for each axis larger than 1. Ranks of the same
+    colour form a group.
 
     Args:
-        layout: the layout to draw.
-        path: the picture; its suffix (.png, .svg, .pdf) names the format.
-        gpus_per_node: ranks per node.
-        experts: whether to draw the expert grid.
+        layout: Layout to draw.
+        path: File to write; its suffix (.png, .svg, .pdf) selects the format.
+        gpus_per_node: Ranks per node.
+        experts: Whether to draw the expert grid.
 
     Raises:
-        MissingExtraError: if matplotlib is not installed.
+        MissingExtraError: If matplotlib is not installed.
     """
     figures = import_extra("matplotlib.figure", "plot")
     patches = import_extra("matplotlib.patches", "plot")
@@ -187,7 +190,8 @@ def _draw_panel(axes: Any, patches: ModuleType, panel: Panel, node_map: NodeMap,
     width, height = node_map.node_size
     for node in node_map.nodes:
         x, y = node_map.node_corner(node)
-        corner, style = (left + x, top + y), "round,pad=0,rounding_size=0.08"
+        corner = (left + x, top + y)
+        style = "round,pad=0,rounding_size=0.08"
         axes.add_patch(
             patches.FancyBboxPatch(corner, width, height, boxstyle=style, facecolor=NODE_FILL, edgecolor=NODE_EDGE)
         )
@@ -197,7 +201,8 @@ def _draw_panel(axes: Any, patches: ModuleType, panel: Panel, node_map: NodeMap,
         ink = _ink_on(colours[index])
         for rank in group:
             x, y = node_map.rank_corner(rank)
-            corner, style = (left + x, top + y), "round,pad=0,rounding_size=0.05"
+            corner = (left + x, top + y)
+            style = "round,pad=0,rounding_size=0.05"
             axes.add_patch(
                 patches.FancyBboxPatch(corner, SQUARE, SQUARE, boxstyle=style, facecolor=colours[index], linewidth=0)
             )
@@ -209,11 +214,12 @@ def _draw_panel(axes: Any, patches: ModuleType, panel: Panel, node_map: NodeMap,
 def _colours(number: int) -> list[str]:
     if number <= len(FEW_COLOURS):
         return list(FEW_COLOURS[:number])
-    # Hues all around the circle; neighbours also differ in lightness.
+    # Hues around the whole circle; neighbours also differ in lightness.
     rgb = [colorsys.hls_to_rgb(index / number, (0.42, 0.62, 0.78)[index % 3], 0.55) for index in range(number)]
     return ["#" + "".join(f"{round(255 * part):02x}" for part in colour) for colour in rgb]
 
 
 def _ink_on(colour: str) -> str:
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    # The usual weights of luma: the eye sees green as brighter than red, and red than blue.
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 135 else "white"

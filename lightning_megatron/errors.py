@@ -1,43 +1,43 @@
-"""The errors that users can act on: each says the rule, the values, the reason and the legal values."""
+"""Errors that users can act on; messages give the rule, the values, the reason and a remedy."""
 
 from __future__ import annotations
 
 
 class ParallelPlanError(ValueError):
-    """Report a setting of a wrong type or out of its range, or sizes that do not fit together."""
+    """Setting of a wrong type or out of its range, or sizes that do not fit together."""
 
 
 class UnsupportedError(ValueError):
-    """Report a combination of settings that is understood but cannot be honoured."""
+    """Combination of settings that is valid but not supported."""
 
 
 class RankMismatchError(ValueError):
-    """Report that the ranks of one job do not agree on their configuration, versions or data."""
+    """Configuration, versions or data that differ between the ranks of one job."""
 
 
 class ReplicaMismatchError(RankMismatchError):
-    """Report copies of a parameter, or of its gradient, that must be equal on several ranks and are not."""
+    """Replicas of a parameter, or of its gradient, that differ between ranks."""
 
 
 class CheckpointMismatchError(ValueError):
-    """Report a checkpoint whose tensors are not those of the model or optimizer that loads it."""
+    """Checkpoint whose tensors do not match the model or optimizer that loads it."""
 
 
 class CorruptDataError(ValueError):
-    """Report a file that is truncated, damaged or not what its name says."""
+    """File that is truncated, damaged or of another format than its name suggests."""
 
 
 class MissingExtraError(ImportError):
-    """Report an optional dependency that is not installed, with the command that installs it."""
+    """Optional dependency that is not installed, with the command that installs it."""
 
 
 class CheckpointSaveError(RuntimeError):
-    """Report a checkpoint that could not be written, with the reason of every rank that failed."""
+    """Checkpoint that could not be written, with the reason of every rank that failed."""
 
 
 class NonFiniteError(RuntimeError):
-    """Report a loss, weight or gradient that is infinite or not a number, and where it began."""
+    """Infinite or NaN loss, weight or gradient, with the place where it first appeared."""
 
 
 class NonFiniteGradientError(NonFiniteError):
-    """Report a gradient that is infinite or not a number: no setting is at fault, the numbers of the run are."""
+    """Infinite or NaN gradient, caused by the numerics of the run and not by a setting."""

@@ -1,4 +1,4 @@
-"""Import an optional package at its first use, or say which extra brings it."""
+"""Import of optional packages at first use, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
         extra: Name of the extra of this package that installs it.
 
     Raises:
-        MissingExtraError: If the package is not installed; the message has the command that installs it.
+        MissingExtraError: If the package is not installed; the message gives the install command.
     """
     try:
         return import_module(module)

@@ -1,4 +1,4 @@
-"""Let one of several processes do a piece of work on files while the others wait for its result."""
+"""File lock that lets one process write files while other processes wait for the result."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from pathlib import Path
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` during the context; the lock of a process that dies is free again."""
+    """Lock the file ``path`` during the context.
+
+    Other processes block until the context ends. The kernel releases the lock of a process that
+    dies.
+
+    Args:
+        path: Lock file; it is created, and stays after the context.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        # the file stays: removing it would let a third process lock another file of the same name
+        # Do not remove the file: a third process could then create and lock another file of the
+        # same name while the second still waits for this one.
         os.close(descriptor)

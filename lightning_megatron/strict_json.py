@@ -1,4 +1,4 @@
-"""Read JSON from files that may be damaged or hostile: every fault is one error that names the file."""
+"""Strict parser of JSON from untrusted or damaged files, with one type of error."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 from lightning_megatron.errors import CorruptDataError
 
+#: Default limit of a file's size.
 MAX_BYTES = 1 << 20
-#: How many mappings and lists may be inside each other; real files have a handful.
+#: Limit of nested objects and arrays; real files have a handful of levels.
 MAX_DEPTH = 32
 
 
@@ -20,15 +21,15 @@ def read_start(path: Path, num_bytes: int, remedy: str = "") -> bytes:
     """Return the first bytes of a regular file.
 
     Args:
-        path: The file; a link to a regular file is one.
-        num_bytes: Bytes that are read at most.
-        remedy: Sentence at the end of an error that says how to get a sound file.
+        path: Regular file, or a link to one.
+        num_bytes: Largest number of bytes to read.
+        remedy: Last sentence of an error, with a way to obtain an intact file.
 
     Raises:
-        CorruptDataError: The path is missing, unreadable, a directory, a pipe or a device.
+        CorruptDataError: If the path is missing, unreadable, a directory, a pipe or a device.
     """
     try:
-        # the kind is asked for before opening: opening a pipe would wait for a writer
+        # Check the kind before opening: opening a pipe would block until a writer appears.
         if not stat.S_ISREG(path.stat().st_mode):
             raise CorruptDataError(f"{path} is not a regular file. {remedy}".rstrip())
         with open(path, "rb") as file:
@@ -41,12 +42,13 @@ def read_regular_file(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> by
     """Return the contents of a small regular file.
 
     Args:
-        path: The file; a link to a regular file is one.
-        remedy: Sentence at the end of an error that says how to get a sound file.
-        max_bytes: Largest size that is read.
+        path: Regular file, or a link to one.
+        remedy: Last sentence of an error, with a way to obtain an intact file.
+        max_bytes: Largest accepted size.
 
     Raises:
-        CorruptDataError: The path is missing, unreadable, a directory, a pipe or a device, or the file is too large.
+        CorruptDataError: If the path is missing, unreadable, a directory, a pipe or a device, or
+            the file is too large.
     """
     content = read_start(path, max_bytes + 1, remedy)
     if len(content) > max_bytes:
@@ -55,19 +57,19 @@ def read_regular_file(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> by
 
 
 def read_json(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> Any:
-    """Return the value of a small JSON file; see `parse_json` for the rules.
+    """Return the value of a small JSON file that obeys the rules of ``parse_json``.
 
     Raises:
-        CorruptDataError: The file cannot be read, is too large, or is not strict JSON.
+        CorruptDataError: If the file cannot be read, is too large, or is not strict JSON.
     """
     return parse_json(read_regular_file(path, remedy, max_bytes), str(path), remedy)
 
 
 def parse_object(content: bytes, source: str, remedy: str) -> dict[str, Any]:
-    """Return the object that strict JSON holds; see `parse_json` for the rules.
+    """Return the object of a JSON text that obeys the rules of ``parse_json``.
 
     Raises:
-        CorruptDataError: The text breaks one of the rules, or holds another value.
+        CorruptDataError: If the text breaks one of the rules, or is not an object.
     """
     value = parse_json(content, source, remedy)
     if not isinstance(value, dict):
@@ -76,15 +78,18 @@ def parse_object(content: bytes, source: str, remedy: str) -> dict[str, Any]:
 
 
 def parse_json(content: bytes, source: str, remedy: str) -> Any:
-    """Return the value of strict JSON: UTF-8, finite numbers, no key twice in an object, `MAX_DEPTH` levels.
+    """Return the value of a strict JSON text.
+
+    The text must be UTF-8. Numbers must be finite, keys unique within an object, and nesting at
+    most ``MAX_DEPTH`` levels deep.
 
     Args:
-        content: The text in UTF-8.
+        content: Text in UTF-8.
         source: Name of the file in errors.
-        remedy: Sentence at the end of an error.
+        remedy: Last sentence of an error.
 
     Raises:
-        CorruptDataError: The text breaks one of the rules.
+        CorruptDataError: If the text breaks one of the rules.
     """
     try:
         value = json.loads(
@@ -93,7 +98,8 @@ def parse_json(content: bytes, source: str, remedy: str) -> Any:
             parse_constant=_refuse_constant,
             parse_float=_finite,
         )
-        # a half of a surrogate pair is legal JSON, but no text: not even an error could print it
+        # JSON allows half of a surrogate pair, but UTF-8 cannot encode it: not even an error
+        # message could print such a text.
         json.dumps(value, ensure_ascii=False).encode("utf-8")
         if _is_deeper(value, MAX_DEPTH):
             raise RecursionError
@@ -104,7 +110,7 @@ def parse_json(content: bytes, source: str, remedy: str) -> Any:
     except RecursionError:
         reason = "it is nested too deeply"
     except ValueError as error:
-        # too many digits of an integer is a ValueError, too, whose text speaks of Python
+        # Python also raises ValueError for integers of too many digits, with a text about Python.
         reason = "an integer has too many digits" if "integer string" in str(error) else str(error)
     else:
         return value

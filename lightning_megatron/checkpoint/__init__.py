@@ -1,4 +1,4 @@
-"""Checkpoints: one entry per full tensor, saved by any layout and loaded by any other."""
+"""Checkpoints with one entry per full tensor, saved under any layout and loaded under any other."""
 
 from lightning_megatron.checkpoint.directory import clean_unfinished as clean_unfinished
 from lightning_megatron.checkpoint.directory import is_sharded_checkpoint as is_sharded_checkpoint

@@ -1,4 +1,4 @@
-"""Write a sharded checkpoint as the one file that Lightning's own strategies load, optimizer states by number."""
+"""Consolidation of a sharded checkpoint into one file that Lightning's own strategies load."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from lightning_megatron.swap.foreign_names import to_foreign_names
 
 _STATE = re.compile(r"optimizer\.\d+\.state\.")
 _TRAINING = re.compile(rf"{_STATE.pattern}|{re.escape(CURRENT)}")
-#: Tensors are read in turns of this size (bytes).
+#: Tensors are read in batches of about this size (bytes).
 _BATCH = 1 << 30
-#: What Lightning leaves out of a checkpoint with ``save_weights_only=True``.
+#: Keys that Lightning omits from a checkpoint with ``save_weights_only=True``.
 _TRAINING_KEYS = (OPTIMIZERS, "callbacks", "lr_schedulers", "MegatronPrecision", "averaging_state")
 
 
 @dataclass(frozen=True)
 class Written:
-    """Say what was written.
+    """Size of a checkpoint that was written.
 
     Args:
-        num_tensors: Tensors in it.
-        num_bytes: Their size (bytes).
+        num_tensors: Number of tensors.
+        num_bytes: Size of all tensors (bytes).
     """
 
     num_tensors: int
@@ -58,27 +58,31 @@ def consolidate(
     dtype: torch.dtype | None = None,
     unsafe: bool = False,
 ) -> Written:
-    """Write one file that ``Trainer(strategy="auto").fit(ckpt_path=...)`` continues from.
+    """Write one file from which ``Trainer(strategy="auto").fit(ckpt_path=...)`` resumes.
 
-    Tensors are read one after the other into temporary files beside the result, so that memory holds few of them.
+    Tensors are read one after the other into temporary files in the folder of the result, so that
+    only a few of them are in memory at a time.
 
     Args:
-        path: A checkpoint of this library, saved by any layout.
-        out: The file to write, on a mounted file system.
-        weights_only: Leave out what a training needs to continue.
-        dtype: Of the floating-point weights; None keeps what was saved, full precision under mixed precision.
-        unsafe: Unpickle whatever the checkpoint holds beside tensors.
+        path: Checkpoint of this library, saved under any layout.
+        out: File to write, on a mounted file system.
+        weights_only: Whether to omit everything that only training needs.
+        dtype: Dtype of the floating-point weights; None keeps the saved dtype, which is full
+            precision under mixed precision.
+        unsafe: Whether to unpickle objects of any type.
 
     Raises:
-        CheckpointMismatchError: If there is no complete checkpoint, it does not say what one process would have, or
-            ``out`` is a directory.
-        CorruptDataError: If it is damaged, naming the file.
-        UnsupportedError: If it holds more than tensors and plain values, and ``unsafe`` is not set, or optimizer states
-            that one process would not have, and ``weights_only`` is not.
+        CheckpointMismatchError: If the checkpoint is incomplete or has no record of the model in
+            one process, or ``out`` is a directory.
+        CorruptDataError: If the checkpoint is damaged; the message names the file.
+        UnsupportedError: If the checkpoint contains objects other than tensors and plain values
+            and ``unsafe`` is not set, or optimizer states that do not exist in one process and
+            ``weights_only`` is not set.
     """
     verify_checkpoint(path)
     metadata = load_metadata(path, weights_only=not unsafe)
-    one_process, stored = metadata.pop(ONE_PROCESS, None), Stored.open(path)
+    one_process = metadata.pop(ONE_PROCESS, None)
+    stored = Stored.open(path)
     saved = stored.tensors
     if one_process is None:
         raise CheckpointMismatchError(
@@ -120,7 +124,7 @@ def consolidate(
 
 
 def _parameter_of(entry: str) -> str:
-    """Return the parameter that an entry is a state of."""
+    """Return the name of the parameter to which the optimizer state of an entry belongs."""
     return _STATE.sub("", entry).rpartition(".")[0]
 
 
@@ -135,16 +139,16 @@ def _new_file(out: str | os.PathLike[str]) -> Path:
 
 
 def without_training(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Lightning keeps with ``save_weights_only=True``."""
+    """Return the metadata that Lightning keeps with ``save_weights_only=True``."""
     return {key: value for key, value in metadata.items() if key not in _TRAINING_KEYS}
 
 
 def read_one_by_one(stored: Stored, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Read full tensors, so that memory holds a gigabyte of them, or one that is larger.
+    """Read full tensors with at most a gigabyte in memory at a time, or one larger tensor.
 
     Args:
-        stored: The checkpoint.
-        names: The entries to read.
+        stored: Checkpoint to read.
+        names: Names of the entries to read.
     """
     batch: list[str] = []
     size = 0
@@ -153,7 +157,8 @@ def read_one_by_one(stored: Stored, names: Iterable[str]) -> Iterator[tuple[str,
         num_bytes = prod(one.shape) * one.dtype.itemsize
         if batch and size + num_bytes > _BATCH:
             yield from stored.read_full(batch).items()
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(name)
         size += num_bytes
     if batch:
@@ -161,35 +166,38 @@ def read_one_by_one(stored: Stored, names: Iterable[str]) -> Iterator[tuple[str,
 
 
 class _TensorsOnDisk:
-    """Keep full tensors in files that memory is mapped to.
+    """Full tensors in memory-mapped files.
 
     Args:
-        folder: Where the files are.
-        one_process: What the checkpoint says of the model in one process: rows of the tensors that have more there,
-            and shapes of those without elements.
+        folder: Folder of the files.
+        one_process: The checkpoint's record of the model in one process. It has the number of rows
+            of the tensors that are padded there, and the shapes of tensors without elements.
         saved: All entries of the checkpoint.
     """
 
     def __init__(self, folder: Path, one_process: Mapping[str, Any], saved: Mapping[str, SavedTensor]) -> None:
-        self._folder, self._saved = folder, saved
-        self._padded_rows, self._empty = one_process["padded_rows"], one_process.get("empty", {})
+        self._folder = folder
+        self._saved = saved
+        self._padded_rows = one_process["padded_rows"]
+        self._empty = one_process.get("empty", {})
         self._tensors: dict[str, Tensor] = {}
         self.num_bytes = 0
 
     @property
     def num_tensors(self) -> int:
-        """Count the tensors."""
+        """Number of tensors."""
         return len(self._tensors)
 
     def add(self, entry: str, name: str, full: Tensor) -> None:
-        """Keep a full tensor, with the padding that it has in one process.
+        """Store a full tensor with the padding that it has in one process.
 
         Args:
-            entry: Its name in the checkpoint.
-            name: The parameter that it is, or is a state of.
-            full: The tensor.
+            entry: Name of the tensor in the checkpoint.
+            name: Name of the parameter, also for an optimizer state of it.
+            full: Tensor without padding.
         """
-        shape, weights = list(full.shape), self._saved.get(f"{MODEL}{name}")
+        shape = list(full.shape)
+        weights = self._saved.get(f"{MODEL}{name}")
         if name in self._padded_rows and weights is not None and tuple(shape) == weights.shape:
             shape[0] = self._padded_rows[name]
         kept = full
@@ -201,12 +209,12 @@ class _TensorsOnDisk:
         self.num_bytes += kept.nbytes
 
     def get(self, entry: str) -> Tensor:
-        """Return a tensor; nothing is stored of one without elements."""
+        """Return a tensor; one without elements is not stored and is created from its shape."""
         shape = self._empty.get(entry.removeprefix(MODEL).removeprefix(CURRENT), (0,))
         return self._tensors[entry] if entry in self._tensors else torch.empty(shape)
 
     def states_of(self, prefix: str) -> Iterator[tuple[str, str, Tensor]]:
-        """List (parameter, key, tensor) of an optimizer's states."""
+        """Yield (parameter, key, tensor) for the states of an optimizer."""
         for entry, tensor in self._tensors.items():
             if entry.startswith(prefix):
                 name, _, key = entry.removeprefix(prefix).rpartition(".")
@@ -220,12 +228,13 @@ def _numbered(
     tensors: _TensorsOnDisk,
     models: Sequence[ClassTensors],
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict as torch has it, where parameters are numbers."""
+    """Return an optimizer's state dict in the form of torch, which identifies parameters by number."""
     if isinstance(numbering, str):
         raise UnsupportedError(
             f"{numbering} Until then, write the weights alone (--weights-only): they do not depend on the order."
         )
-    # Parameters that are one in the class of a model have the place of the first.
+    # Several of our parameters can be one parameter of the model's class: it takes the position of
+    # the first.
     groups = [list(dict.fromkeys(class_name_in(models, name) for name in names)) for names in numbering]
     number_of: dict[str, int] = {}
     for name in (name for names in groups for name in names):
@@ -254,7 +263,7 @@ def _numbered(
 
 
 def _without_division(metadata: Mapping[str, Any], dp: int) -> dict[str, Any]:
-    """Leave out the dataloader states of one of several data-parallel ranks: they are not those of one process."""
+    """Omit the dataloader state if several ranks shared the data: it does not apply to one process."""
     plain = dict(metadata)
     loops = {key: dict(value) for key, value in metadata.get("loops", {}).items()}
     fit = dict(loops.get("fit_loop", {}).get("state_dict", {}))
@@ -266,7 +275,7 @@ def _without_division(metadata: Mapping[str, Any], dp: int) -> dict[str, Any]:
 
 
 def _translate_precision(plain: dict[str, Any]) -> None:
-    """Let Lightning's own mixed precision go on with the loss scale."""
+    """Convert the state of the loss scale to the one of Lightning's own mixed precision."""
     scale = plain.pop("MegatronPrecision", {}).get("loss_scale")
     if scale is not None:
         plain["MixedPrecision"] = {

@@ -1,7 +1,8 @@
-"""Where checkpoints are: complete under their name, or not there at all.
+"""Atomic creation, replacement and removal of checkpoint directories.
 
-On a mounted file system a checkpoint is written beside its place and renamed. Behind a URL nothing can be renamed as a
-whole: there the files go to a folder of their own inside the checkpoint's, and the header, written last, names it.
+On a mounted file system, a checkpoint is written to a sibling directory and then renamed. A
+directory behind a URL cannot be renamed atomically. There the files go to a new subfolder of the
+checkpoint, and the header, written last, names the subfolder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError,
 
 logger = logging.getLogger(__name__)
 
-_UNFINISHED, _REPLACED, _REMOVED = "unfinished", "replaced", "removed"
+_UNFINISHED = "unfinished"
+_REPLACED = "replaced"
+_REMOVED = "removed"
 _HIDDEN = re.compile(rf"\.(?P<name>.+)\.(?P<kind>{_UNFINISHED}|{_REPLACED}|{_REMOVED})")
 _REMOTE = re.compile(r"save-[0-9a-f]{16}")
 _NEW_HEADER = f"{HEADER}.new"
@@ -36,12 +39,12 @@ _NEW_HEADER = f"{HEADER}.new"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Hold a complete checkpoint that is about to be read.
+    """Complete checkpoint, found and ready to be read.
 
     Args:
-        path: Its path or URL.
-        header: Its marker.
-        folder: Where its files are.
+        path: Path or URL of the checkpoint.
+        header: Header of the checkpoint.
+        folder: Folder of its files.
     """
 
     path: str
@@ -54,65 +57,69 @@ class Checkpoint:
 
 
 class Place(Protocol):
-    """Name the steps by which a checkpoint gets to its place; all but ``folder`` are for one rank to take."""
+    """Steps of writing a checkpoint to its path; one rank calls all of them except ``folder``."""
 
     def begin(self) -> str:
-        """Make room for a new checkpoint and return the name by which all ranks find it."""
+        """Create an empty folder for a new checkpoint and return a token that identifies it."""
 
     def folder(self, token: str) -> Folder:
-        """Return the folder that the files are written to."""
+        """Return the folder to which all ranks write."""
 
     def publish(self, token: str, header: Header) -> None:
-        """Make the checkpoint visible, replacing what is there."""
+        """Make the checkpoint visible under its path, replacing an existing one."""
 
     def discard(self, token: str | None) -> None:
-        """Remove what was written of a checkpoint that will not be finished; nothing where it was not begun."""
+        """Remove the files of an unfinished checkpoint; do nothing if ``begin`` did not return."""
 
     def remove(self) -> None:
-        """Remove the checkpoint, or whatever is there; it is never seen in part."""
+        """Remove the checkpoint or other file at this path; readers never see a part of it."""
 
 
 @dataclass(frozen=True)
 class LocalPlace:
-    """A checkpoint on a mounted file system: written to ``.NAME.unfinished`` and renamed."""
+    """Path on a mounted file system; files are written to ``.NAME.unfinished``, which is renamed."""
 
     path: Path
 
     def begin(self) -> str:
-        """Remove what interrupted saves left in the parent folder and create an empty directory."""
+        """Remove leftovers of interrupted saves in the parent folder and create an empty directory."""
         clean_unfinished(self.path.parent)
         unfinished_path(self.path).mkdir(parents=True)
         return _UNFINISHED
 
     def folder(self, token: str) -> Folder:
-        """Return the folder that the files are written to."""
+        """Return the folder to which all ranks write."""
         return LocalFolder(unfinished_path(self.path))
 
     def publish(self, token: str, header: Header) -> None:
-        """Write the header and give the directory its name, replacing what has that name now.
+        """Write the header and rename the directory, replacing an existing checkpoint.
 
-        A process that dies in between leaves the old checkpoint under a hidden name, where it is still found.
+        If the process dies between the two renames, the old checkpoint remains under a hidden name,
+        where reading still finds it.
         """
-        unfinished, replaced = unfinished_path(self.path), _hidden(self.path, _REPLACED)
+        unfinished = unfinished_path(self.path)
+        replaced = _hidden(self.path, _REPLACED)
         header.write(LocalFolder(unfinished))
         sync_folder(unfinished)
-        # A link whose checkpoint is gone is in the way as well.
+        # `lexists` is also true for a dangling link, which would prevent the rename.
         if os.path.lexists(self.path):
             remove_path(replaced)
             self.path.rename(replaced)
         unfinished.rename(self.path)
         sync_folder(self.path.parent)
-        # The new checkpoint is there: what cannot be removed now, such as files that others read, is no failure of it.
+        # The new checkpoint is complete. Failure to remove the old one, for example while another
+        # process reads it, is not a failure of the save.
         _remove_leftover(replaced)
 
     def discard(self, token: str | None) -> None:
-        """Remove what was written of a checkpoint that will not be finished."""
+        """Remove the files of an unfinished checkpoint."""
         if token is not None:
             remove_path(unfinished_path(self.path))
 
     def remove(self) -> None:
-        """Rename the checkpoint away, then remove its files."""
-        replaced, removed = _hidden(self.path, _REPLACED), _hidden(self.path, _REMOVED)
+        """Rename the checkpoint to a hidden name, then remove its files."""
+        replaced = _hidden(self.path, _REPLACED)
+        removed = _hidden(self.path, _REMOVED)
         remove_path(replaced)
         if self.path.is_symlink() or not self.path.is_dir():
             self.path.unlink(missing_ok=True)
@@ -124,7 +131,7 @@ class LocalPlace:
 
 @dataclass(frozen=True)
 class RemotePlace:
-    """A checkpoint behind a URL: its files in ``URL/save-...``, which the header ``URL/checkpoint.json`` names."""
+    """URL; files are written to ``URL/save-...``, which the header ``URL/checkpoint.json`` names."""
 
     url: str
 
@@ -133,25 +140,25 @@ class RemotePlace:
         return RemoteFolder(self.url)
 
     def begin(self) -> str:
-        """Remove what interrupted saves left here and create an empty folder."""
+        """Remove leftovers of interrupted saves and create an empty folder."""
         _clean_remote(self._root)
         token = f"save-{secrets.token_hex(8)}"
         self.folder(token).make()
         return token
 
     def folder(self, token: str) -> Folder:
-        """Return the folder that the files are written to."""
+        """Return the folder to which all ranks write."""
         return self._root.child(token)
 
     def publish(self, token: str, header: Header) -> None:
-        """Write the header, which makes the new files the checkpoint's, then remove the old ones."""
+        """Replace the header by one that names the new folder, then remove the old folder."""
         root = self._root
         replace(header, folder=token).write(root, _NEW_HEADER)
         root.move(_NEW_HEADER, HEADER)
         _clean_remote(root)
 
     def discard(self, token: str | None) -> None:
-        """Remove what was written of a checkpoint that will not be finished."""
+        """Remove the files of an unfinished checkpoint."""
         if token is None:
             return
         self._root.remove(token)
@@ -159,28 +166,28 @@ class RemotePlace:
             folder_at(self.url.rsplit("/", 1)[0]).remove(self.url.rsplit("/", 1)[1])
 
     def remove(self) -> None:
-        """Remove the header, so that nothing is left to see, then the files."""
+        """Remove the header, which ends the checkpoint's visibility, and then the files."""
         self._root.remove(HEADER)
         folder_at(self.url.rsplit("/", 1)[0]).remove(self.url.rsplit("/", 1)[1])
 
 
 def place_of(path: str | os.PathLike[str]) -> Place:
-    """Return the place of a checkpoint, on a mounted file system or behind a URL."""
+    """Return the place of a checkpoint at a path or URL."""
     return RemotePlace(os.fspath(path).rstrip("/")) if is_url(path) else LocalPlace(Path(path))
 
 
 def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Tell whether ``path`` is a complete checkpoint of this library; whether it is damaged, verifying tells."""
+    """Return whether ``path`` is a complete checkpoint of this library; files are not verified."""
     return _readable(path).exists(HEADER)
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Return the checkpoint ``path`` for reading.
+    """Return the checkpoint at ``path`` for reading.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint.
         CorruptDataError: If its header is damaged.
-        UnsupportedError: If it has another format.
+        UnsupportedError: If it has an unknown format version.
     """
     root = _readable(path)
     if not root.exists(HEADER):
@@ -200,11 +207,12 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def link_checkpoint(link: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Let a path on a mounted file system lead to a checkpoint, in place of what it is now.
+    """Create or replace a symbolic link to a checkpoint on a mounted file system.
 
     Args:
-        link: The path; a checkpoint that is there is removed, a link or file is replaced without a moment between.
-        target: The checkpoint.
+        link: Path of the link. A link or file there is replaced atomically; a directory is removed
+            first.
+        target: Checkpoint to which the link points.
     """
     place = Path(link)
     new = unfinished_path(place)
@@ -216,10 +224,10 @@ def link_checkpoint(link: str | os.PathLike[str], target: str | os.PathLike[str]
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
-    """List the paths of the complete checkpoints directly in a folder, in the order of their names."""
+    """Return the paths of the complete checkpoints directly in a folder, sorted by name."""
     inside = folder_at(folder)
     names = set(inside.names())
-    # Between the two renames of `publish` the old checkpoint has no name of its own.
+    # Between the two renames of `publish`, the old checkpoint exists only under its hidden name.
     hidden = (_HIDDEN.fullmatch(name) for name in names)
     names |= {match["name"] for match in hidden if match is not None and match["kind"] == _REPLACED}
     paths = (f"{inside.name.rstrip('/')}/{name}" for name in sorted(names) if not _HIDDEN.fullmatch(name))
@@ -227,10 +235,11 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def clean_unfinished(folder: str | os.PathLike[str]) -> None:
-    """Remove what interrupted saves and removals left in a folder, and nothing else.
+    """Remove the leftovers of interrupted saves and removals from a folder.
 
-    A checkpoint that was being replaced when its process died gets its name back. What cannot be removed is warned of.
-    Must not be called while a save is under way in the folder.
+    If a process died while it replaced a checkpoint, the old checkpoint gets its name back.
+    Failure to remove a path is logged as a warning. Do not call this function during a save into
+    the same folder.
     """
     if is_url(folder):
         inside = folder_at(folder)
@@ -238,7 +247,8 @@ def clean_unfinished(folder: str | os.PathLike[str]) -> None:
             _clean_remote(inside.child(name))
         return
     for name in LocalFolder(Path(folder)).names():
-        match, path = _HIDDEN.fullmatch(name), Path(folder) / name
+        match = _HIDDEN.fullmatch(name)
+        path = Path(folder) / name
         if match is None or not (path.is_dir() or match["kind"] == _REPLACED):
             continue
         if match["kind"] == _REPLACED and not os.path.lexists(Path(folder) / match["name"]):
@@ -249,19 +259,20 @@ def clean_unfinished(folder: str | os.PathLike[str]) -> None:
 
 
 def unfinished_path(path: Path) -> Path:
-    """Return the sibling directory that a checkpoint is written to before it gets its name."""
+    """Return the sibling directory to which a checkpoint is written before it is renamed."""
     return _hidden(path, _UNFINISHED)
 
 
 def _readable(path: str | os.PathLike[str]) -> Folder:
     if is_url(path):
         return folder_at(path)
-    local, replaced = Path(path), _hidden(Path(path), _REPLACED)
+    local = Path(path)
+    replaced = _hidden(local, _REPLACED)
     return LocalFolder(local if local.exists() or not replaced.exists() else replaced)
 
 
 def _remove_leftover(path: Path) -> bool:
-    """Remove what no longer is a checkpoint; if that fails, leave it to the next save and return False."""
+    """Remove a leftover path; on failure log a warning and return False: the next save retries."""
     try:
         remove_path(path)
     except OSError as error:
@@ -280,7 +291,7 @@ def _clean_remote(root: Folder) -> None:
     try:
         kept = Header.read(root).folder if found and root.exists(HEADER) else None
     except (CorruptDataError, UnsupportedError):
-        return  # it may name any of them
+        return  # a damaged header may refer to any of the folders
     for name in found:
         if name != kept:
             root.remove(name)

@@ -1,4 +1,4 @@
-"""What is saved and loaded: tensors, each with its place in a full tensor."""
+"""Entries of a checkpoint: local tensors with their placement in full tensors."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from lightning_megatron.checkpoint.planners import BoxToWrite
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import Placement
 
-#: Pieces below this size are written by the first data rank: spreading them gains nothing (bytes).
+#: Smaller pieces are all written by the first data rank, because distributing them saves no time
+#: (bytes).
 _SMALL = 65536
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Hold a tensor and where it lies in the full tensor that checkpoints have.
+    """Local tensor with its placement in a full tensor of the checkpoint.
 
     Args:
-        tensor: What this rank has: the local tensor, or one dimension for a ``FlatSlice``.
-        placement: Where that lies in the full tensor.
-        is_exclusive: Whether no other data-parallel rank (of an expert's tensor, no rank with the same experts) has
-            these elements, so that this rank writes them; if not, those ranks have the same and share the writing.
-        changes_in_forward: Whether a forward pass may change it, as it does the statistics of a batch norm.
+        tensor: Local tensor; a ``FlatSlice`` has one dimension.
+        placement: Placement of the local tensor in the full tensor.
+        is_exclusive: Whether this rank alone has these elements among the data-parallel ranks (for
+            expert parameters: among the ranks with the same experts), and therefore writes them.
+            Otherwise these ranks have equal tensors and share the writing.
+        changes_in_forward: Whether a forward pass may change the tensor, as for the statistics of
+            a batch norm.
     """
 
     tensor: Tensor
@@ -35,12 +38,16 @@ class Entry:
 
 
 def boxes_to_write(tensors: Mapping[str, Entry], mesh: ParallelMesh) -> list[BoxToWrite]:
-    """List the pieces that this rank writes: counted ones, those that several ranks share divided by bytes.
+    """Return the pieces that this rank writes.
+
+    Over all ranks, each element of each full tensor is in exactly one piece. Ranks with equal
+    tensors divide the pieces by size.
 
     Args:
-        tensors: This rank's entries. Those that are not exclusive must be the same, in the same order, on the data
-            ranks of one place, those of experts on the ranks with the same experts.
-        mesh: The groups of this rank.
+        tensors: Entries of this rank. Entries that are not exclusive must be the same, in the same
+            order, on all data ranks with the same tp and pp rank (for expert parameters: on all
+            ranks with the same experts).
+        mesh: Mesh of this rank.
     """
     own: list[BoxToWrite] = []
     shared: dict[bool, list[BoxToWrite]] = {False: [], True: []}
@@ -59,16 +66,20 @@ def boxes_to_write(tensors: Mapping[str, Entry], mesh: ParallelMesh) -> list[Box
 
 
 def assign_writers(sizes: Sequence[int], num_writers: int) -> list[int]:
-    """Divide pieces among writers so that each writes about equally many bytes; small pieces go to the first.
+    """Assign pieces to writers such that each writes about the same number of bytes.
+
+    Small pieces go to the first writer. The others are assigned in the order of falling size, each
+    to the writer with the least load.
 
     Args:
         sizes: Size of every piece (bytes).
-        num_writers: Number of ranks that hold the same pieces.
+        num_writers: Number of ranks with the same pieces.
 
     Returns:
-        the writer of every piece.
+        Index of the writer of every piece
     """
-    loads, writers = [0] * num_writers, [0] * len(sizes)
+    loads = [0] * num_writers
+    writers = [0] * len(sizes)
     loads[0] = sum(size for size in sizes if size < _SMALL)
     large = [index for index, size in enumerate(sizes) if size >= _SMALL]
     for index in sorted(large, key=lambda index: -sizes[index]):

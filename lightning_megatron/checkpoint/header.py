@@ -1,4 +1,7 @@
-"""The marker of a complete checkpoint: what is known of it without unpickling anything, and its list of files."""
+"""Header of a checkpoint: a JSON file with its layout, step and list of files.
+
+The header is written last and marks a checkpoint as complete.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +18,30 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strict_json import parse_object
 
 FORMAT = 2
-HEADER, METADATA = "checkpoint.json", "meta.pt"
-#: The list of tensors and where they are, of torch.distributed.checkpoint.
+HEADER = "checkpoint.json"
+METADATA = "meta.pt"
+#: Index of tensors and their positions in files, written by torch.distributed.checkpoint.
 TENSOR_INDEX = ".metadata"
-#: Room for the records of half a million files (bytes).
+#: Limit of the header's size; it suffices for half a million files (bytes).
 _LARGEST = 1 << 26
-#: The last second that has a date.
+#: Last second of the year 9999, the largest year of Python's dates (seconds since 1970).
 _LATEST = 253402300799
 _CHECKSUM = re.compile("[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
 class Header:
-    """Describe a complete checkpoint; its file is written last.
+    """Description of a complete checkpoint.
 
     Args:
-        layout: The layout that saved it.
-        torch: The version of torch that saved it.
+        layout: Layout of the job that saved the checkpoint.
+        torch: Version of torch that saved it.
         files: Size and checksum of every other file, by name.
-        global_step: Optimizer steps that were taken; checkpoints are ordered by it.
-        epoch: Epoch that it was saved in.
-        saved_at: When it was saved (seconds since 1970).
-        folder: Folder that the files are in; "." where it is that of the header.
-        format: Number of the directory's format.
+        global_step: Number of optimizer steps taken; checkpoints are ordered by it.
+        epoch: Epoch in which the checkpoint was saved.
+        saved_at: Time of the save (seconds since 1970).
+        folder: Folder of the files, relative to the header; "." is the header's own folder.
+        format: Version of the directory's format.
     """
 
     layout: ParallelLayout
@@ -51,11 +55,11 @@ class Header:
 
     @property
     def age(self) -> tuple[int, int, float]:
-        """Order checkpoints: the newest has the largest."""
+        """Sort key of checkpoints: the newest has the largest."""
         return self.global_step, self.epoch, self.saved_at
 
     def write(self, folder: Folder, name: str = HEADER) -> None:
-        """Write the header into a folder, through to the disk."""
+        """Write the header into a folder and flush it to disk."""
         fields = asdict(self)
         with writing(folder, name) as stream:
             stream.write((json.dumps({**fields, "checksum": _sum_of(fields)}, indent=2) + "\n").encode())
@@ -65,8 +69,8 @@ class Header:
         """Read the header of a folder.
 
         Raises:
-            CorruptDataError: If it is missing or damaged.
-            UnsupportedError: If a version of this library with another format wrote it.
+            CorruptDataError: If the header is missing or damaged.
+            UnsupportedError: If it has another format version.
         """
         try:
             with folder.open(HEADER) as file:

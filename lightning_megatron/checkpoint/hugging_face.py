@@ -1,4 +1,4 @@
-"""Hugging Face folders made of checkpoints, and checkpoints made of them, one tensor in memory at a time."""
+"""Conversion between checkpoints and Hugging Face folders, with few tensors in memory at a time."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 
 
 def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return class, configuration and adapter of every Hugging Face model inside a module, by name.
+    """Return the class, configuration and adapter of every Hugging Face model inside a module.
 
     Args:
-        module: The module.
-        one_process: Names of the tensors that one process would have.
+        module: LightningModule or other root module.
+        one_process: Names of the tensors that the module has in one process.
+
+    Returns:
+        Record of each model for the metadata of a checkpoint, by name of the model
     """
     found: dict[str, dict[str, Any]] = {}
     for name, part in replaced_models(module):
@@ -52,14 +55,14 @@ def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[s
 
 @dataclass(frozen=True)
 class SavedModel:
-    """Read a Hugging Face model of a checkpoint that computed with layers of this package.
+    """Hugging Face model of a checkpoint whose layers were replaced by layers of this package.
 
     Args:
-        path: The checkpoint.
-        prefix: What the names of its entries begin with.
-        family: How its tensors are named and cut.
-        config: Its configuration.
-        adapter: Its adapter, if it has one.
+        path: Checkpoint of the model.
+        prefix: Prefix of the names of its entries.
+        family: Family of the model, which maps its tensors.
+        config: Configuration of the model.
+        adapter: Adapter of the model, if it has one.
     """
 
     path: str | os.PathLike[str]
@@ -73,20 +76,21 @@ class SavedModel:
         """Return a model of a checkpoint.
 
         Args:
-            path: The checkpoint.
-            name: The model in the LightningModule.
-            record: What the checkpoint records of it.
+            path: Checkpoint of the model.
+            name: Attribute of the LightningModule with the model.
+            record: Record of the model in the checkpoint.
         """
-        family, adapter = family_of(record["architecture"]), record.get("adapter")
+        family = family_of(record["architecture"])
+        adapter = record.get("adapter")
         prefix = f"{MODEL}{name}." if name else MODEL
         return cls(path, prefix, family, record["config"], None if adapter is None else Adapter(**adapter))
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """Read the full tensors that belong to the adapter, by the names that they have in the model's tree."""
+        """Read the full tensors of the adapter, by their names in the module tree of the model."""
         return {} if self.adapter is None else dict(self._read(self.adapter.tensors_at_home(self._table)))
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Read the full tensors of the model one by one, by their names in its class, with the adapter merged."""
+        """Yield the full tensors of the model with the adapter merged, by their names in its class."""
         if self.adapter is None:
             return self._read()
         maps = self.adapter.maps_at_home(self._table)
@@ -104,7 +108,7 @@ class SavedModel:
         return ((name_of[entry], full) for entry, full in read_one_by_one(stored, names))
 
     def _name(self, entry: str) -> str:
-        """Return the name that a tensor has in the class, or a factor in the layers of peft."""
+        """Return the name of a tensor in the model's class, or of an adapter's factor in peft."""
         name = entry.removeprefix(self.prefix)
         return name if is_factor(name) else plain_name(name)
 
@@ -115,13 +119,13 @@ def find_model(
     """Return a Hugging Face model of a checkpoint.
 
     Args:
-        path: The checkpoint.
-        name: The model in the LightningModule; None if there is one.
-        unsafe: Unpickle whatever the checkpoint holds beside tensors.
+        path: Checkpoint of this library.
+        name: Attribute of the LightningModule with the model; None selects the only one.
+        unsafe: Whether to unpickle objects of any type.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint, or it has no such model.
-        UnsupportedError: If the model computes with its own code, and peft has wrapped its layers.
+        UnsupportedError: If the model kept its own layers and peft has wrapped them.
     """
     metadata = load_metadata(path, weights_only=not unsafe)
     name, record = _chosen(metadata.get(HUGGING_FACE) or {}, name, path)
@@ -139,21 +143,22 @@ def export_model(
     unsafe: bool = False,
     merge: bool = False,
 ) -> None:
-    """Write a model of a checkpoint as a folder that ``from_pretrained`` reads, or its adapter as one for peft.
+    """Write a model of a checkpoint as a folder for ``from_pretrained``, or its adapter for peft.
 
     Args:
-        path: A checkpoint of this library, saved by any layout.
-        out: The folder; it must not have weights yet.
-        name: The model in the LightningModule; None if there is one.
-        dtype: Of the weights; None keeps what was saved, full precision under mixed precision.
-        max_file_bytes: A file ends before the tensor that would exceed this (bytes).
-        unsafe: Unpickle whatever the checkpoint holds beside tensors.
-        merge: Write a model with the updates of its adapter added to its weights, and not the adapter.
+        path: Checkpoint of this library, saved under any layout.
+        out: Folder to write; it must not contain weights.
+        name: Attribute of the LightningModule with the model; None selects the only one.
+        dtype: Dtype of the weights; None keeps the saved dtype, which is full precision under mixed
+            precision.
+        max_file_bytes: Limit of a file's size, except for a file with one larger tensor (bytes).
+        unsafe: Whether to unpickle objects of any type.
+        merge: Whether to write the whole model with its adapter merged, instead of the adapter.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint, or it has no such model.
-        CorruptDataError: If it is damaged, naming the file.
-        UnsupportedError: If ``out`` has weights, or there is no adapter to merge.
+        CorruptDataError: If the checkpoint is damaged; the message names the file.
+        UnsupportedError: If ``out`` contains weights, or there is no adapter to merge.
     """
     verify_checkpoint(path)
     saved = find_model(path, name, unsafe)
@@ -177,20 +182,20 @@ def import_model(
     dtype: torch.dtype | None = None,
     num_files: int = 1,
 ) -> Written:
-    """Write the weights of a local Hugging Face folder as a checkpoint that every layout loads.
+    """Write the weights of a local Hugging Face folder as a checkpoint.
 
-    It is one without optimizers: validate, test and predict take it as their ``ckpt_path``.
+    The checkpoint has no optimizer: validate, test and predict accept it as ``ckpt_path``.
 
     Args:
-        folder: A folder of safetensors files.
-        out: The checkpoint; what is there is replaced when it is complete.
-        name: Attribute of the LightningModule that holds the model.
-        dtype: Of the weights; None keeps that of the files.
-        num_files: Files of tensors (files).
+        folder: Folder of safetensors files.
+        out: Checkpoint to write; an existing one is replaced when the new one is complete.
+        name: Attribute of the LightningModule with the model.
+        dtype: Dtype of the weights; None keeps the dtype of the files.
+        num_files: Number of tensor files.
 
     Raises:
-        CheckpointMismatchError: If files or tensors are missing or left over.
-        UnsupportedError: If the family is not known, or asks for something that we lack.
+        CheckpointMismatchError: If files or tensors are missing or unexpected.
+        UnsupportedError: If the family is unknown, or the model needs an unsupported feature.
     """
     source = SafetensorsFolder(folder)
     family = family_of(_architecture(source))
@@ -209,7 +214,8 @@ def import_model(
 
 
 def _architecture(source: SafetensorsFolder) -> str:
-    classes, kind = source.config.get("architectures") or [], source.config.get("model_type") or ""
+    classes = source.config.get("architectures") or []
+    kind = source.config.get("model_type") or ""
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in (*classes, kind)):
         raise CheckpointMismatchError(
             f"architectures of a configuration must be a list of names, and model_type a name: they are "

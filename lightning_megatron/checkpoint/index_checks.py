@@ -1,7 +1,8 @@
-"""Which lists of tensors can be: every element of every tensor once, at a place of its own in a file of the checkpoint.
+"""Validation of a tensor index: each element of each tensor is stored exactly once.
 
-Checksums show what went wrong by itself. These checks show what somebody edited, who can correct the checksums as well;
-what they cannot show is a value that was edited, or a consistent exchange of two tensors of one shape and type.
+Checksums detect accidental damage. These checks detect manipulation, which can also correct the
+checksums. They do not detect changed values, or a consistent swap of two tensors of the same shape
+and dtype.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_megatron.checkpoint.storage import FileRecord
 
-#: Elements of a tensor, which are counted in 64 bits together with their size.
+#: Limit of a tensor's elements, so that its size in bytes fits into 64 bits.
 _MOST_ELEMENTS = 1 << 59
 
+#: Offsets and sizes of a piece (elements).
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
+#: Name of a tensor and offsets of one of its pieces (elements).
 PieceKey: TypeAlias = tuple[str, tuple[int, ...]]
-"""Name of a tensor, and offsets of a piece of it (elements)."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Describe a stored piece of a tensor.
+    """Stored piece of a tensor.
 
     Args:
-        shape: Its shape (elements).
-        dtype: Type of its elements.
+        shape: Shape of the piece (elements).
+        dtype: Dtype of its elements.
     """
 
     shape: tuple[int, ...]
@@ -46,14 +48,14 @@ class Piece:
 
 
 def check_index(index: Metadata, files: Mapping[str, FileRecord]) -> None:
-    """Compare a list of tensors with itself and with the files that belong to the checkpoint.
+    """Check that a tensor index is consistent and matches the files of the checkpoint.
 
     Args:
-        index: What was read.
-        files: The files that the header lists.
+        index: Index that was read.
+        files: Files that the header lists.
 
     Raises:
-        ValueError: With what is wrong, if it contradicts itself or the files.
+        ValueError: If a check fails; the message gives the reason.
     """
     if type(index.state_dict_metadata) is not dict or type(index.storage_data) is not dict:
         raise ValueError("it is no list of tensors and their places")
@@ -75,7 +77,7 @@ def check_index(index: Metadata, files: Mapping[str, FileRecord]) -> None:
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> dict[tuple[int, ...], int]:
-    """Return the bytes of every piece of a tensor by its offsets."""
+    """Validate the pieces of a tensor and return the size of each in bytes, by its offsets."""
     shape = _sizes(name, entry.size)
     properties = entry.properties
     if type(properties) is not TensorProperties or not isinstance(properties.dtype, torch.dtype):
@@ -106,22 +108,22 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _overlap(boxes: Sequence[_Box]) -> bool:
-    """Return whether any two boxes have an element in common; boxes without elements have none."""
+    """Return whether any two boxes have an element in common."""
     filled = [box for box in boxes if 0 not in box[1]]
     if not filled or not filled[0][0]:
         return len(filled) > 1
-    # Along the dimension that is cut most often few boxes are beside each other.
+    # Sweep along the dimension with the most cuts, where the fewest boxes are active at a time.
     dim = max(range(len(filled[0][0])), key=lambda dim: len({offsets[dim] for offsets, _ in filled}))
-    beside: list[_Box] = []
+    active: list[_Box] = []
     for box in sorted(filled, key=lambda box: box[0][dim]):
-        beside = [other for other in beside if other[0][dim] + other[1][dim] > box[0][dim]]
-        if any(_meet(box, other) for other in beside):
+        active = [other for other in active if other[0][dim] + other[1][dim] > box[0][dim]]
+        if any(_intersect(box, other) for other in active):
             return True
-        beside.append(box)
+        active.append(box)
     return False
 
 
-def _meet(one: _Box, other: _Box) -> bool:
+def _intersect(one: _Box, other: _Box) -> bool:
     parts = zip(*one, *other, strict=True)
     return all(start < start2 + size2 and start2 < start + size for start, size, start2, size2 in parts)
 
@@ -137,7 +139,7 @@ def _check_places(
     smallest: Mapping[tuple[str, tuple[int, ...] | None], int],
     files: Mapping[str, FileRecord],
 ) -> None:
-    """Refuse places that are not one after the other in the order in which they were written, from end to end."""
+    """Check that the pieces fill each file from start to end, in order and without gaps."""
     ends = dict.fromkeys((name for name in files if name.endswith(".distcp")), 0)
     for (name, _), where in places.items():
         if type(where) is not _StorageInfo or type(where.relative_path) is not str:
@@ -147,7 +149,8 @@ def _check_places(
         if getattr(where, "transform_descriptors", None):
             raise ValueError(f"{name!r} was changed on its way to the file, which is never done here")
     for (name, offsets), where in places.items():
-        start, length = where.offset, where.length
+        start = where.offset
+        length = where.length
         if type(start) is not int or type(length) is not int or length < smallest[name, offsets]:
             raise ValueError(f"{name!r} cannot be {length} bytes at {start}")
         if start != ends[where.relative_path]:
@@ -166,7 +169,7 @@ def _check_ends(ends: Mapping[str, int], files: Mapping[str, FileRecord]) -> Non
 
 
 def pieces_of(index: Metadata, names: Iterable[str]) -> dict[PieceKey, Piece]:
-    """Return what the stored pieces of some tensors must be, by name and offsets."""
+    """Return the expected shape and dtype of the stored pieces of the named tensors."""
     found = {}
     for name in names:
         entry = index.state_dict_metadata[name]

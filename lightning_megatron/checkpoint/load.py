@@ -1,4 +1,8 @@
-"""Loading: each rank reads the pieces that it holds now, whatever layout wrote them, and runs nothing that it reads."""
+"""Loading of checkpoints: each rank reads its own pieces of the full tensors.
+
+The layout of the save does not matter. Reading runs no code that a file contains, unless the caller
+requests it.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,13 @@ from lightning_megatron.groups.shard_spec import Placement
 
 @dataclass(frozen=True)
 class RankState:
-    """Hold the per-rank values that fit this rank best.
+    """Per-rank values of the saved rank that corresponds best to this rank.
 
     Args:
-        values: What ``rank_state`` was on the rank that saved it.
-        rank: That rank's global rank.
-        same_data: Whether the job that saved it cut its data among as many ranks; if not, values that say which samples
-            were read are not this rank's.
+        values: Argument ``rank_state`` of the save on the saved rank.
+        rank: Global rank of the saved rank.
+        same_data: Whether the saved job divided its data among the same number of ranks. Otherwise
+            values about consumed samples do not apply to this rank.
     """
 
     values: dict[str, Any]
@@ -40,7 +44,7 @@ class RankState:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read what is known of a checkpoint without unpickling anything: layout, step, epoch, files.
+    """Read the header of a checkpoint: layout, step, epoch and files, without unpickling.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint.
@@ -50,16 +54,17 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def load_metadata(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
-    """Read the values of the whole job.
+    """Read the metadata of a checkpoint: the values of the whole job.
 
     Args:
-        path: The checkpoint.
-        weights_only: False unpickles whatever is there, which runs code that the file names; otherwise only tensors,
-            plain values and types that ``torch.serialization.add_safe_globals`` was told of are read.
+        path: Checkpoint to read.
+        weights_only: False unpickles objects of any type, which can run code from the file. True
+            and None accept only tensors, plain values, and types registered with
+            ``torch.serialization.add_safe_globals``.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint.
-        UnsupportedError: If there are other objects, naming their types.
+        UnsupportedError: If the file contains objects of other types; the message names them.
         CorruptDataError: If the file is damaged.
     """
     checkpoint = find_checkpoint(path)
@@ -69,7 +74,7 @@ def load_metadata(path: str | os.PathLike[str], weights_only: bool | None = None
 
 
 def saved_tensors(path: str | os.PathLike[str]) -> dict[str, SavedTensor]:
-    """List the full tensors of a checkpoint by name."""
+    """Return shape and dtype of the full tensors of a checkpoint, by name."""
     return Stored.open(path).tensors
 
 
@@ -81,25 +86,25 @@ def load_tensors(
     prefix: str = "",
     expected: Mapping[str, Placement] | None = None,
 ) -> Match:
-    """Fill tensors in place, on whatever device and in whatever dtype they are.
+    """Load tensors in place, on any device and in any dtype.
 
-    Padding rows keep their value. A tied copy is filled from its original's entry.
+    Padding rows keep their values. A tied copy is loaded from the entry of its original.
 
     Args:
-        path: The checkpoint, saved by any layout.
-        tensors: This rank's tensors by the names that they were saved under.
-        mesh: The groups of this rank.
-        strict: Refuse tensors that the checkpoint lacks and entries that no rank asks for; shapes must agree in any
-            case.
-        prefix: Only entries that start with it can be unexpected.
-        expected: All tensors of this rank's stage, where this rank holds only some of them; None means ``tensors``.
+        path: Checkpoint, saved under any layout.
+        tensors: Entries of this rank by the names under which they were saved.
+        mesh: Mesh of this rank.
+        strict: Whether missing and unexpected entries raise; other shapes always raise.
+        prefix: Prefix of the entries that can be unexpected.
+        expected: Placements of all tensors of this rank's pipeline stage, if this rank has only
+            some of them; None uses ``tensors``.
 
     Returns:
-        what was found, missing and unexpected.
+        Names of found, missing and unexpected entries
 
     Raises:
-        CheckpointMismatchError: On all ranks, naming tensors and shapes.
-        CorruptDataError: If a file that is read is damaged, naming it.
+        CheckpointMismatchError: On all ranks, with names and shapes.
+        CorruptDataError: If a file is damaged; the message names it.
 
     Communication: one gather of names over tp x pp; reading needs none.
     """
@@ -123,18 +128,18 @@ def copy_full_tensors(
     prefix: str = "",
     expected: Mapping[str, Placement] | None = None,
 ) -> Match:
-    """Fill tensors in place from full ones that are in memory, such as those of a one-process checkpoint file.
+    """Load tensors in place from full tensors in memory, such as those of a plain checkpoint file.
 
     Args:
-        full: The full tensors, by the names that they would be saved under.
-        tensors: As for :func:`load_tensors`.
-        mesh: As for :func:`load_tensors`.
-        strict: As for :func:`load_tensors`.
-        prefix: As for :func:`load_tensors`.
-        expected: As for :func:`load_tensors`.
+        full: Full tensors by the names of their entries.
+        tensors: Same as for :func:``load_tensors``.
+        mesh: Same as for :func:``load_tensors``.
+        strict: Same as for :func:``load_tensors``.
+        prefix: Same as for :func:``load_tensors``.
+        expected: Same as for :func:``load_tensors``.
 
     Raises:
-        CheckpointMismatchError: On all ranks, naming tensors and shapes.
+        CheckpointMismatchError: On all ranks, with names and shapes.
 
     Communication: one gather of names over tp x pp.
     """
@@ -150,32 +155,34 @@ def read_full(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
     """Read full tensors into the memory of this process.
 
     Args:
-        path: The checkpoint, saved by any layout.
-        names: The entries to read; None means all.
+        path: Checkpoint, saved under any layout.
+        names: Names of the entries to read; None reads all.
 
     Raises:
-        CheckpointMismatchError: If the checkpoint lacks one.
-        CorruptDataError: If a file that is read is damaged, naming it.
+        CheckpointMismatchError: If the checkpoint lacks an entry.
+        CorruptDataError: If a file is damaged; the message names it.
     """
     return Stored.open(path).read_full(names)
 
 
 def load_rank_state(path: str | os.PathLike[str], mesh: ParallelMesh, weights_only: bool | None = None) -> RankState:
-    """Read the per-rank values saved at this rank's place, or at the nearest place of another layout.
+    """Read the per-rank values that were saved at this rank's coordinates in the layout.
 
-    The place on the data axes counts most: the same dp and cp position where the saved layout has it. Positions that
-    it does not have become 0.
+    If the saved layout is smaller along an axis, a coordinate that it lacks becomes 0.
 
     Args:
-        path: The checkpoint, saved by any layout.
-        mesh: The groups of this rank.
-        weights_only: As for :func:`load_metadata`.
+        path: Checkpoint, saved under any layout.
+        mesh: Mesh of this rank.
+        weights_only: Same as for :func:``load_metadata``.
     """
     checkpoint = find_checkpoint(path)
-    saved, now = checkpoint.header.layout, mesh.layout
-    place = {axis: index if index < getattr(saved, axis) else 0 for axis, index in now.coordinates(mesh.rank).items()}
+    saved = checkpoint.header.layout
+    now = mesh.layout
+    coordinates = {
+        axis: index if index < getattr(saved, axis) else 0 for axis, index in now.coordinates(mesh.rank).items()
+    }
     ranks = range(saved.rank_offset, saved.rank_offset + saved.world_size)
-    rank = next(rank for rank in ranks if saved.coordinates(rank) == place) - saved.rank_offset
+    rank = next(rank for rank in ranks if saved.coordinates(rank) == coordinates) - saved.rank_offset
     values = load_rank_states(path, [rank], weights_only)[rank]
     return RankState(values, rank, (saved.dp, saved.cp) == (now.dp, now.cp))
 
@@ -183,12 +190,12 @@ def load_rank_state(path: str | os.PathLike[str], mesh: ParallelMesh, weights_on
 def load_rank_states(
     path: str | os.PathLike[str], ranks: Iterable[int] | None = None, weights_only: bool | None = None
 ) -> dict[int, dict[str, Any]]:
-    """Read the per-rank values of some ranks of the job that saved, or of all.
+    """Read the per-rank values of some or all ranks of the saved job.
 
     Args:
-        path: The checkpoint.
-        ranks: Global ranks of that job, counted from its first; None means all.
-        weights_only: As for :func:`load_metadata`.
+        path: Checkpoint to read.
+        ranks: Ranks of the saved job, counted from its first rank; None reads all.
+        weights_only: Same as for :func:``load_metadata``.
     """
     stored = Stored.open(path)
     checkpoint = stored.checkpoint

@@ -1,4 +1,4 @@
-"""Which entry of a checkpoint each tensor of the model is read from, and what to say when there is none."""
+"""Matching of a model's tensors with the entries of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Match:
-    """Pair tensors with entries.
+    """Result of matching a model's tensors with the entries of a checkpoint.
 
     Args:
-        sources: For every tensor of this rank's stage that the checkpoint has, the entry's name.
-        missing: Tensors of any rank that the checkpoint does not have.
-        unexpected: Entries that no rank asks for.
+        sources: Name of the entry for every tensor of this rank's stage that the checkpoint has.
+        missing: Names of the tensors of any rank that the checkpoint lacks.
+        unexpected: Names of the entries that no rank needs.
     """
 
     sources: dict[str, str]
@@ -36,24 +36,27 @@ def match(
     strict: bool,
     prefix: str,
 ) -> Match:
-    """Find the entry of every tensor; a tied copy reads its original.
+    """Find the entry of every tensor; a tied copy uses the entry of its original.
 
     Args:
         saved: Full shape of every entry of the checkpoint.
-        expected: The tensors of this rank's stage, also those that other data ranks hold.
-        mesh: The groups of this rank.
-        strict: Refuse tensors that the checkpoint lacks and entries that no rank asks for.
-        prefix: Only entries that start with it can be unexpected.
+        expected: Placements of the tensors of this rank's stage, including those of other data
+            ranks.
+        mesh: Mesh of this rank.
+        strict: Whether missing and unexpected entries raise.
+        prefix: Prefix of the entries that can be unexpected.
 
     Raises:
-        CheckpointMismatchError: On all ranks, naming tensors and shapes.
+        CheckpointMismatchError: On all ranks, with names and shapes.
 
     Communication: one gather of names over tp x pp, or over the world if ep is above 1.
     """
-    sources, missing, shapes = {}, [], []
+    sources: dict[str, str] = {}
+    missing: list[str] = []
+    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
     for name, spec in expected.items():
         if 0 in spec.full_shape:
-            continue  # nothing is saved of a tensor without elements
+            continue  # tensors without elements are not saved
         source = name if name in saved else None
         if spec.tied_to is not None:
             source = original_name(name, spec.tied_to, saved.keys()) or source

@@ -1,4 +1,4 @@
-"""Which values of a job a checkpoint can have: the types of those that are read here, and the names in them."""
+"""Validation of a checkpoint's metadata: types of the values that are read, and names in them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.swap.own_code import OWN_CODE
 
-#: Keys of the metadata beside Lightning's own: hyperparameters of the optimizers, and the model in one process.
-OPTIMIZERS, ONE_PROCESS = "megatron_optimizers", "megatron_one_process"
-#: Where checkpoints say which of their models are of Hugging Face.
+#: Key of the optimizers' hyperparameters and parameter names.
+OPTIMIZERS = "megatron_optimizers"
+#: Key of the record of the model in one process: order, aliases, padding and numbering of tensors.
+ONE_PROCESS = "megatron_one_process"
+#: Key of the records of Hugging Face models.
 HUGGING_FACE = "hugging_face"
-#: What the entries of a model's tensors begin with.
+#: Prefix of the entries of a model's tensors.
 MODEL = "state_dict."
-#: The weights that training goes on from, where those of the model are averages.
+#: Prefix of the current weights, if the model's tensors are averages of weights.
 CURRENT = "current_model_state."
 
-#: A vocabulary is padded to at most twice its rows and this many more (rows).
+#: A vocabulary is padded to at most twice its rows plus this number (rows).
 _MOST_PADDING = 1 << 20
 
 
@@ -34,7 +36,7 @@ def _is_names(value: Any) -> bool:
 
 
 def _is_shape(value: Any) -> bool:
-    # Elements are counted in 64 bits, without the sizes that are 0, too.
+    # torch counts elements in 64 bits, and multiplies also the sizes next to a size of 0.
     return isinstance(value, list) and all(map(_is_number, value)) and prod(size or 1 for size in value) < 1 << 59
 
 
@@ -43,10 +45,11 @@ def _is_mapping(value: Any, inner: Callable[[Any], bool] = lambda value: True) -
 
 
 def _is_loop(value: Any) -> bool:
-    """Return whether the state of a loop is one of Lightning's, as far as its counts of batches and steps go."""
+    """Return whether the counts of batches and steps in a loop's state are valid."""
     if not isinstance(value, Mapping):
         return True
-    counts, parts = {"ready", "started", "processed", "completed"}, {"total", "current"}
+    counts = {"ready", "started", "processed", "completed"}
+    parts = {"total", "current"}
     if not all(_is_number(one) for name, one in value.items() if name in counts):
         return False
     if parts & value.keys() and not all(isinstance(value.get(name), Mapping) for name in parts):
@@ -69,10 +72,11 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _is_plain_optimizer(value: Any) -> bool:
-    """Return whether a value is what ``state_dict`` of an optimizer returns."""
+    """Return whether a value has the form of an optimizer's ``state_dict``."""
     if not _is_mapping(value) or not isinstance(value.get("state"), Mapping):
         return False
-    groups, states = value.get("param_groups"), list(value["state"].values())
+    groups = value.get("param_groups")
+    states = list(value["state"].values())
     if not isinstance(groups, list) or not all(_is_mapping(group) for group in groups):
         return False
     if not all(isinstance(group.get("params"), list) for group in groups) or not all(map(_is_mapping, states)):
@@ -138,14 +142,14 @@ _LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_values(values: Mapping[str, Any], where: str) -> None:
-    """Refuse values of a job that are not of the types that they are read as; those that nothing here reads may be any.
+    """Validate the types of the metadata that this library reads; other values may be anything.
 
     Args:
-        values: The values by name.
-        where: The file, for errors.
+        values: Metadata by name.
+        where: Name of the file in errors.
 
     Raises:
-        CorruptDataError: Naming the value.
+        CorruptDataError: If a value is invalid; the message names it.
     """
     for name, (legal, holds) in _LEGAL.items():
         if name in values and not holds(values[name]):
@@ -153,15 +157,15 @@ def check_values(values: Mapping[str, Any], where: str) -> None:
 
 
 def check_metadata(values: Mapping[str, Any], header: Header, where: str) -> None:
-    """Refuse values of a job that contradict what they are read as, or the header.
+    """Validate the metadata and compare its step and epoch with the header.
 
     Args:
-        values: The values; those that nothing here reads may be anything.
-        header: Of the same checkpoint.
-        where: The file, for errors.
+        values: Metadata by name.
+        header: Header of the same checkpoint.
+        where: Name of the file in errors.
 
     Raises:
-        CorruptDataError: Naming the value.
+        CorruptDataError: If a value is invalid or contradicts the header; the message names it.
     """
     check_values(values, where)
     for name, number in (("global_step", header.global_step), ("epoch", header.epoch)):
@@ -175,18 +179,20 @@ def check_names(
     shapes: Mapping[str, Sequence[int]],
     where: str,
 ) -> None:
-    """Refuse names of one process's tensors that are not those of the checkpoint.
+    """Check that the names in the record of one process match the tensors of the checkpoint.
 
     Args:
-        one_process: What the checkpoint says of the model in one process.
-        optimizers: What it says of its optimizers.
-        shapes: Full shapes of all its tensors, by entry.
-        where: The file, for errors.
+        one_process: The checkpoint's record of the model in one process.
+        optimizers: The checkpoint's records of its optimizers.
+        shapes: Full shapes of all tensors, by entry.
+        where: Name of the file in errors.
 
     Raises:
-        CorruptDataError: Naming a tensor, if one would be dropped, made up, or counted twice.
+        CorruptDataError: If a tensor would be dropped, invented or used twice; the message names
+            it.
     """
-    names, aliases = one_process["order"], one_process["aliases"]
+    names = one_process["order"]
+    aliases = one_process["aliases"]
     # Checkpoints of earlier versions do not list the tensors without elements.
     known = {name.removeprefix(MODEL) for name in shapes if name.startswith(MODEL)}
     used = {aliases.get(name, name) for name in names}
@@ -222,16 +228,16 @@ def check_names(
 def check_states(
     index: int, groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Iterable[str]], where: str
 ) -> None:
-    """Refuse states that the groups of their optimizer do not know.
+    """Check that each saved optimizer state is listed in the parameter group of its parameter.
 
     Args:
-        index: Number of the optimizer.
-        groups: Its groups, with the names of their parameters and of the states that these have.
-        saved: Names of the states that were saved of every parameter.
-        where: The checkpoint, for errors.
+        index: Index of the optimizer.
+        groups: Parameter groups with the names of parameters and of their states.
+        saved: Names of the saved states of every parameter.
+        where: Name of the checkpoint in errors.
 
     Raises:
-        CorruptDataError: Naming a state.
+        CorruptDataError: If a state is not listed; the message names it.
     """
     group_of = {name: group for group in groups for name in group["parameters"]}
     for name, keys in saved.items():

@@ -1,4 +1,4 @@
-"""The entries of a model: its parameters in full precision where they have it, and its persistent buffers."""
+"""Entries of a model: its main parameters in full precision, and its persistent buffers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ STATE_DICT = "state_dict."
 
 
 def model_tensors(module: nn.Module, main: MainParameters) -> dict[str, Entry]:
-    """List what this rank holds of a model for saving and loading, under ``state_dict.`` and the names.
+    """Return the entries of this rank's parameters and buffers, under ``state_dict.`` and their names.
 
-    Parameters are their mains, so that a checkpoint of half-precision training loads in full precision and back; of
-    those that the data ranks train in parts, this rank's part. Buffers that a state dict has are whole on every rank.
+    A trained parameter is represented by its main parameter, so that a checkpoint of half-precision
+    training has full precision. If the main parameter is divided among the data ranks, the entry is
+    this rank's slice. Persistent buffers are whole on every rank.
 
     Args:
-        module: The module whose parameters ``main`` holds, under the same names.
-        main: Its parameters.
+        module: Module with the parameters.
+        main: Main parameters of the module, under the same names.
     """
-    entries, trained = {}, set(main.trained)
+    entries = {}
+    trained = set(main.trained)
     for name in main.names:
         one = main.slices.get(name)
         if one is not None:
@@ -37,7 +39,10 @@ def model_tensors(module: nn.Module, main: MainParameters) -> dict[str, Entry]:
 
 
 def model_placements(module: nn.Module, main: MainParameters) -> dict[str, Placement]:
-    """List where everything that this rank's stage has of a model lies in the full tensors, by the same names."""
+    """Return the placements of all parameters and buffers of this rank's pipeline stage.
+
+    The names are those of ``model_tensors``. Slices of other data ranks are included.
+    """
     placements: dict[str, Placement] = {f"{STATE_DICT}{name}": main.spec(name) for name in main.names}
     return placements | {name: entry.placement for name, entry in _buffers(module).items()}
 
@@ -45,10 +50,17 @@ def model_placements(module: nn.Module, main: MainParameters) -> dict[str, Place
 def load_model(
     path: str | os.PathLike[str], module: nn.Module, main: MainParameters, mesh: ParallelMesh, strict: bool = True
 ) -> Match:
-    """Load a model's tensors from a checkpoint of any layout and precision, mains and half-precision parameters alike.
+    """Load the main parameters, half-precision parameters and buffers of a model.
+
+    Args:
+        path: Checkpoint, saved under any layout and in any precision.
+        module: Module with the parameters.
+        main: Main parameters of the module.
+        mesh: Mesh of this rank.
+        strict: Whether missing and unexpected entries raise.
 
     Raises:
-        CheckpointMismatchError: On all ranks, naming tensors and shapes.
+        CheckpointMismatchError: On all ranks, with names and shapes.
 
     Communication: one gather of names over tp x pp, and one of the parameters over the data axis.
     """

@@ -1,4 +1,4 @@
-"""The entries of an optimizer: its state by parameter name, so that a fresh optimizer of any layout continues."""
+"""Entries of an optimizer: its state by parameter name, to resume training under any layout."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.shared_gradients import original_name
 
-# How the fresh optimizer computes its step stays its own choice: it depends on the device, and changes no result.
+# Hyperparameters that select the implementation are not restored: they depend on the device and do
+# not change results.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_SAVED = frozenset({"params", "param_names"}) | _IMPLEMENTATION
 
 
 def optimizer_tensors(index: int, optimizer: torch.optim.Optimizer, main: MainParameters) -> dict[str, Entry]:
-    """List what this rank holds of an optimizer's state, under ``optimizer.{index}.state.{parameter}.{key}``.
+    """Return the entries of this rank's optimizer state, ``optimizer.{index}.state.{parameter}.{key}``.
 
-    Tensors shaped like what the optimizer trains of their parameter lie in the full tensor as that does; scalars are
-    whole.
+    A state tensor with the shape of its main parameter has the same placement. A scalar is whole on
+    every rank.
 
     Args:
-        index: Number of the optimizer.
-        optimizer: An optimizer over ``main``, after ``main.attach``.
-        main: This rank's parameters.
+        index: Index of the optimizer.
+        optimizer: Optimizer over ``main``, after ``main.attach``.
+        main: Main parameters of this rank.
 
     Raises:
-        UnsupportedError: If a state tensor of a cut parameter has another shape than the parameter.
+        UnsupportedError: If a parameter is sharded and its state has another shape.
     """
     entries = {}
     for name, parameter in _parameters_of(optimizer, main):
@@ -51,23 +52,25 @@ def optimizer_tensors(index: int, optimizer: torch.optim.Optimizer, main: MainPa
 
 
 def optimizer_metadata(optimizer: torch.optim.Optimizer, main: MainParameters, mesh: ParallelMesh) -> dict[str, Any]:
-    """Collect what else an optimizer's checkpoint holds: hyperparameters and parameter names by group, plain values.
+    """Collect the parts of an optimizer's state that are not tensors: groups and plain values.
 
     Args:
-        optimizer: An optimizer over ``main``, after ``main.attach``.
-        main: This rank's parameters.
-        mesh: The groups of this rank.
+        optimizer: Optimizer over ``main``, after ``main.attach``.
+        main: Main parameters of this rank.
+        mesh: Mesh of this rank.
 
     Returns:
-        ``{"groups": [{"hyperparameters": {...}, "parameters": [names], "states": [keys of tensors]}], "values":
-        {name: {key: value}}}``, merged over the pipeline stages by group index.
+        ``{"groups": [{"hyperparameters": {...}, "parameters": [names], "states": [keys of
+        tensors]}], "values": {name: {key: value}}}``, merged over the pipeline stages by group
+        index
 
     Raises:
-        CheckpointMismatchError: If the stages' optimizers have different numbers of groups.
+        CheckpointMismatchError: If the optimizers of the stages have different numbers of groups.
 
-    Communication: one gather over the data axis, or over the world if ep is above 1, and one over pp.
-    """
-    groups, values = [], {}
+    Communication: one gather over the data axis, or over the world if ep is above 1, and one over
+        pp."""
+    groups: list[dict[str, Any]] = []
+    values: dict[str, Any] = {}
     for group, names in zip(optimizer.param_groups, main.names_of(optimizer), strict=True):
         hyperparameters = {key: _on_cpu(value) for key, value in group.items() if key not in _NOT_SAVED}
         untied = [name for name in names if main.spec(name).tied_to is None]
@@ -105,20 +108,21 @@ def load_optimizer(
     mesh: ParallelMesh,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Continue an optimizer from a checkpoint of any layout, in place: it has the state that was saved, and no other.
+    """Load the state of an optimizer in place; state that was not saved is removed.
 
     Args:
-        path: The checkpoint.
-        index: Number of the optimizer.
-        optimizer: An optimizer over ``main``, after ``main.attach``.
-        main: This rank's parameters.
-        mesh: The groups of this rank.
-        metadata: What :func:`optimizer_metadata` returned when it was saved.
+        path: Checkpoint, saved under any layout.
+        index: Index of the optimizer.
+        optimizer: Optimizer over ``main``, after ``main.attach``.
+        main: Main parameters of this rank.
+        mesh: Mesh of this rank.
+        metadata: Result of :func:``optimizer_metadata`` at the save.
 
     Raises:
-        CheckpointMismatchError: On all ranks, if groups, their parameters, the types of their hyperparameters or the
-            shapes of the state differ.
-        UnsupportedError: On all ranks, if the state of a parameter cannot be cut as the optimizer is.
+        CheckpointMismatchError: On all ranks, if groups, their parameters, the types of their
+            hyperparameters or the shapes of the state differ.
+        UnsupportedError: On all ranks, if the state of a parameter cannot be sharded like the
+            parameter.
 
     Communication: gathers of names over tp x pp and over the world.
     """
@@ -134,7 +138,8 @@ def load_optimizer(
         for key, one in saved.get(original[name], {}).items()
     }
     for name, parameter in _parameters_of(optimizer, main):
-        # A later state, such as one of a search for a learning rate, must not go on beside an earlier checkpoint.
+        # Remove state that the checkpoint lacks, such as that of a learning rate search: it must
+        # not survive the restore.
         kept = saved.get(original[name], {}).keys() | metadata["values"].get(original[name], {}).keys()
         state = optimizer.state.pop(parameter, {})
         if remaining := {key: value for key, value in state.items() if key in kept}:
@@ -159,12 +164,12 @@ def _parameters_of(optimizer: torch.optim.Optimizer, main: MainParameters) -> It
 
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapping[str, Any]:
-    # `get`, because asking a defaultdict by index would create an empty state.
+    # `optimizer.state` is a defaultdict: indexing it would create an empty state.
     return optimizer.state.get(parameter, {})
 
 
 def _held(main: MainParameters, name: str) -> tuple[Placement, bool] | None:
-    """Return where this rank's part of a parameter lies and whether it is the only one; None if others hold it all."""
+    """Return placement and exclusiveness of this rank's part of a parameter; None without a part."""
     one = main.slices.get(name)
     if one is not None:
         return one.placement, one.is_exclusive
@@ -174,17 +179,18 @@ def _held(main: MainParameters, name: str) -> tuple[Placement, bool] | None:
 def _placement(
     name: str, key: str, shape: tuple[int, ...], part_shape: tuple[int, ...], placement: Placement
 ) -> Placement:
-    """Say where a state tensor lies in its full tensor, which is tied as the parameter is.
+    """Return the placement of a state tensor, which is tied if its parameter is.
 
     Args:
-        name: The parameter, for errors.
+        name: Name of the parameter in errors.
         key: Name of the state.
         shape: Shape of the state tensor.
-        part_shape: Shape of what the optimizer trains of the parameter.
-        placement: Where that lies.
+        part_shape: Shape of this rank's main parameter or slice of it.
+        placement: Placement of this rank's main parameter or slice.
 
     Raises:
-        UnsupportedError: If it is neither shaped like the parameter nor a scalar, and the parameter is cut.
+        UnsupportedError: If the parameter is sharded and its state has neither the shape of the
+            parameter nor is a scalar.
     """
     spec = placement.spec if isinstance(placement, FlatSlice) else placement
     if shape == part_shape:
@@ -197,7 +203,8 @@ def _placement(
             "state is cut is not known. Use an element-wise optimizer such as AdamW, or tp of 1 with "
             "optimizer_slices='parameters'."
         )
-    # Of the data ranks that hold slices of one parameter, that of the first element saves what they have in common.
+    # Data ranks with slices of the same parameter have equal scalars. The rank with the first
+    # element saves them, and the others count as copies.
     is_copy = isinstance(placement, FlatSlice) and placement.start > 0
     return _whole(shape, spec, key, copy=1 if is_copy else 0)
 
@@ -214,7 +221,10 @@ def _tied_state(spec: ShardSpec, key: str) -> str | None:
 def _originals(
     names_of_groups: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]], main: MainParameters
 ) -> dict[str, str]:
-    """Name the parameter that each parameter's state was saved for: itself, or what it is a tied copy of."""
+    """Return the name under which each parameter's state was saved: its own, or that of its original.
+
+    The state of a tied copy was saved for the original parameter only.
+    """
     saved = {name for group in groups for name in group["parameters"]}
     found = {}
     for name in (name for names in names_of_groups for name in names):
@@ -224,8 +234,8 @@ def _originals(
 
 
 def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: ParallelMesh) -> None:
-    """Add what other ranks of the stage know: values and states of theirs, and names of experts of their own."""
-    # Data ranks of a place have the same names, in the same order.
+    """Merge the values, states and expert parameters of the other ranks of this pipeline stage."""
+    # Without expert parallelism, the data ranks of a stage have the same names in the same order.
     axis = mesh.data_cpu if mesh.layout.ep == 1 else mesh.world_cpu
     for stage, their_groups, part in all_gather_objects((mesh.pp.rank, groups, values), axis):
         if stage == mesh.pp.rank:
@@ -250,7 +260,7 @@ def _check_groups(
     original: Mapping[str, str],
     mesh: ParallelMesh,
 ) -> None:
-    """Compare the groups of all ranks with the saved ones, so that all ranks raise alike."""
+    """Compare the groups of all ranks with the saved ones, and raise on all ranks if any differs."""
     saved = {name: number for number, group in enumerate(groups) for name in group["parameters"]}
     moved = [
         f"{name} is in group {number}, saved in {saved.get(original[name], 'none')}"
@@ -263,8 +273,8 @@ def _check_groups(
         f"{len(groups)} groups were saved, the optimizer has {n}" for n in {e[0] for e in everyone} - {len(groups)}
     ]
     complaints += sorted({complaint for one in everyone for complaint in one[1]})[:10]
-    held = set().union(*(one[2] for one in everyone))
-    dropped = [name for name in saved if name not in held]
+    present = set().union(*(one[2] for one in everyone))
+    dropped = [name for name in saved if name not in present]
     complaints += [f"saved but in no group: {', '.join(dropped[:10])}"] if dropped else []
     if complaints:
         raise CheckpointMismatchError(
@@ -274,7 +284,7 @@ def _check_groups(
 
 
 def _saved_state(path: str | os.PathLike[str], index: int) -> dict[str, dict[str, SavedTensor]]:
-    """List the state that was saved of each parameter."""
+    """Return shape and dtype of the saved states, by parameter and key."""
     found: dict[str, dict[str, SavedTensor]] = {}
     for entry, saved in saved_tensors(path).items():
         if entry.startswith(_prefix(index)):
@@ -290,16 +300,18 @@ def _create_state(
     saved: Mapping[str, Mapping[str, SavedTensor]],
     mesh: ParallelMesh,
 ) -> dict[str, Entry]:
-    """Give every parameter, or part of one, the state tensors that were saved for it, and list them for loading."""
+    """Create the saved state tensors of every parameter or slice, and return them as entries."""
     capturable = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
-    entries, complaints = {}, []
+    entries: dict[str, Entry] = {}
+    complaints: list[str] = []
     for name, parameter in _parameters_of(optimizer, main):
         held = _held(main, name)
         if held is None:
             continue
-        state, part_shape = dict(_state_of(optimizer, parameter)), tuple(parameter.shape)
+        state = dict(_state_of(optimizer, parameter))
+        part_shape = tuple(parameter.shape)
         for key, one in saved[name].items():
-            # The step of a parameter without dimensions has the parameter's shape, and is none of its elements.
+            # For a scalar parameter, `step` has the shape of the parameter but is not element-wise.
             is_like = one.shape == held[0].full_shape and not (key == "step" and one.shape == ())
             shape = part_shape if is_like else one.shape
             try:
@@ -308,16 +320,19 @@ def _create_state(
                 complaints.append(str(error))
                 continue
             if not isinstance(state.get(key), Tensor) or tuple(state[key].shape) != shape:
-                # torch keeps the step of most optimizers on the CPU, so that reading it does not wait for the device.
+                # torch keeps `step` on the CPU unless the optimizer is fused or capturable, so that
+                # reading it does not synchronize with the device.
                 on_cpu = key == "step" and not capturable[id(parameter)]
-                # Moments of a lower precision go on in the parameter's, unless the next step wants them lower again.
+                # Moments saved in lower precision are restored in the parameter's precision; the
+                # next step converts them again if the option asks for it.
                 is_lower = is_like and one.dtype.is_floating_point and one.dtype.itemsize < parameter.dtype.itemsize
                 dtype = parameter.dtype if is_lower else one.dtype
                 state[key] = torch.zeros(shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
             entries[f"{_prefix(index)}{name}.{key}"] = Entry(state[key], placement, held[1])
         if state:
             optimizer.state[parameter] = state
-    # Data ranks hold different parameters: one that cannot go on must not leave the others waiting.
+    # Data ranks have different parameters, so an error of one rank must reach all of them.
+    # Otherwise they would wait in the next collective.
     everywhere = [complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part]
     if everywhere:
         raise UnsupportedError(everywhere[0])

@@ -1,4 +1,4 @@
-"""Hugging Face models in checkpoints that compute with their own code."""
+"""Checkpoints of Hugging Face models that keep their own layers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from lightning_megatron.swap.own_code import OWN_CODE
 
 @dataclass(frozen=True)
 class OwnCodeModel:
-    """Read a Hugging Face model of a checkpoint whose tensors have the names of its class.
+    """Hugging Face model of a checkpoint, with the tensor names of its class.
 
     Args:
-        path: The checkpoint.
-        architecture: Name of the class.
-        config: Its configuration.
-        entries: The entry of each tensor that its files have, by the name that the model has for it.
-        empty: Shapes of the tensors without elements, of which nothing is stored, by entry.
-        form: How files have the tensors; None means as they are.
+        path: Checkpoint of the model.
+        architecture: Name of the model's class.
+        config: Configuration of the model.
+        entries: Entry of each tensor by its name in the model.
+        empty: Shapes of the tensors without elements, which are not stored, by entry.
+        form: Conversion between the model and its files; None if files have the same tensors.
     """
 
     path: str | os.PathLike[str]
@@ -48,15 +48,18 @@ class OwnCodeModel:
         """Return a model of a checkpoint.
 
         Args:
-            path: The checkpoint.
-            record: What the checkpoint records of the model.
-            one_process: What it records of the tensors of one process.
+            path: Checkpoint of the model.
+            record: Record of the model in the checkpoint.
+            one_process: Record of the module's tensors in one process.
 
         Raises:
             CheckpointMismatchError: If the checkpoint lacks a tensor of the model.
-            UnsupportedError: If peft has wrapped its layers, or the class is needed and not known.
+            UnsupportedError: If peft has wrapped layers of the model, or its class is needed and
+                unknown.
         """
-        name, config, own = record["architecture"], record["config"], record[OWN_CODE]
+        name = record["architecture"]
+        config = record["config"]
+        own = record[OWN_CODE]
         entries = {one: f"{MODEL}{entry}" for one, entry in own["tensors"].items()}
         adapted = [one for one in entries if is_factor(one) or plain_name(one) != one]
         if adapted:
@@ -80,9 +83,10 @@ class OwnCodeModel:
         """Write the model as a folder that ``from_pretrained`` reads.
 
         Args:
-            out: The folder; it must not have weights yet.
-            max_file_bytes: A file ends before the tensor that would exceed this (bytes).
-            dtype: Of the floating-point weights; None keeps what was saved.
+            out: Folder to write; it must not contain weights.
+            max_file_bytes: Limit of a file's size, except for a file with one larger tensor
+                (bytes).
+            dtype: Dtype of the floating-point weights; None keeps the saved dtype.
         """
         saved = Stored.open(self.path).tensors
         shapes = {
@@ -92,7 +96,7 @@ class OwnCodeModel:
         export_as_it_is(self.tensors(), shapes, self.form, self.config, self.architecture, out, max_file_bytes, dtype)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Read the full tensors of the model one by one, block by block, by the names that it has for them."""
+        """Yield the full tensors of the model, one block after the other, by their names in it."""
         name_of = {entry: name for name, entry in self.entries.items()}
         for entry, shape in self.empty.items():
             if entry in name_of:
@@ -101,17 +105,17 @@ class OwnCodeModel:
         yield from ((name_of[entry], full) for entry, full in read_one_by_one(Stored.open(self.path), entries))
 
     def gap(self, folder: str) -> float:
-        """Return how far the tensors that ``from_pretrained`` reads from a folder are from those of the checkpoint.
+        """Return the largest difference between the tensors of a folder and those of the checkpoint.
 
         Args:
-            folder: The folder.
+            folder: Folder to load with ``from_pretrained``.
 
         Returns:
-            the largest difference, relative to the largest element of the tensor; infinity if tensors are missing,
-            left over or of another shape.
+            Largest difference, relative to the largest element of the tensor; infinity if tensors
+            are missing, unexpected or of another shape
 
         Raises:
-            UnsupportedError: If the library does not have the class.
+            UnsupportedError: If transformers does not have the class.
         """
         library: Any = import_extra("transformers", "hf")
         kind = getattr(library, self.architecture, None)

@@ -1,4 +1,4 @@
-"""Checkpoint files that Lightning's own strategies write: one file, full tensors, states by number."""
+"""Checkpoint files of Lightning's own strategies: one file with full tensors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 
 def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
-    """Read a checkpoint file of another strategy; full tensors stay on the disk until they are used.
+    """Read a checkpoint file of another strategy; tensors are memory-mapped if possible.
 
     Args:
-        path: The file, or its URL.
-        weights_only: False unpickles whatever is there, which runs code that it names; otherwise nothing but tensors
-            and plain values is read.
+        path: Path or URL of the file.
+        weights_only: False unpickles objects of any type, which can run code from the file. True
+            and None accept only tensors and plain values.
 
     Raises:
-        CorruptDataError: If it is no checkpoint file, or damaged.
-        UnsupportedError: If it holds more than tensors and plain values.
+        CorruptDataError: If the file is damaged or not a checkpoint.
+        UnsupportedError: If it contains objects other than tensors and plain values.
     """
-    safe, text = weights_only is not False, os.fspath(path)
+    safe = weights_only is not False
+    text = os.fspath(path)
     try:
         if "://" not in text:
             found = torch.load(text, map_location="cpu", weights_only=safe, mmap=zipfile.is_zipfile(text))
@@ -34,7 +35,8 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
             with fsspec.open(text, "rb") as file:
                 found = torch.load(file, map_location="cpu", weights_only=safe)
     except pickle.UnpicklingError as error:
-        # What is no archive of torch.save is most likely no checkpoint, and not one of unknown objects.
+        # Only an archive of `torch.save` counts as a checkpoint with unsupported objects. Any other
+        # file is more likely not a checkpoint, unless the error names a type.
         signs = ("GLOBAL", "Unsupported") if "://" in text or zipfile.is_zipfile(text) else ("GLOBAL",)
         lines = [line.strip() for line in str(error).splitlines() if any(sign in line for sign in signs)]
         if not safe or not lines:
@@ -45,7 +47,7 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
             "torch.serialization.add_safe_globals([...]) of them before loading; if you trust the file, load it with "
             "weights_only=False."
         ) from error
-    except Exception as error:  # a pickle that was edited fails in whatever way
+    except Exception as error:  # a manipulated pickle can raise anything
         if isinstance(error, OSError) and error.filename is not None:
             raise  # its message has the path
         raise _damaged(text, error) from error
@@ -59,13 +61,13 @@ def read_file(path: str | os.PathLike[str], weights_only: bool | None = None) ->
 
 
 def verify_file(path: str | os.PathLike[str]) -> int:
-    """Read all of a checkpoint file on a mounted file system and compare it with the checksums inside.
+    """Compare a checkpoint file on a mounted file system with the checksums that it contains.
 
     Returns:
-        the size of the file (bytes).
+        Size of the file (bytes)
 
     Raises:
-        CorruptDataError: If it is no such file, or damaged.
+        CorruptDataError: If the file is damaged or not a checkpoint.
     """
     text = os.fspath(path)
     try:
@@ -73,7 +75,7 @@ def verify_file(path: str | os.PathLike[str]) -> int:
             wrong = file.testzip()
     except OSError:
         raise  # its message has the path
-    except Exception as error:  # an archive that was edited fails in whatever way
+    except Exception as error:  # a manipulated archive can raise anything
         raise _damaged(text, error) from error
     if wrong is not None:
         raise _damaged(text, ValueError(f"the checksum of {wrong} inside is not that of its content"))

@@ -1,4 +1,4 @@
-"""Planners of torch.distributed.checkpoint that write and read the boxes of a placement."""
+"""Planners of torch.distributed.checkpoint for the boxes of a placement."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from lightning_megatron.groups.shard_spec import Box, Placement
 
 @dataclass(frozen=True)
 class BoxToWrite:
-    """Name a piece of a full tensor that this rank writes.
+    """Piece of a full tensor that this rank writes.
 
     Args:
-        name: Entry of the checkpoint.
+        name: Name of the entry in the checkpoint.
         full_shape: Shape of the full tensor (elements).
-        box: Where the piece lies in it.
-        view: The piece.
-        changes_in_forward: Whether a forward pass may change it.
+        box: Offsets and sizes of the piece in the full tensor.
+        view: View of the local tensor with the elements of the piece.
+        changes_in_forward: Whether a forward pass may change the tensor.
     """
 
     name: str
@@ -43,13 +43,13 @@ class BoxToWrite:
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Write boxes of full tensors, and objects as bytes.
+    """Planner of a save: boxes of full tensors, and pickled objects.
 
-    Boxes that several ranks list are written by the lowest.
+    If several ranks list the same box, the lowest rank writes it.
 
     Args:
-        boxes: The pieces that this rank writes.
-        objects: The bytes of objects, by entry.
+        boxes: Pieces that this rank writes.
+        objects: Pickled objects by entry.
     """
 
     def __init__(self, boxes: Iterable[BoxToWrite], objects: Mapping[str, bytes]) -> None:
@@ -58,14 +58,14 @@ class ShardSavePlanner(DefaultSavePlanner):
         self._objects = dict(objects)
 
     def create_local_plan(self) -> SavePlan:
-        """List what this rank writes."""
+        """Return the items that this rank writes."""
         items = [_write_item(box) for box in self._boxes.values()]
         items += [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO) for name in self._objects]
         self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return the data of one item."""
+        """Return the tensor or bytes of an item."""
         index = write_item.index
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._objects[index.fqn])
@@ -75,12 +75,12 @@ class ShardSavePlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class TensorToRead:
-    """Name a local tensor and the entry that it is read from.
+    """Local tensor and the entry from which it is loaded.
 
     Args:
-        source: Entry of the checkpoint.
-        tensor: The local tensor, written in place.
-        placement: How it lies in the full tensor.
+        source: Name of the entry in the checkpoint.
+        tensor: Local tensor, overwritten in place.
+        placement: Placement of the local tensor in the full tensor.
     """
 
     source: str
@@ -89,11 +89,13 @@ class TensorToRead:
 
 
 class ShardLoadPlanner(LoadPlanner):
-    """Read exactly the boxes that local tensors cover, from boxes cut in any other way, and objects as bytes.
+    """Planner of a load: the boxes of local tensors, and pickled objects.
+
+    The boxes of the reader may differ from those of the save in any way.
 
     Args:
-        tensors: The tensors to fill, by a name of the reader's choice.
-        objects: Entries to read as bytes, found in ``bytes_of`` afterwards.
+        tensors: Tensors to load, by names that the caller chooses.
+        objects: Names of entries to read as bytes; ``bytes_of`` has them afterwards.
     """
 
     def __init__(self, tensors: Mapping[str, TensorToRead], objects: Iterable[str] = ()) -> None:
@@ -110,11 +112,11 @@ class ShardLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the list of the checkpoint's entries."""
+        """Store the metadata of the checkpoint."""
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """List what this rank reads."""
+        """Return the items that this rank reads."""
         assert self._metadata is not None, "the planner is set up before it plans"
         items = []
         for name, wanted in self._tensors.items():
@@ -123,7 +125,8 @@ class ShardLoadPlanner(LoadPlanner):
             boxes = wanted.placement.boxes()
             chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
             items += [
-                # The reader finds the data by the source's name, this planner the destination by the local one.
+                # The storage index keeps the name of the entry. The destination index gets the
+                # local name, which `resolve_tensor` looks up.
                 replace(item, dest_index=replace(item.dest_index, fqn=name))
                 for item in create_read_items_for_chunk_list(wanted.source, saved, chunks)
             ]
@@ -134,19 +137,19 @@ class ShardLoadPlanner(LoadPlanner):
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans as they are: every rank reads for itself."""
+        """Return the plans unchanged: every rank reads independently."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Leave the plan as it is."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep the bytes of an object."""
+        """Store the bytes of an object."""
         self.bytes_of[read_item.dest_index.fqn] = value
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the part of the local tensor that an item fills."""
+        """Return the view of the local tensor that an item overwrites."""
         index = read_item.dest_index
         assert index.offset is not None, f"the piece of {index.fqn} has no offset"
         view = self._views[index.fqn, index.offset]
@@ -155,7 +158,7 @@ class ShardLoadPlanner(LoadPlanner):
         return view
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the tensor was a view of the local one."""
+        """Do nothing: the tensor is a view of the local tensor."""
 
 
 def _write_item(box: BoxToWrite) -> WriteItem:

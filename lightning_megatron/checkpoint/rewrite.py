@@ -1,4 +1,4 @@
-"""Write a checkpoint again: in another number of files, without what only training needs, in another dtype."""
+"""Rewriting of a checkpoint: another number of files, another dtype, or weights only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_megatron.checkpoint.tensor_index import write_index
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 
-#: Pieces of a tensor are at most about this large, so that ranks need not read all of it (bytes).
+#: Approximate limit of a piece's size, so that a rank need not read the whole tensor (bytes).
 _PIECE = 1 << 26
 
 
@@ -46,38 +46,45 @@ def rewrite(
     dtype: torch.dtype | None = None,
     unsafe: bool = False,
 ) -> Written:
-    """Write a checkpoint that any layout loads like the one that it was made of.
+    """Write a copy of a checkpoint, with other files or another dtype.
 
-    Tensors are read and written one after the other, so that memory holds few of them.
+    Tensors are read and written one after the other, so that only a few of them are in memory at a
+    time.
 
     Args:
-        path: A checkpoint of this library, saved by any layout.
-        out: The directory or URL of the new one; what is there is replaced when the new one is complete.
-        num_files: Files of tensors, of about the same size (files).
-        weights_only: Leave out what a training needs to continue.
-        dtype: Of the floating-point weights; None keeps what was saved.
-        unsafe: Unpickle whatever the checkpoint holds beside tensors.
+        path: Checkpoint of this library, saved under any layout.
+        out: Directory or URL of the copy; an existing checkpoint is replaced when the copy is
+            complete.
+        num_files: Number of tensor files, which get about the same size.
+        weights_only: Whether to omit everything that only training needs.
+        dtype: Dtype of the floating-point weights; None keeps the saved dtype.
+        unsafe: Whether to unpickle objects of any type.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint.
-        CorruptDataError: If it is damaged, naming the file.
-        UnsupportedError: If it holds more than tensors and plain values, and ``unsafe`` is not set.
+        CorruptDataError: If the checkpoint is damaged; the message names the file.
+        UnsupportedError: If the checkpoint contains objects other than tensors and plain values
+            and ``unsafe`` is not set.
     """
     verify_checkpoint(path)
-    stored, metadata = Stored.open(path), load_metadata(path, weights_only=not unsafe)
+    stored = Stored.open(path)
+    metadata = load_metadata(path, weights_only=not unsafe)
     if ONE_PROCESS in metadata:
         shapes = {name: one.shape for name, one in stored.tensors.items()}
         check_names(metadata[ONE_PROCESS], metadata.get(OPTIMIZERS, ()), shapes, stored.checkpoint.file(METADATA))
     names = [name for name in stored.tensors if not weights_only or name.startswith(MODEL)]
     ranks = {} if weights_only else load_rank_states(path, weights_only=not unsafe)
-    tensors = (
-        (name, full.to(dtype) if dtype is not None and name.startswith(MODEL) and full.is_floating_point() else full)
-        for name, full in read_one_by_one(stored, names)
-    )
+    tensors = ((name, _converted(name, full, dtype)) for name, full in read_one_by_one(stored, names))
     objects = {f"{RANK_STATE}{rank}": to_bytes(values) for rank, values in ranks.items()}
     kept = metadata if not weights_only else without_training(metadata)
     header = replace(stored.checkpoint.header, folder=".", torch=torch.__version__)
     return write_checkpoint(out, num_files, tensors, objects, kept, header)
+
+
+def _converted(entry: str, full: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or not entry.startswith(MODEL) or not full.is_floating_point():
+        return full
+    return full.to(dtype)
 
 
 def write_checkpoint(
@@ -88,15 +95,15 @@ def write_checkpoint(
     metadata: Mapping[str, Any],
     header: Header,
 ) -> Written:
-    """Write full tensors, one after the other, as a checkpoint; it appears when it is complete.
+    """Write full tensors as a checkpoint, which becomes visible when it is complete.
 
     Args:
-        out: The directory or URL; what is there is replaced.
-        num_files: Files of tensors (files).
-        tensors: Entries and their values.
-        objects: Bytes of other entries.
+        out: Directory or URL; an existing checkpoint is replaced.
+        num_files: Number of tensor files.
+        tensors: Names of entries and their full tensors.
+        objects: Pickled objects by entry.
         metadata: Picklable values of the job.
-        header: What is known of the checkpoint beside its files.
+        header: Header of the checkpoint, without its list of files.
     """
     place = place_of(out)
     token = place.begin()
@@ -122,16 +129,17 @@ def write_checkpoint(
 
 
 class _TensorFiles:
-    """Write tensors to files in turn, each piece to the file that is shortest."""
+    """Tensor files of a checkpoint; each piece is appended to the shortest file."""
 
     def __init__(self, folder: Folder, num_files: int) -> None:
-        self._folder, self._num_files = folder, num_files
+        self._folder = folder
+        self._num_files = num_files
         self._streams: dict[str, HashingStream] = {}
         self._index = Metadata(state_dict_metadata={}, storage_data={})
         self.num_bytes = 0
 
     def opened(self) -> ExitStack:
-        """Open the files; they are on the disk when the block ends."""
+        """Open the files and return a context; its end flushes them to disk."""
         stack = ExitStack()
         for number in range(self._num_files):
             name = f"__{number}_0.distcp"
@@ -139,7 +147,7 @@ class _TensorFiles:
         return stack
 
     def add_tensor(self, name: str, full: Tensor) -> None:
-        """Write a full tensor in pieces of whole rows."""
+        """Append a full tensor in pieces of whole rows."""
         rows = full.shape[0] if full.dim() else 1
         step = max(1, _PIECE // max(1, full.nbytes // max(rows, 1)))
         chunks = []
@@ -155,7 +163,7 @@ class _TensorFiles:
         self.num_bytes += full.element_size() * prod(full.shape)
 
     def add_object(self, name: str, data: bytes) -> None:
-        """Write the bytes of an object."""
+        """Append a pickled object."""
         self._append(MetadataIndex(name), io.BytesIO(data))
         self._index.state_dict_metadata[name] = BytesStorageMetadata()
 
@@ -168,7 +176,7 @@ class _TensorFiles:
         self._index.storage_data[index] = _StorageInfo(name, start, stream.tell() - start)
 
     def finish(self) -> dict[str, FileRecord]:
-        """Write the list of tensors and describe all files."""
+        """Write the tensor index and return the records of all files."""
         with writing(self._folder, TENSOR_INDEX) as stream:
             write_index(self._index, stream)
         return {**{name: one.record for name, one in self._streams.items()}, TENSOR_INDEX: stream.record}

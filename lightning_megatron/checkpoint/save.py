@@ -1,4 +1,4 @@
-"""One save: every piece of every full tensor once, by ranks that share the work, into a place that appears whole."""
+"""One save of a checkpoint: all ranks write their pieces, then the checkpoint becomes visible."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ RANK_STATE = "rank_state."
 
 @dataclass(frozen=True)
 class Content:
-    """Hold what a rank writes, so that nothing that happens to the originals afterwards changes it.
+    """Snapshot of the data that one rank writes.
 
     Args:
-        pieces: Its pieces of tensors.
-        rank_state: The bytes of its values.
-        metadata: The bytes of the job's values; only those of the first rank are written.
-        global_step: Optimizer steps that were taken.
-        epoch: Epoch that the job is in.
-        ready: Waits until the pieces may be read.
+        pieces: Pieces of tensors.
+        rank_state: Pickled values of the rank.
+        metadata: Pickled values of the job; only those of the first rank are written.
+        global_step: Number of optimizer steps taken.
+        epoch: Epoch of the job.
+        ready: Function that blocks until the pieces can be read.
     """
 
     pieces: Sequence[BoxToWrite]
@@ -56,15 +56,15 @@ def gather_content(
     copy: Callable[[Sequence[BoxToWrite]], list[BoxToWrite]] | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> Content:
-    """Collect what this rank writes, without communication.
+    """Collect the data that this rank writes, without communication.
 
     Args:
-        tensors: This rank's tensors.
-        metadata: Picklable values of the job; its ``global_step`` and ``epoch`` order checkpoints.
+        tensors: Entries of this rank.
+        metadata: Picklable values of the job; ``global_step`` and ``epoch`` order checkpoints.
         rank_state: Picklable values of this rank.
-        mesh: The groups of this rank.
-        copy: Copies pieces; None leaves them where they are.
-        ready: Waits until the copies may be read.
+        mesh: Mesh of this rank.
+        copy: Function that copies pieces; None uses the original tensors.
+        ready: Function that blocks until the copies can be read.
     """
     pieces = boxes_to_write(tensors, mesh)
     return Content(
@@ -79,13 +79,15 @@ def gather_content(
 
 @dataclass
 class Save:
-    """Write one checkpoint, together with all ranks; in any thread, over a group that nothing else uses meanwhile.
+    """Collective save of one checkpoint.
+
+    It can run in any thread, because it communicates over a process group of its own.
 
     Args:
-        path: The directory or URL to create or replace.
-        mesh: The groups of this rank.
-        content: Returns what this rank writes, or raises what went wrong in collecting it.
-        token: How all ranks find the folder, once it is made.
+        path: Directory or URL to create or replace.
+        mesh: Mesh of this rank.
+        content: Function that returns the data of this rank, or raises the error of collecting it.
+        token: Token of the folder to which all ranks write, set by ``run``.
     """
 
     path: str | os.PathLike[str]
@@ -94,14 +96,15 @@ class Save:
     token: str | None = field(default=None, init=False)
 
     def run(self) -> None:
-        """Write, verify, and make visible; on failure remove what was written.
+        """Write the files, verify them, and publish the checkpoint; remove the files on failure.
 
         Raises:
-            CheckpointSaveError: On all ranks, with the reasons of those that failed.
+            CheckpointSaveError: On all ranks, with the reasons of the ranks that failed.
 
         Communication: gathers plans and results over the world.
         """
-        place, axis = place_of(self.path), self.mesh.checkpoint_cpu
+        place = place_of(self.path)
+        axis = self.mesh.checkpoint_cpu
         what = f"saving {os.fspath(self.path)}"
         try:
             content = self._begin(place, what)
@@ -113,12 +116,12 @@ class Save:
             header = self._header(content, {name: one for rank in records for name, one in rank.items()})
             together(partial(self._first, partial(place.publish, self.token, header)), axis, what)
         except CheckpointSaveError:
-            # All ranks come here together, so that nobody is writing any more.
+            # All ranks raise together, so no rank is still writing into the folder.
             self._discard(place)
             raise
 
     def _begin(self, place: Place, what: str) -> Content:
-        """Let the first rank make the folder, if every rank has something to write into it."""
+        """Create the folder on the first rank, and raise on all ranks if any lacks its data."""
         contents: list[Content] = []
 
         def start() -> str | None:
@@ -142,7 +145,7 @@ class Save:
             raise failure(what, {rank: describe(e[0]) for rank, e in error.failures.items()}, axis.size) from error
 
     def _finish(self, folder: Folder, content: Content, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
-        """Write the job's values and compare what this rank's files hold with what was written to them."""
+        """Write the metadata on the first rank, and compare this rank's files with their checksums."""
         if self.mesh.world.rank == 0:
             with writing(folder, METADATA) as stream:
                 stream.write(content.metadata)
@@ -167,7 +170,8 @@ class Save:
             action()
 
     def _discard(self, place: Place) -> None:
-        # What cannot be removed is left to the next save; the reason for this one's failure matters more.
+        # Ignore errors here: the next save removes leftovers, and the reason for the failure of
+        # this save must not be hidden.
         with Caught():
             self._first(partial(place.discard, self.token))
         together(lambda: None, self.mesh.checkpoint_cpu, "removing what was written")
@@ -180,19 +184,22 @@ def save_checkpoint(
     rank_state: Mapping[str, Any],
     mesh: ParallelMesh,
 ) -> None:
-    """Write a checkpoint that any layout can load, and return when it is complete.
+    """Write a checkpoint that any layout can load; return when it is complete.
 
-    Every full tensor becomes one entry without padding. Copies and tied copies are left out, and the data-parallel
-    ranks share the writing. The files become the checkpoint ``path`` only when all ranks are done and what they wrote
-    is verified, so that an interrupted save is never seen; a checkpoint of that name stays until then.
+    Every full tensor becomes one entry without padding. Replicas and tied copies are omitted, and
+    the data-parallel ranks share the writing. The checkpoint appears at ``path`` only after all
+    ranks have written and verified their files, and an older checkpoint at ``path`` remains until
+    then.
 
     Args:
-        path: The directory to create or replace, on a file system that all ranks see, or a URL for fsspec.
-        tensors: This rank's tensors by names that do not depend on the layout. Ranks of tp and pp may have different
-            ones; those that are not exclusive are the same, in the same order, on the data-parallel ranks of a place.
+        path: Directory to create or replace, on a file system that all ranks share, or an fsspec
+            URL.
+        tensors: Entries of this rank by names that do not depend on the layout. Ranks of different
+            tp or pp rank may have different entries. Entries that are not exclusive must be the
+            same, in the same order, on all data-parallel ranks with the same tp and pp rank.
         metadata: Picklable values of the whole job; those of rank 0 are saved.
-        rank_state: Picklable values of this rank, found again by the rank at the same place.
-        mesh: The groups of this rank.
+        rank_state: Picklable values of this rank, restored on the rank with the same coordinates.
+        mesh: Mesh of this rank.
 
     Raises:
         CheckpointSaveError: On all ranks, if any rank cannot write.

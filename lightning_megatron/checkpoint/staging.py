@@ -1,4 +1,4 @@
-"""Copies of the pieces to write in host memory, so that training may go on while they are written."""
+"""Copies of tensors in host memory, so that training continues while a checkpoint is written."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.planners import BoxToWrite
 
-#: Buffers are of this size, or larger for one large piece, or smaller for few small ones; always a power of two, as the
-#: allocator of pinned memory rounds up to one (bytes).
+#: Usual size of a buffer (bytes). A large piece needs a larger one, and few small pieces a smaller
+#: one. Sizes are powers of two, because the allocator of pinned memory rounds up to these.
 _BUFFER = 1 << 28
+#: Alignment of a copy within a buffer (bytes).
 _ALIGNMENT = 64
 
 
@@ -24,11 +25,12 @@ class _Buffer:
 
 @dataclass
 class HostCopies:
-    """Copy pieces to host memory that is kept for the next time: pinned where they come from a GPU.
+    """Reusable host memory for copies of tensors, pinned if the tensors are on a GPU.
 
-    A GPU copies on a stream of its own, beside the computation. The way to the host takes longer than a training step,
-    so what fits into memory that the GPU does not need is first copied there, a hundred times faster; only the rest
-    must stay as it is until it is on the host.
+    A GPU copies on its own stream while it computes. A copy to the host takes longer than a
+    training step. Tensors that fit into unused GPU memory are therefore first cloned on the GPU,
+    which is about a hundred times faster. Only the other tensors must stay unchanged until they are
+    on the host.
 
     Args:
         device: Device of the tensors.
@@ -43,9 +45,8 @@ class HostCopies:
     def copy(self, pieces: Sequence[BoxToWrite]) -> list[BoxToWrite]:
         """Start copying and return the pieces with host tensors in place of their views.
 
-        The previous copies are overwritten. On a GPU call :meth:`hold_updates` before a tensor is changed, and
-        :meth:`wait` before a copy is read.
-        """
+        The previous copies are overwritten. On a GPU, call :meth:``hold_updates`` before a tensor
+        is changed, and :meth:``wait`` before a copy is read."""
         hosts = self._take([piece.view for piece in pieces])
         if self.device.type != "cuda":
             for piece, host in zip(pieces, hosts, strict=True):
@@ -55,11 +56,11 @@ class HostCopies:
         return [replace(piece, view=host) for piece, host in zip(pieces, hosts, strict=True)]
 
     def reserve(self, pieces: Sequence[BoxToWrite]) -> None:
-        """Take the memory for such pieces now: pinning it takes about a second for some gigabytes, once."""
+        """Allocate the memory for such pieces now: pinning some gigabytes takes about a second."""
         self._take([piece.view for piece in pieces])
 
     def hold_updates(self) -> None:
-        """Let what the GPU is told from now on wait until the originals are read; the host does not wait."""
+        """Make later GPU work wait until the original tensors were read; the host does not wait."""
         if self._originals_read is not None:
             torch.cuda.current_stream(self.device).wait_event(self._originals_read)
 
@@ -69,37 +70,40 @@ class HostCopies:
             self._copied.synchronize()
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._buffers.clear()
 
     def _copy_from_gpu(self, pairs: Sequence[tuple[BoxToWrite, Tensor]]) -> None:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
-        # What the next forward pass may change comes first: without room for it, it is copied in that pass's way.
+        # Tensors that the next forward pass may change come first. Those without room for a clone
+        # must be copied on the current stream, which delays that pass.
         pairs = sorted(pairs, key=lambda pair: not pair[0].changes_in_forward)
         on_gpu = [(piece, host) for piece, host in pairs if piece.view.device.type == "cuda"]
         fits = choose_fitting([piece.view.nbytes for piece, _ in on_gpu], spare_memory(self.device))
         originals: list[tuple[Tensor, Tensor]] = []
-        twins: list[tuple[Tensor, Tensor]] = []
+        clones: list[tuple[Tensor, Tensor]] = []
         for (piece, host), fit in zip(on_gpu, fits, strict=True):
             if fit:
-                twin = piece.view.clone(memory_format=torch.contiguous_format)
-                # Its memory is used again once the stream that reads it has done so.
-                twin.record_stream(self._stream)
-                twins.append((twin, host))
+                clone = piece.view.clone(memory_format=torch.contiguous_format)
+                # The allocator must not reuse the clone's memory before the copy stream has read
+                # it.
+                clone.record_stream(self._stream)
+                clones.append((clone, host))
             elif piece.changes_in_forward:
                 host.copy_(piece.view, non_blocking=True)
             else:
                 originals.append((piece.view, host))
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        # Originals first: training waits for these only, see `hold_updates`.
         self._originals_read = self._send(originals)
-        self._copied = self._send(twins)
+        self._copied = self._send(clones)
         for piece, host in pairs:
             if piece.view.device.type != "cuda":
                 host.copy_(piece.view)
 
     def _send(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        """Copy to the host on the stream for that."""
+        """Copy to the host on the copy stream, and return an event of the end."""
         assert self._stream is not None, "made before the first copy"
         with torch.cuda.stream(self._stream):
             for source, host in pairs:
@@ -107,12 +111,16 @@ class HostCopies:
         return self._stream.record_event()
 
     def _take(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return host memory of the shapes and dtypes of tensors; the storage of each is no larger than it."""
+        """Return host tensors with the shapes and dtypes of others, each with a storage of its own size.
+
+        ``torch.save`` writes the whole storage of a tensor.
+        """
         for buffer in self._buffers:
             buffer.used = 0
         padded = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
-        taken, left = {}, sum(padded)
-        # The largest first, so that what is left of a buffer takes the small ones.
+        taken: dict[int, Tensor] = {}
+        left = sum(padded)
+        # Largest first, so that small tensors fill the rest of a buffer.
         for index in sorted(range(len(like)), key=lambda index: -padded[index]):
             fits = (one for one in self._buffers if one.memory.nbytes - one.used >= padded[index])
             buffer = next(fits, None) or self._grow(max(padded[index], min(left, _BUFFER)))
@@ -131,14 +139,14 @@ class HostCopies:
 
 
 def spare_memory(device: torch.device) -> int:
-    """Return what a GPU has left beyond the most that the process has taken so far, less a sixteenth of all (bytes)."""
+    """Return the GPU memory beyond this process's peak, less a reserve of a sixteenth (bytes)."""
     free, total = torch.cuda.mem_get_info(device)
     may_take = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
     return max(0, free - may_take - total // 16)
 
 
 def choose_fitting(sizes: Sequence[int], room: int) -> list[bool]:
-    """Tell which of some sizes go into the room, taken in turn and leaving out what is too large for the rest."""
+    """Return for each size whether it fits into the room that the chosen ones before it leave."""
     chosen = []
     for size in sizes:
         chosen.append(size <= room)

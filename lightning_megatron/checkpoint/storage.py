@@ -1,4 +1,4 @@
-"""Folders on mounted file systems and behind fsspec URLs, and files whose checksum is taken while they are written."""
+"""Folders on mounted file systems and behind fsspec URLs, and streams that compute checksums."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ import fsspec
 
 from lightning_megatron.errors import UnsupportedError
 
+#: Size of a read (bytes).
 _BLOCK = 1 << 22
+#: Size of a write buffer (bytes).
 _GATHERED = 1 << 18
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Describe the content of a file.
+    """Size and checksum of a file.
 
-    The checksum is CRC-32: it finds what goes wrong by itself in files (every burst of up to 32 wrong bits, other
-    damage but for one case in 2^32), at 4.3 GB/s where SHA-256 with processor support does 1.8 and BLAKE2b 0.9, and
-    without holding the interpreter. It is no protection against somebody who wants to deceive, which loading does
-    not rely on.
+    The checksum is CRC-32. It detects accidental damage: every burst of up to 32 wrong bits, and
+    other damage except for one case in 2^32. It runs at 4.3 GB/s and releases the interpreter lock;
+    SHA-256 with processor support reaches 1.8 GB/s and BLAKE2b 0.9 GB/s. CRC-32 does not detect
+    manipulation, and loading does not rely on it for safety.
 
     Args:
-        size: Of the file (bytes).
-        checksum: Eight hexadecimal digits.
+        size: Size of the file (bytes).
+        checksum: CRC-32 as eight hexadecimal digits.
     """
 
     size: int
@@ -41,10 +43,10 @@ class FileRecord:
 
 
 class HashingStream(io.BufferedWriter):
-    """Pass what is written on to a file, counting it, summing it up and remembering the error that ended it.
+    """Buffered stream to a file that counts bytes, computes a checksum, and stores a write error.
 
-    The serialiser of torch replaces errors of its stream by its own, which do not say why. It writes a tensor's
-    description in some forty pieces, which are gathered here.
+    ``torch.save`` replaces errors of its stream with its own, which do not give the reason. The
+    buffer collects its many small writes, about forty for each tensor.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -53,30 +55,32 @@ class HashingStream(io.BufferedWriter):
 
     @property
     def error(self) -> OSError | None:
-        """Return what ended the writing."""
+        """Error that ended the writing, or None."""
         return self._sink.error
 
     @property
     def record(self) -> FileRecord:
-        """Describe what was written so far."""
+        """Size and checksum of the bytes written so far."""
         self.flush()
         return FileRecord(self._sink.size, f"{self._sink.sum:08x}")
 
 
 class _Sink(io.RawIOBase):
-    """Write to a file all that comes, and sum it up."""
+    """Raw stream to a file that counts bytes and computes a checksum."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
-        self._file, self.size, self.sum = file, 0, 0
+        self._file = file
+        self.size = 0
+        self.sum = 0
         self.error: OSError | None = None
 
     def writable(self) -> bool:
-        """Tell that this is for writing."""
+        """Return True: the stream can be written."""
         return True
 
     def tell(self) -> int:
-        """Return how much was written (bytes)."""
+        """Return the number of bytes written."""
         return self.size
 
     def write(self, data: Any) -> int:
@@ -93,11 +97,11 @@ class _Sink(io.RawIOBase):
 
 
 class Folder(Protocol):
-    """Name the operations that checkpoints need of a folder, wherever it is."""
+    """Operations on a folder, independent of its file system."""
 
     @property
     def name(self) -> str:
-        """Return the path or URL."""
+        """Path or URL of the folder."""
 
     def child(self, name: str) -> Folder:
         """Return a folder inside this one."""
@@ -121,21 +125,21 @@ class Folder(Protocol):
         """Open a file inside for writing; when the block ends it is on the disk."""
 
     def move(self, old: str, new: str) -> None:
-        """Give a file inside another name, replacing what has that name."""
+        """Rename a file inside, replacing an existing file of the new name."""
 
     def remove(self, name: str) -> None:
-        """Remove a file or folder inside, if it is there."""
+        """Remove a file or folder inside, if it exists."""
 
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """A folder on a mounted file system."""
+    """Folder on a mounted file system."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """Return the path."""
+        """Path of the folder."""
         return str(self.path)
 
     def child(self, name: str) -> Folder:
@@ -159,7 +163,7 @@ class LocalFolder:
         return (self.path / name).stat().st_size
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file inside for reading; nothing else that has a name, which may never end."""
+        """Open a regular file inside for reading; reading a pipe or device might never end."""
         path = self.path / name
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError(errno.EINVAL, "it is no file", str(path))
@@ -173,7 +177,7 @@ class LocalFolder:
             file.flush()
             os.fsync(file.fileno())
             if hasattr(os, "posix_fadvise"):
-                # Whoever reads the file again to verify it reads the disk, not what is left in memory.
+                # Drop the file from the page cache: the verification must read the disk.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def move(self, old: str, new: str) -> None:
@@ -187,13 +191,13 @@ class LocalFolder:
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder behind an fsspec URL, such as ``s3://bucket/run``."""
+    """Folder behind an fsspec URL, such as ``s3://bucket/run``."""
 
     url: str
 
     @property
     def name(self) -> str:
-        """Return the URL."""
+        """URL of the folder."""
         return self.url
 
     @property
@@ -263,18 +267,18 @@ class RemoteFolder:
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a path is one for fsspec."""
+    """Return whether a path is an fsspec URL."""
     return "://" in os.fspath(path)
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder of a path or URL, whether it exists or not."""
+    """Return the folder at a path or URL, which need not exist."""
     return RemoteFolder(os.fspath(path).rstrip("/")) if is_url(path) else LocalFolder(Path(path))
 
 
 @contextmanager
 def writing(folder: Folder, name: str) -> Iterator[HashingStream]:
-    """Write a file of a folder; its record is complete when the block ends.
+    """Open a file of a folder for writing; ``record`` is final when the block ends.
 
     Raises:
         OSError: With the file's path, if the file cannot be written.
@@ -293,16 +297,19 @@ def writing(folder: Folder, name: str) -> Iterator[HashingStream]:
 
 
 def read_record(folder: Folder, name: str) -> FileRecord:
-    """Describe what is in a file now, by reading all of it."""
-    total, size, block = 0, 0, memoryview(bytearray(_BLOCK))
+    """Read a file and return its size and checksum."""
+    total = 0
+    size = 0
+    block = memoryview(bytearray(_BLOCK))
     with folder.open(name) as file:
         while count := file.readinto(block):  # type: ignore[attr-defined]
-            total, size = zlib.crc32(block[:count], total), size + count
+            total = zlib.crc32(block[:count], total)
+            size += count
     return FileRecord(size, f"{total:08x}")
 
 
 def remove_path(path: Path) -> None:
-    """Remove a file, a link or a directory, if it is there."""
+    """Remove a file, a link or a directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -310,7 +317,7 @@ def remove_path(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names inside a directory to the disk."""
+    """Flush the entries of a directory to disk, so that a rename survives a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""A checkpoint that is open for reading: its header, and its list of tensors, which has been checked."""
+"""Checkpoint opened for reading, with its validated tensor index."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from lightning_megatron.groups.shard_spec import whole_spec
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Describe one entry of a checkpoint.
+    """Shape and dtype of a full tensor in a checkpoint.
 
     Args:
         shape: Shape of the full tensor (elements).
-        dtype: Its dtype.
+        dtype: Dtype of the full tensor.
     """
 
     shape: tuple[int, ...]
@@ -41,11 +41,11 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """Read the tensors of a checkpoint.
+    """Checkpoint opened for reading.
 
     Args:
-        checkpoint: Where it is.
-        index: Its list of tensors, of which :func:`check_index` found nothing to say.
+        checkpoint: Path, header and folder of the checkpoint.
+        index: Tensor index, which passed :func:``check_index``.
     """
 
     checkpoint: Checkpoint
@@ -53,11 +53,12 @@ class Stored:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Stored:
-        """Return the checkpoint ``path``.
+        """Open the checkpoint at ``path``.
 
         Raises:
             CheckpointMismatchError: If there is no complete checkpoint.
-            CorruptDataError: If its header or its list of tensors is damaged or contradicts itself, naming the file.
+            CorruptDataError: If its header or tensor index is damaged or inconsistent; the message
+                names the file.
         """
         checkpoint = find_checkpoint(path)
         content = io.BytesIO(content_of(checkpoint, TENSOR_INDEX))
@@ -65,13 +66,13 @@ class Stored:
             index = read_index(content)
             check_index(index, checkpoint.header.files)
             _check_ranks(index, checkpoint.header.layout.world_size)
-        except Exception as error:  # a pickle that was edited fails in whatever way
+        except Exception as error:  # a manipulated pickle can raise anything
             raise damaged(checkpoint, TENSOR_INDEX, str(error) or type(error).__name__) from error
         return cls(checkpoint, index)
 
     @cached_property
     def tensors(self) -> dict[str, SavedTensor]:
-        """Return what is known of the full tensors, by name."""
+        """Shape and dtype of the full tensors, by name."""
         return {
             name: SavedTensor(tuple(entry.size), entry.properties.dtype)
             for name, entry in self.index.state_dict_metadata.items()
@@ -79,10 +80,10 @@ class Stored:
         }
 
     def read(self, planner: LoadPlanner) -> None:
-        """Read what a planner asks for.
+        """Read the items of a planner.
 
         Raises:
-            CorruptDataError: If a file that is read is damaged, naming it.
+            CorruptDataError: If a file is damaged; the message names it.
         """
         read_tensors(self.checkpoint, self.index, planner)
 
@@ -90,11 +91,11 @@ class Stored:
         """Read full tensors into the memory of this process.
 
         Args:
-            names: The entries to read; None means all.
+            names: Names of the entries to read; None reads all.
 
         Raises:
-            CheckpointMismatchError: If the checkpoint lacks one.
-            CorruptDataError: If a file that is read is damaged, naming it.
+            CheckpointMismatchError: If the checkpoint lacks an entry.
+            CorruptDataError: If a file is damaged; the message names it.
         """
         saved = self.tensors
         chosen = list(saved) if names is None else list(names)
@@ -111,10 +112,10 @@ class Stored:
 
 
 def content_of(checkpoint: Checkpoint, name: str) -> bytes:
-    """Read a small file whole.
+    """Return the content of a small file after comparing it with its checksum.
 
     Raises:
-        CorruptDataError: Naming the file, if it is not as it was written.
+        CorruptDataError: If the file is missing or damaged; the message names it.
     """
     wanted = checkpoint.header.files.get(name)
     if wanted is None:
@@ -132,7 +133,7 @@ def content_of(checkpoint: Checkpoint, name: str) -> bytes:
 
 
 def _check_ranks(index: Metadata, world_size: int) -> None:
-    """Refuse values of other ranks than those that saved; a checkpoint of weights has none."""
+    """Check that the index has the values of all saved ranks, or of none if it has weights only."""
     found = {name for name, entry in index.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)}
     if found and (len(found) != world_size or found != {f"{RANK_STATE}{rank}" for rank in range(world_size)}):
         raise ValueError(f"it has values of {len(found)} ranks, the header says {world_size}")

@@ -1,4 +1,4 @@
-"""The files of tensors, written and read as torch.distributed.checkpoint does, in any folder, with checksums."""
+"""Tensor files in the format of torch.distributed.checkpoint, in any folder and with checksums."""
 
 from __future__ import annotations
 
@@ -24,43 +24,46 @@ from lightning_megatron.errors import CorruptDataError
 
 
 class TensorFileWriter(StorageWriter):
-    """Write one file for each rank, and the list of tensors on the first.
+    """Writer of one file for each rank, and of the tensor index on the first rank.
 
-    The records of the files that this rank wrote are in ``records`` afterwards.
+    ``records`` has the size and checksum of each file that this rank has written.
 
     Args:
-        folder: Where to write.
-        rank: Position of this rank among those that save.
-        ready: Waits until the tensors may be read.
+        folder: Folder of the files.
+        rank: Index of this rank among the ranks of the save.
+        ready: Function that blocks until the tensors can be read.
     """
 
     def __init__(self, folder: Folder, rank: int, ready: Callable[[], None]) -> None:
-        self._folder, self._rank, self._ready = folder, rank, ready
+        self._folder = folder
+        self._rank = rank
+        self._ready = ready
         self.records: dict[str, FileRecord] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: a writer serves one save."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the folder is known."""
+        """Do nothing: the folder was given to the constructor."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Leave the plans as they are: each rank has a file of its own."""
+        """Return the plans unchanged: each rank writes a file of its own."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what the plan lists, one after the other."""
+        """Write the items of a plan, one after the other."""
         self._ready()
         results = []
         name = f"__{self._rank}_0.distcp"
         if plan.items:
             with writing(self._folder, name) as stream:
                 for item in plan.items:
-                    start, data = stream.tell(), planner.resolve_data(item)
+                    start = stream.tell()
+                    data = planner.resolve_data(item)
                     if item.type == WriteItemType.BYTE_IO:
                         stream.write(data.getbuffer())  # type: ignore[union-attr]
                     else:
@@ -73,7 +76,7 @@ class TensorFileWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the list of tensors."""
+        """Write the tensor index."""
         metadata.storage_data = {one.index: one.storage_data for rank in results for one in rank}
         with writing(self._folder, TENSOR_INDEX) as stream:
             write_index(metadata, stream)
@@ -81,15 +84,15 @@ class TensorFileWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Refuse to be chosen by a path."""
+        """Return False: torch must not select this writer for a path."""
         return False
 
 
 def read_tensors(checkpoint: Checkpoint, index: Metadata, planner: LoadPlanner) -> None:
-    """Read what a planner asks for; every stored piece is read once.
+    """Read the items of a planner; every stored piece is read once.
 
     Raises:
-        CorruptDataError: Naming the file, if one is missing, cut off or damaged where it is read.
+        CorruptDataError: If a file is missing, truncated or damaged; the message names it.
     """
     planner.set_up_planner({}, index)
     plan = planner.finish_plan(planner.create_local_plan())
@@ -110,10 +113,10 @@ def read_tensors(checkpoint: Checkpoint, index: Metadata, planner: LoadPlanner) 
 
 
 def check_size(checkpoint: Checkpoint, name: str) -> None:
-    """Refuse a file that is missing or has another size than when it was written.
+    """Check that a file exists and has the size recorded in the header.
 
     Raises:
-        CorruptDataError: Naming the file.
+        CorruptDataError: If the file is missing or has another size; the message names it.
     """
     wanted = checkpoint.header.files[name].size
     try:
@@ -127,7 +130,7 @@ def check_size(checkpoint: Checkpoint, name: str) -> None:
 
 
 def damaged(checkpoint: Checkpoint, name: str, reason: str) -> CorruptDataError:
-    """Say which file of a checkpoint is damaged."""
+    """Return the error for a damaged file of a checkpoint."""
     return CorruptDataError(
         f"a file of a checkpoint must be as it was written: {checkpoint.file(name)} is not: {reason}. What is loaded "
         "from it would be wrong. Use another checkpoint."
@@ -160,11 +163,11 @@ def _read_file(
 
 
 def _stored_tensor(checkpoint: Checkpoint, name: str, file: Any, where: _StorageInfo, piece: Piece) -> Tensor:
-    """Read one piece, which must have the shape and the dtype that the list of tensors gives it."""
+    """Read one piece and check its shape and dtype against the tensor index."""
     file.seek(where.offset)
     try:
         tensor = torch.load(io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True)
-    except Exception as error:  # a pickle that was edited fails in whatever way
+    except Exception as error:  # a manipulated pickle can raise anything
         raise damaged(checkpoint, name, f"no tensor can be read at byte {where.offset}") from error
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         raise damaged(checkpoint, name, f"there is a {type(tensor).__name__} and no tensor at byte {where.offset}")
@@ -179,7 +182,7 @@ def _stored_tensor(checkpoint: Checkpoint, name: str, file: Any, where: _Storage
 
 
 def _copy(checkpoint: Checkpoint, name: str, stored: Tensor, item: ReadItem, planner: LoadPlanner) -> None:
-    """Copy the part of a stored piece that an item asks for."""
+    """Copy the part of a stored piece that an item requests into the local tensor."""
     target = planner.resolve_tensor(item).detach()
     for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         stored = stored.narrow(dim, start, size)
@@ -190,7 +193,7 @@ def _copy(checkpoint: Checkpoint, name: str, stored: Tensor, item: ReadItem, pla
 
 
 def run_alone(planner: SavePlanner, writer: TensorFileWriter) -> None:
-    """Save from one process, by the steps that ``torch.distributed.checkpoint.save`` takes with several."""
+    """Save from one process, with the steps of ``torch.distributed.checkpoint.save``."""
     planner.set_up_planner({}, is_coordinator=True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
     results = writer.write_data(planner.finish_plan(plans[0]), planner).value()
@@ -198,6 +201,6 @@ def run_alone(planner: SavePlanner, writer: TensorFileWriter) -> None:
 
 
 def _alone(data: Tensor) -> Tensor:
-    """Return a tensor on the host whose storage holds nothing else, which would be written too."""
+    """Return a host tensor with a storage of its own size: ``torch.save`` writes whole storages."""
     host = data.detach().cpu()
     return host if host.untyped_storage().size() == host.nbytes else host.clone()

@@ -1,4 +1,4 @@
-"""The list of tensors that torch.distributed.checkpoint keeps as a pickle, read without running what is in it."""
+"""Tensor index of torch.distributed.checkpoint, a pickle that is read without running its code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _METADATA_CLASSES = (
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Build nothing but the records of an index, sizes and dtypes.
+    """Unpickler that accepts only the classes of a tensor index.
 
-    A pickle runs code by calling what it names; here it can name classes that only hold values.
+    A pickle runs code by calling objects that it names. Here it can name only plain data classes,
+    sizes and dtypes.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of the list, or refuse."""
+        """Return an accepted class, or raise."""
         if module == dcp_metadata.__name__ and name in _METADATA_CLASSES:
             return getattr(dcp_metadata, name)
         if (module, name) == (dcp_filesystem.__name__, "_StorageInfo"):
@@ -40,10 +41,10 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(file: IO[bytes]) -> Metadata:
-    """Read the list of tensors.
+    """Read a tensor index.
 
     Raises:
-        pickle.UnpicklingError: If it names anything but the records of such a list, or is none.
+        pickle.UnpicklingError: If the pickle names another class, or is not a tensor index.
     """
     found = _IndexUnpickler(file).load()
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
@@ -52,7 +53,7 @@ def read_index(file: IO[bytes]) -> Metadata:
 
 
 def write_index(index: Metadata, file: HashingStream) -> None:
-    """Write the list of tensors as torch.distributed.checkpoint does."""
+    """Write a tensor index in the format of torch.distributed.checkpoint."""
     pickle.dump(index, file)
 
 

@@ -1,4 +1,4 @@
-"""Steps that several ranks take together: all succeed, or all learn of every rank's failure."""
+"""Collective steps of a save: all ranks succeed, or all raise with the reasons of the failed ones."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SHOWN = 4
 
 
 class Caught:
-    """Keep the error that ends a block, for others to be told of.
+    """Context manager that stores the exception of its block in ``error``.
 
     Args:
-        kind: Errors of other kinds pass.
+        kind: Type of exceptions to store; others propagate.
     """
 
     def __init__(self, kind: type[BaseException] = Exception) -> None:
@@ -36,16 +36,17 @@ class Caught:
 
 
 def together(action: Callable[[], T], axis: MeshAxis, what: str) -> list[T]:
-    """Run ``action`` on every rank and list the results; if any rank fails, in whatever way, all ranks raise.
+    """Run ``action`` on every rank and return the results of all; if any rank fails, all ranks raise.
 
     Args:
-        action: What this rank does, without communication.
-        axis: The ranks.
-        what: What is done, for the error: "saving ...".
+        action: Step of this rank, without communication.
+        axis: Ranks that take part.
+        what: Description of the step in errors: "saving ...".
 
     Raises:
-        CheckpointSaveError: On every rank, with the reasons of those that failed.
-        BaseException: What interrupted this process (KeyboardInterrupt and the like), once the others know.
+        CheckpointSaveError: On every rank, with the reasons of the ranks that failed.
+        BaseException: On a rank that was interrupted (KeyboardInterrupt and similar), after the
+            other ranks were notified.
 
     Communication: one gather of results.
     """
@@ -62,7 +63,7 @@ def together(action: Callable[[], T], axis: MeshAxis, what: str) -> list[T]:
 
 
 def failure(what: str, reasons: dict[int, str], num_ranks: int) -> CheckpointSaveError:
-    """Say which ranks failed and why."""
+    """Return the error with the failed ranks and their reasons."""
     shown = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items())[:_SHOWN])
     more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
     return CheckpointSaveError(
@@ -73,5 +74,5 @@ def failure(what: str, reasons: dict[int, str], num_ranks: int) -> CheckpointSav
 
 
 def describe(error: BaseException) -> str:
-    """Return the kind and the text of an error."""
+    """Return the type and the message of an error."""
     return f"{type(error).__name__}: {error}"

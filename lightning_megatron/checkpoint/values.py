@@ -1,4 +1,4 @@
-"""Values beside the tensors: pickled when they are saved, and read back without running what is in them."""
+"""Pickled values of a checkpoint, read without running code that they contain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.checkpoint.together import Caught
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 _SHOWN = 5
-#: What torch raises where it looks for the types in something that is no file of its own.
+#: Errors of torch when it lists the types in data that ``torch.save`` did not write.
 _UNREADABLE = (RuntimeError, pickle.UnpicklingError, ValueError, EOFError, LookupError, TypeError, AttributeError)
 
 
@@ -26,21 +26,22 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes, what: str, weights_only: bool | None = None) -> Any:
-    """Read a value that :func:`to_bytes` wrote.
+    """Unpickle a value that :func:``to_bytes`` pickled.
 
     Args:
-        data: The bytes.
-        what: Where they are from, for errors.
-        weights_only: False unpickles whatever is there, which runs code that it names; True and None take nothing but
-            tensors, plain values and the types that ``torch.serialization.add_safe_globals`` was told of.
+        data: Pickled value.
+        what: Origin of the data in errors.
+        weights_only: False unpickles objects of any type, which can run code from the data. True
+            and None accept only tensors, plain values, and types registered with
+            ``torch.serialization.add_safe_globals``.
 
     Raises:
-        UnsupportedError: If there is more, naming the types.
-        CorruptDataError: If the bytes are damaged.
+        UnsupportedError: If the data contain objects of other types; the message names them.
+        CorruptDataError: If the data are damaged.
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only is not False)
-    except Exception as error:  # a pickle that was edited fails in whatever way
+    except Exception as error:  # a manipulated pickle can raise anything
         types = [] if weights_only is False else _unsafe_types(data)
         if types or (isinstance(error, pickle.UnpicklingError) and weights_only is not False):
             raise UnsupportedError(
@@ -56,11 +57,11 @@ def from_bytes(data: bytes, what: str, weights_only: bool | None = None) -> Any:
 
 
 def unsafe_keys(values: Mapping[str, Any], data: bytes) -> list[str]:
-    """List the keys whose values cannot be read back safely, each with the types that hinder it.
+    """Return the keys of values that cannot be loaded safely, each with the types at fault.
 
     Args:
-        values: What is going to be saved; nested dictionaries are searched.
-        data: Its bytes, of :func:`to_bytes`.
+        values: Values to save; nested mappings are searched.
+        data: The same values, pickled by :func:``to_bytes``.
     """
     if _is_safe(data):
         return []
@@ -68,7 +69,7 @@ def unsafe_keys(values: Mapping[str, Any], data: bytes) -> list[str]:
 
 
 def _search(value: Any, path: str) -> Iterator[tuple[str, list[str]]]:
-    """Walk down to the smallest parts that are not safe."""
+    """Yield path and types of the innermost values that cannot be loaded safely."""
     if isinstance(value, Mapping):
         inner = [(f"{path}[{key!r}]" if path else str(key), part) for key, part in value.items()]
         unsafe = [(name, part) for name, part in inner if not _is_safe(to_bytes(part))]
@@ -80,7 +81,7 @@ def _search(value: Any, path: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _is_safe(data: bytes) -> bool:
-    # On "meta" no tensor is read, but not every kind of tensor can be there.
+    # Loading on "meta" reads no tensor data, but does not support every type of tensor.
     for device in ("meta", "cpu"):
         with Caught() as caught:
             torch.load(io.BytesIO(data), map_location=device, weights_only=True)

@@ -1,4 +1,4 @@
-"""Telling whole checkpoints from damaged ones, and finding the newest."""
+"""Verification of checkpoints, and search for the newest intact one."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ _ALONE = MeshAxis("alone")
 
 
 def verify_checkpoint(path: str | os.PathLike[str], deep: bool = True, mesh: ParallelMesh | None = None) -> None:
-    """Check that every file of a checkpoint is as it was written.
+    """Check that every file of a checkpoint is intact.
 
     Args:
-        path: The checkpoint.
-        deep: Read all files and compare checksums; otherwise their sizes alone.
-        mesh: Share the reading among all ranks, which then call this together; None reads everything here.
+        path: Checkpoint to verify.
+        deep: Whether to read all files and compare checksums; otherwise only sizes are compared.
+        mesh: Mesh whose ranks divide the files among them and call this function together; None
+            reads all files in this process.
 
     Raises:
-        CorruptDataError: Naming the damaged file; with a mesh on all ranks.
+        CorruptDataError: If a file is damaged, with a mesh on all ranks; the message names the
+            file.
         CheckpointMismatchError: If there is no complete checkpoint.
-        UnsupportedError: If it has another format.
+        UnsupportedError: If it has an unknown format version.
 
     Communication: with a mesh, one gather over the world.
     """
@@ -42,15 +44,18 @@ def verify_checkpoint(path: str | os.PathLike[str], deep: bool = True, mesh: Par
 
 
 def find_newest(folder: str | os.PathLike[str], whole: bool = True, mesh: ParallelMesh | None = None) -> str | None:
-    """Return the path of the newest complete checkpoint directly in a folder, by global step, then epoch, then time.
+    """Return the path of the newest intact checkpoint directly in a folder.
+
+    Checkpoints are ordered by global step, then epoch, then time. A damaged checkpoint is skipped
+    with a warning.
 
     Args:
-        folder: A directory, or a URL for fsspec.
-        whole: Verify it to the last byte, and go back to the one before it if it is damaged, which is said in the log.
-        mesh: Share the reading among all ranks, which then call this together.
+        folder: Directory or fsspec URL.
+        whole: Whether to compare the checksums of all files; otherwise only sizes are compared.
+        mesh: Mesh whose ranks divide the files among them and call this function together.
 
     Returns:
-        None if there is none.
+        Path of the checkpoint; None without one
 
     Communication: with a mesh, gathers over the world.
     """
@@ -58,7 +63,7 @@ def find_newest(folder: str | os.PathLike[str], whole: bool = True, mesh: Parall
     found: list[str] = []
     with Caught() as caught:
         found = _newest_first(folder) if axis.rank == 0 else []
-    # One rank's view counts: file systems may show others a little later.
+    # Use the listing of one rank: a shared file system may show new files to other ranks later.
     paths, error = all_gather_objects((found, caught.error), axis)[0]
     if error is not None:
         raise error
@@ -86,7 +91,7 @@ def _verify(path: str | os.PathLike[str], deep: bool, axis: MeshAxis) -> None:
     for name in (METADATA, TENSOR_INDEX):
         if name not in checkpoint.header.files:
             raise damaged(checkpoint, name, "the header does not list it")
-    # By size, so that each rank has about as much to read.
+    # Sort by size, so that all ranks read about the same number of bytes.
     files = sorted(checkpoint.header.files, key=lambda name: (-checkpoint.header.files[name].size, name))
     for name in files[axis.rank :: axis.size]:
         check_size(checkpoint, name)
@@ -95,13 +100,14 @@ def _verify(path: str | os.PathLike[str], deep: bool, axis: MeshAxis) -> None:
 
 
 def _check_content(checkpoint: Checkpoint, name: str) -> None:
-    wanted, found = checkpoint.header.files[name], read_record(checkpoint.folder, name)
+    wanted = checkpoint.header.files[name]
+    found = read_record(checkpoint.folder, name)
     if found != wanted:
         raise damaged(checkpoint, name, f"its checksum is {found.checksum}, {wanted.checksum} was written")
 
 
 def _agree(check: Callable[[], None], axis: MeshAxis) -> Exception | None:
-    """Run a check on every rank and return the first failure of any."""
+    """Run a check on every rank and return the error of the first rank that failed, or None."""
     failure: Exception | None = None
     try:
         check()

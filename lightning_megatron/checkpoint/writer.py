@@ -1,4 +1,4 @@
-"""Saving behind training: one checkpoint at a time is written by a thread, and its failure comes up in training."""
+"""Checkpoint writer that can save in a background thread and raises its failures in training."""
 
 from __future__ import annotations
 
@@ -25,26 +25,30 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Save checkpoints, at once or behind training, at most one at a time.
+    """Writer of checkpoints in the foreground or background, at most one at a time.
 
-    Every method but :meth:`reserve` and :meth:`hold_updates` is called on all ranks, in the same order.
+    All ranks must call all methods in the same order, except :meth:``reserve`` and
+    :meth:``hold_updates``.
 
     Args:
-        mesh: The groups of this rank.
-        defer_copies: Let training go on while a GPU's tensors are still being copied. The caller promises to call
-            :meth:`hold_updates` before it changes a tensor that was given to :meth:`save`.
+        mesh: Mesh of this rank.
+        defer_copies: Whether :meth:``save`` may return before a GPU's tensors are copied. The
+            caller must then call :meth:``hold_updates`` before it changes a tensor given to
+            :meth:``save``.
     """
 
     def __init__(self, mesh: ParallelMesh, defer_copies: bool = False) -> None:
-        self._mesh, self._defer_copies = mesh, defer_copies
+        self._mesh = mesh
+        self._defer_copies = defer_copies
         self._copies = HostCopies(mesh.device)
         self._running: _Background | None = None
-        self._told: set[str] = set()
+        self._warned_keys: set[str] = set()
+        # Whether a path will exist after the save in the background, for paths that it changes.
         self._foreseen: dict[str, bool] = {}
 
     @property
     def pending(self) -> str | None:
-        """Return the path of the checkpoint that is being written, or whose result is not known yet."""
+        """Path of the background save whose result is not yet known; None without one."""
         return None if self._running is None else os.fspath(self._running.save.path)
 
     def save(
@@ -55,27 +59,26 @@ class CheckpointWriter:
         rank_state: Mapping[str, Any],
         background: bool = False,
     ) -> None:
-        """Write a checkpoint as :func:`save_checkpoint` does.
-
-        A save that is still being written is waited for first.
+        """Write a checkpoint as :func:``save_checkpoint`` does, after the previous save has ended.
 
         Args:
-            path: The directory to create or replace, or a URL for fsspec.
-            tensors: This rank's tensors.
+            path: Directory or fsspec URL to create or replace.
+            tensors: Entries of this rank.
             metadata: Picklable values of the job; those of rank 0 are saved.
             rank_state: Picklable values of this rank.
-            background: Copy everything to host memory and return; a thread writes it. What happens to the originals
-                afterwards does not change what is saved.
+            background: Whether to copy all data to host memory and return, while a thread writes
+                them. Later changes of the original tensors do not affect the checkpoint.
 
         Raises:
-            CheckpointSaveError: On all ranks: the failure of this save, or of the one before if it was in the
-                background.
+            CheckpointSaveError: On all ranks, for a failure of this save or of a previous save in
+                the background.
 
-        Communication: gathers plans and results over the world, in the background over a group of their own.
+        Communication: gathers plans and results over the world, over a process group of its own.
         """
         self.wait()
         content: list[Content] = []
-        # What fails here on one rank must reach the others, which are going to write: the save tells them.
+        # An error on this rank must reach the other ranks, which are about to write. `collected`
+        # raises it inside the save, whose first collective reports it to all ranks.
         with Caught(BaseException) as caught:
             copies = (self._copies.copy, self._copies.wait) if background else ()
             content.append(gather_content(tensors, metadata, rank_state, self._mesh, *copies))
@@ -94,27 +97,30 @@ class CheckpointWriter:
             return
         if not self._defer_copies:
             self.hold_updates()
-        self._running, self._foreseen = _Background(save), {_key(path): True}
+        self._running = _Background(save)
+        self._foreseen = {_key(path): True}
         self._running.start()
         if caught.error is not None and not isinstance(caught.error, Exception):
             raise caught.error
 
     def reserve(self, tensors: Mapping[str, Entry]) -> None:
-        """Take the host memory that a save of these tensors in the background needs, so that the first waits no longer.
+        """Allocate the host memory for a background save of these tensors before the first save.
 
-        It does nothing while a save is being written. The tensors of an optimizer are there after its first step.
+        Do nothing during a save. Call this method after the first optimizer step, which creates
+        the state of the optimizer.
         """
         if self._running is None:
             self._copies.reserve(boxes_to_write(tensors, self._mesh))
 
     def hold_updates(self) -> None:
-        """Make the GPU wait, before it goes on with what it is told from now on, until tensors are copied."""
+        """Make later GPU work wait until the tensors of a save were read."""
         self._copies.hold_updates()
 
     def poll(self) -> None:
-        """Raise the failure of a save in the background, if it is known to all ranks.
+        """Raise the failure of a background save once it is known to all ranks.
 
-        Call it equally often on all ranks, such as after every batch: they raise in the same call.
+        All ranks must call this method the same number of times, such as after every batch. They
+        raise in the same call.
 
         Raises:
             CheckpointSaveError: On all ranks.
@@ -123,20 +129,20 @@ class CheckpointWriter:
             self._settle()
 
     def wait(self) -> None:
-        """Wait until nothing is being written.
+        """Wait until a background save has ended.
 
         Raises:
-            CheckpointSaveError: On all ranks, the failure of a save that was in the background.
+            CheckpointSaveError: On all ranks, if the background save failed.
         """
         if self._running is not None:
             self._running.join()
             self._settle()
 
     def close(self) -> None:
-        """Wait until nothing is being written and give memory back.
+        """Wait until a background save has ended, and release the host memory.
 
         Raises:
-            CheckpointSaveError: On all ranks, the failure of a save that was in the background.
+            CheckpointSaveError: On all ranks, if the background save failed.
         """
         try:
             self.wait()
@@ -144,29 +150,29 @@ class CheckpointWriter:
             self._copies.free()
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint, on rank 0; while a save is being written, after its success.
+        """Remove a checkpoint on rank 0, during a background save only after its success.
 
-        Until a new checkpoint is complete the old one may be the last: if the save fails, it stays. What cannot be
-        removed is warned of: it is no reason to end a training.
+        The old checkpoint may be the only one until the new one is complete, so it stays if the
+        save fails. Failure to remove it is logged as a warning and does not end training.
         """
         self._change(_Change(path))
 
     def link(self, path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-        """Let a path lead to a checkpoint, on rank 0; while a save is being written, after its success.
+        """Link a path to a checkpoint on rank 0, during a background save only after its success.
 
-        Until then the path leads to the checkpoint before; what cannot be linked is warned of.
+        Until then the path keeps its previous target. Failure to link is logged as a warning.
 
         Args:
-            path: The link to make or replace, on a mounted file system.
-            target: The checkpoint, perhaps the one that is being written.
+            path: Link to create or replace, on a mounted file system.
+            target: Checkpoint, which may be the one of the background save.
         """
         self._change(_Change(path, target))
 
     def foresees(self, path: str | os.PathLike[str]) -> bool | None:
-        """Tell, on every rank alike, whether a path will be there when what is being written is complete.
+        """Return whether a path will exist after the background save; the same on all ranks.
 
         Returns:
-            None if that changes nothing about the path.
+            None if the background save does not change the path
         """
         return self._foreseen.get(_key(path))
 
@@ -177,15 +183,17 @@ class CheckpointWriter:
             change.make()
 
     def _settle(self) -> None:
-        running, self._running, self._foreseen = self._running, None, {}
+        running = self._running
+        self._running = None
+        self._foreseen = {}
         assert running is not None, "a save is settled once"
         if running.failure is not None:
             raise running.failure
 
     def _warn_of_unsafe(self, values: Mapping[str, Any], data: bytes) -> None:
         for key in unsafe_keys(values, data):
-            if key not in self._told:
-                self._told.add(key)
+            if key not in self._warned_keys:
+                self._warned_keys.add(key)
                 logger.warning(
                     "the checkpoint holds what loading refuses unless it is told otherwise: %s. Save plain values and "
                     "tensors, or load with torch.serialization.add_safe_globals([...]) or weights_only=False.",
@@ -195,13 +203,13 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class _Change:
-    """Hold what is to happen to a path once a newer checkpoint is complete: it is removed, or leads to a target."""
+    """Removal of a path, or link to a target, to apply when a newer checkpoint is complete."""
 
     path: str | os.PathLike[str]
     target: str | os.PathLike[str] | None = None
 
     def make(self) -> None:
-        """Remove or link; warn of what fails."""
+        """Remove or link the path; log a failure as a warning."""
         with Caught() as caught:
             if self.target is None:
                 place_of(self.path).remove()
@@ -214,11 +222,11 @@ class _Change:
 
 @dataclass
 class _Background:
-    """Run a save in a thread and let all ranks learn of its end in the same call of :meth:`is_over`.
+    """Save in a thread, whose end all ranks see in the same call of :meth:``is_over``.
 
-    Ranks are not equally far in training when their threads end. So the threads tell each other how often their ranks
-    have asked; all ranks learn of the end when they have asked once more than the one that asked most. A rank that
-    asks while the numbers are exchanged waits for that.
+    Ranks reach different points of training before their threads end. The threads therefore gather
+    the number of calls on each rank. :meth:``is_over`` returns True from the call after the largest
+    of these numbers. A call during the gather blocks until it is done.
     """
 
     save: Save
@@ -230,13 +238,13 @@ class _Background:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def start(self) -> None:
-        """Start writing."""
+        """Start the thread."""
         name = f"checkpoint {os.path.basename(os.fspath(self.save.path))}"
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def is_over(self) -> bool:
-        """Tell whether the save has ended, equally on all ranks."""
+        """Return whether the save has ended; the n-th call returns the same on all ranks."""
         with self._changed:
             self._asked += 1
             self._changed.wait_for(lambda: not self._exchanging)
@@ -246,11 +254,11 @@ class _Background:
         return over
 
     def join(self) -> None:
-        """Wait for the end."""
+        """Wait until the thread has ended."""
         self._thread.join()
 
     def also_make(self, change: _Change) -> bool:
-        """Have a change made after success; tell whether that is seen to."""
+        """Apply a change after the save succeeds; return False if the caller must apply it now."""
         with self._changed:
             if self._changes is not None:
                 self._changes.append(change)
@@ -277,8 +285,9 @@ class _Background:
 
     def _make_changes(self) -> None:
         with self._changed:
-            changes, self._changes = self._changes or [], None
-        # What leads to the new checkpoint comes first: what is removed may be what it has led to.
+            changes = self._changes or []
+            self._changes = None
+        # Links come first: a removed checkpoint may be the previous target of a link.
         for change in sorted(changes, key=lambda change: change.target is None):
             if self.failure is not None:
                 self._keep(change)
@@ -291,19 +300,23 @@ class _Background:
         )
 
     def _agree_on_end(self) -> None:
-        axis, most = self.save.mesh.checkpoint_cpu, 0
-        # Ranks that are gone will not ask either.
+        axis = self.save.mesh.checkpoint_cpu
+        most = 0
+        # Ignore failures: a rank that is gone makes no further calls to agree with.
         with Caught():
-            all_gather_objects(None, axis)  # until all are here no rank waits in training
+            # Wait for all threads before `_exchanging` blocks calls of `is_over` in training.
+            all_gather_objects(None, axis)
             with self._changed:
-                self._exchanging, most = True, self._asked
+                self._exchanging = True
+                most = self._asked
             most = max(all_gather_objects(most, axis))
         with self._changed:
-            self._exchanging, self._over_at = False, most + 1
+            self._exchanging = False
+            self._over_at = most + 1
             self._changed.notify_all()
 
 
 def _key(path: str | os.PathLike[str]) -> str:
-    """Spell a path in one way."""
+    """Return a normalized form of a path, as a key."""
     text = os.fspath(path)
     return text.rstrip("/") if "://" in text else os.path.abspath(text)

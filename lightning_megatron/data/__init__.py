@@ -1,1 +1,4 @@
-"""Token files, tokenizers, samples, datamodules; nothing communicates: data-parallel rank and size are arguments."""
+"""Token files, tokenizers, samples and data modules.
+
+No module here communicates: the data-parallel rank and size are arguments.
+"""

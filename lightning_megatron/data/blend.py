@@ -1,9 +1,9 @@
-"""Mix datasets in the proportion of weights: at each step the dataset that lags most behind its share comes next.
+"""Blends of datasets in proportion to weights: each step draws from the dataset furthest behind.
 
-Counts and weights are integers, so ties are ties: the lowest index wins. Megatron-Core has the same rule in doubles,
-whose rounding decides ties: `megatron_order.py`.
-Source: Megatron-Core core/datasets/helpers.cpp (build_blending_indices, build_exhaustive_blending_indices).
-"""
+Counts and weights are integers, so that ties are exact and the lowest index wins. Megatron-Core
+applies the same rule to doubles, whose rounding decides ties (see ``megatron_order.py``).
+Source: Megatron-Core core/datasets/helpers.cpp (build_blending_indices,
+build_exhaustive_blending_indices)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from lightning_megatron.errors import UnsupportedError
 
 
 def blend(weights: Sequence[float], size: int) -> npt.NDArray[np.int16]:
-    """Choose the dataset of each of `size` samples; a larger size only continues the order of a smaller one."""
+    """Choose the dataset of each of ``size`` samples; a larger size extends the same order."""
     shares = integer_weights(weights)
     return _choose(shares, size, limits=[size] * len(shares))
 
 
 def blend_exhaustively(sizes: Sequence[int]) -> npt.NDArray[np.int16]:
-    """Choose the dataset of each sample so that each dataset is used once, spread over the whole."""
+    """Choose datasets such that each is used exactly once, spread evenly over all samples."""
     return _choose(list(sizes), sum(sizes), limits=list(sizes))
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
-    """Turn weights, read as the decimal numbers that they are written as, into integers of the same proportion.
+    """Convert weights to the smallest integers of the same proportion.
+
+    A weight counts as its decimal notation: 0.1 is exactly one tenth.
 
     Raises:
-        UnsupportedError: A weight is negative or not finite, or all are zero.
+        UnsupportedError: If a weight is negative or not finite, or all are zero.
     """
     if not weights or any(not math.isfinite(w) or w < 0 for w in weights) or not any(weights):
         raise UnsupportedError(f"weights of a blend must be finite, not negative and not all zero: {list(weights)}.")
@@ -44,11 +46,11 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
 
 
 def occurrences(choices: npt.NDArray[np.int16], num_datasets: int) -> npt.NDArray[np.int64]:
-    """Number each choice among those of the same dataset: its sample there."""
+    """Return the sample index within the chosen dataset for each choice."""
     numbers = np.zeros(len(choices), dtype=np.int64)
     for dataset in range(num_datasets):
-        places = np.flatnonzero(choices == dataset)
-        numbers[places] = np.arange(len(places))
+        chosen_at = np.flatnonzero(choices == dataset)
+        numbers[chosen_at] = np.arange(len(chosen_at))
     return numbers
 
 
@@ -61,7 +63,8 @@ def _choose(shares: list[int], size: int, limits: list[int]) -> npt.NDArray[np.i
     open_datasets = [dataset for dataset, limit in enumerate(limits) if limit]
     for step in range(size):
         due = max(step, 1)
-        # max keeps the first of equal ones
+        # How far a dataset is behind is share * due / total - count, here times total to stay in
+        # integers. `max` returns the first of equal items: the lowest index wins ties.
         best = max(open_datasets, key=lambda dataset: shares[dataset] * due - counts[dataset] * total)  # noqa: B023
         choices[step] = best
         counts[best] += 1

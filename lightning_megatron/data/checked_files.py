@@ -1,4 +1,4 @@
-"""Check large files once, and remember which were found sound."""
+"""Checks of large files that run once per version of a file and store their result."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.once import one_at_a_time
 from lightning_megatron.strict_json import read_json
 
-# clocks of file systems are coarse: a file that changed this recently may change again without a new time
+# File systems have coarse clocks: a file that changed this recently may change again and keep its
+# modification time.
 SETTLING_NS = 2_000_000_000
 log = logging.getLogger(__name__)
 
 
 def check_once(memory: Path, files: Sequence[Path], check: Callable[[], None], in_charge: bool = True) -> None:
-    """Call `check` unless the same files, by size and times, have been checked before; what it raised is raised again.
+    """Call ``check`` unless its result for these files is stored; raise a stored error again.
 
-    Processes that ask at once wait for one of them.
+    Files count as unchanged while their sizes and times stay the same. Of several processes that
+    call this at once, one checks and the others wait.
 
     Args:
-        memory: Directory that remembers results; it is created.
-        files: What `check` reads.
-        check: Raises CorruptDataError if the files are damaged.
-        in_charge: Whether this process checks where nothing can be remembered.
+        memory: Directory of stored results; it is created.
+        files: Files that ``check`` reads.
+        check: Function that raises CorruptDataError if the files are damaged.
+        in_charge: Whether this process checks if ``memory`` cannot be written.
 
     Raises:
-        CorruptDataError: The files are damaged.
+        CorruptDataError: If the files are damaged.
     """
     key = _key_of(files)
     if key is None:
@@ -46,12 +48,16 @@ def check_once(memory: Path, files: Sequence[Path], check: Callable[[], None], i
                 _check_and_remember(record, check)
     except OSError as error:
         if in_charge:
-            log.warning("That these tokens are sound cannot be kept in %s (%s): every run reads them.", memory, error)
+            log.warning(
+                "The result of the checksum comparison cannot be stored in %s (%s): every run reads them again.",
+                memory,
+                error,
+            )
             check()
 
 
 def _key_of(files: Sequence[Path]) -> str | None:
-    """Hash sizes and times of files; None if one is missing or changed just now."""
+    """Hash sizes and times of files; None if a file is missing or has just changed."""
     try:
         states = [(path.name, path.stat()) for path in files]
     except OSError:
@@ -73,16 +79,16 @@ def _check_and_remember(record: Path, check: Callable[[], None]) -> None:
         partial.write_text(json.dumps({"fault": None if fault is None else str(fault)}))
         os.replace(partial, record)
     except OSError as error:
-        log.warning("%s cannot be written (%s): the tokens are read again by the next who asks.", record, error)
+        log.warning("%s cannot be written (%s): the next process reads the files again.", record, error)
     if fault is not None:
         raise fault
 
 
 def _recall(record: Path) -> bool:
-    """Return whether files were found sound, and raise what was found if they were not.
+    """Return whether a stored result exists; raise the stored error of damaged files.
 
     Raises:
-        CorruptDataError: They were found damaged.
+        CorruptDataError: If the stored result is that the files are damaged.
     """
     try:
         content = read_json(record, "It is written again.")

@@ -1,4 +1,7 @@
-"""The checksum of large files: CRC-32, the fastest of the standard library, which finds accidents and no forgery."""
+"""CRC-32 of large files: the fastest checksum of the standard library.
+
+It detects accidental damage, not manipulation.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ CHUNK_BYTES = 1 << 24
 
 
 def crc32_of(path: Path) -> str:
-    """Return the CRC-32 of a file as 8 hexadecimal digits; some seconds for 10 GB, if the disk is fast enough.
+    """Return the CRC-32 of a file as 8 hexadecimal digits.
+
+    10 GB take some seconds if the disk is fast enough.
 
     Raises:
-        CorruptDataError: The file cannot be read.
+        CorruptDataError: If the file cannot be read.
     """
-    value, chunk = 0, memoryview(bytearray(CHUNK_BYTES))
+    value = 0
+    chunk = memoryview(bytearray(CHUNK_BYTES))
     try:
         with open(path, "rb", buffering=0) as file:
             while count := file.readinto(chunk):

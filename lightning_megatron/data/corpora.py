@@ -1,4 +1,4 @@
-"""Check corpora together (one tokenizer, files as they were written), and split them."""
+"""Checks of a run's corpora (one tokenizer, intact files) and their train/val/test split."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 
 def check_one_tokenizer(corpora: Sequence[TokenFile], tokenizer: Tokenizer | None) -> None:
-    """Refuse corpora of several tokenizers, or of another than the one that is used.
+    """Check that all corpora were written with the same tokenizer.
+
+    Args:
+        corpora: Token files of a run.
+        tokenizer: Tokenizer of the run; None compares the corpora with each other only.
 
     Raises:
-        CorruptDataError: A corpus was written with another tokenizer.
+        CorruptDataError: If a corpus was written with another tokenizer.
     """
     fingerprints: dict[str, str] = {}
     for corpus in corpora:
@@ -36,15 +40,15 @@ def check_one_tokenizer(corpora: Sequence[TokenFile], tokenizer: Tokenizer | Non
 
 
 def check_corpus_once(corpus: TokenFile, memory: Path, in_charge: bool) -> None:
-    """Compare the files of a corpus with their checksums, unless they were found sound before.
+    """Compare the files of a corpus with their checksums, unless an earlier run did.
 
     Args:
-        corpus: A corpus without checksums passes.
-        memory: Directory that remembers the result.
-        in_charge: Whether this process reads the files where nothing can be remembered.
+        corpus: Token file; one without checksums passes.
+        memory: Directory that stores the result.
+        in_charge: Whether this process reads the files if ``memory`` cannot be written.
 
     Raises:
-        CorruptDataError: A file is not as it was written.
+        CorruptDataError: If a file does not match its checksum.
     """
     if corpus.description is None or corpus.description.fields_crc32 is None:
         return
@@ -53,10 +57,15 @@ def check_corpus_once(corpus: TokenFile, memory: Path, in_charge: bool) -> None:
 
 
 def split_corpus(corpus: TokenFile, weights: str, order: str) -> tuple[range, ...]:
-    """Return the documents of training, validation and test (in the order "megatron": the sequences).
+    """Return the ranges of documents for training, validation and test.
+
+    Args:
+        corpus: Token file to split.
+        weights: Comma-separated weights of the parts, such as "980,15,5".
+        order: Order of samples; "megatron" splits sequences in place of documents.
 
     Raises:
-        UnsupportedError: The weights have no meaning.
+        UnsupportedError: If the weights cannot be parsed or are all zero.
     """
     if order == "megatron":
         return split_as_megatron(len(corpus), weights)
@@ -64,14 +73,15 @@ def split_corpus(corpus: TokenFile, weights: str, order: str) -> tuple[range, ..
 
 
 def check_split(weights: str, order: str) -> None:
-    """Refuse weights of a split that have no meaning.
+    """Validate the weights of a split.
 
     Raises:
-        UnsupportedError: There are more than three, or one is no decimal number, or all are zero.
+        UnsupportedError: If there are more than three weights, one is not a decimal number, or all
+            are zero.
     """
     if len(weights.split(",")) > 3:
         raise UnsupportedError(f"split weights are those of train, val and test, three at most: {weights[:80]!r}.")
-    # bounds of no documents: what is wrong with the text shows in them, too
+    # Splitting zero documents runs the checks of the weights without a corpus.
     if order == "megatron":
         split_as_megatron(0, weights)
     else:
@@ -79,6 +89,6 @@ def check_split(weights: str, order: str) -> None:
 
 
 def has_share(weights: str, part: int) -> bool:
-    """Return whether the weight of a part is more than zero."""
+    """Return whether a part of the split has a positive weight."""
     shares = [float(weight) for weight in weights.split(",")]
     return part < len(shares) and shares[part] > 0

@@ -1,4 +1,4 @@
-"""TokenDataModule: token files as batches for a Trainer, with or without data parallelism, resumable in mid-epoch."""
+"""Data module of token files, data-parallel and resumable within an epoch."""
 
 from __future__ import annotations
 
@@ -34,39 +34,47 @@ PARTS: tuple[Part, ...] = ("train", "val", "test")
 
 
 class TokenDataModule(LightningDataModule):
-    """Feed windows of token files: batches are {"tokens": (B, S), "labels": (B, S)}, labels shifted, -100 = ignored.
+    """Batches of fixed-length token windows from token files, for pretraining a language model.
 
-    Training takes `max_steps` batches as one epoch if the Trainer stops by steps alone, else one pass over the corpus
-    per epoch. Validation and test take every token once, in a fixed order that is shuffled, so that a few batches are a
-    fair sample. The state counts samples over all data-parallel ranks, so a checkpoint continues under another number
-    of them without repeating or skipping any.
+    An epoch of training is ``max_steps`` batches if the Trainer stops by steps alone, and one pass
+    over the corpus otherwise. Validation and test use every token once, in a fixed shuffled order.
+    The state counts samples over all data-parallel ranks: training resumes under another number of
+    ranks without repeating or skipping samples.
+
+    Shapes:
+        A batch is {"tokens": (B, S), "labels": (B, S)}: shifted labels, of which -100 is ignored.
 
     Args:
-        train: Prefix of a token file (path without .bin and .idx), a list of them, or prefixes with weights.
-        val: Prefixes for validation; none means no validation.
-        test: Prefixes for test.
-        split: Weights such as "980,15,5" that divide the documents of `train` into train, val and test instead.
-        corpus: "speeches" is the State of the Union corpus: before 2000 to train, 2000 and later for val and test.
-        tokenizer: "bytes", "gpt2", or a path. None takes what the corpus says about itself ("bytes" for `corpus`).
+        train: Prefix of a token file (path without .bin and .idx), a list of prefixes, or a mapping
+            from prefixes to weights.
+        val: Prefixes of the validation corpora; None disables validation.
+        test: Prefixes of the test corpora.
+        split: Weights such as "980,15,5" to divide ``train`` into train, val and test.
+        corpus: Name of a bundled corpus. "speeches" is the State of the Union corpus: speeches
+            before 2000 are the training part, later ones serve as val and test.
+        tokenizer: Tokenizer "bytes", "gpt2", or a path. None uses the one recorded with the corpus
+            ("bytes" for ``corpus``).
         seq_length: Tokens per window.
-        batch_size: Samples of one data-parallel rank in one batch, which is its share of one optimizer step.
-        num_workers: Processes per rank that read ahead.
-        seed: Of the order of training samples.
-        order: "passes" shuffles each pass over the documents by itself, and computes splits and blends in exact
-            integers; "megatron" gives the samples of Megatron-Core for the same seed, number of samples, weights and
-            split: it shuffles and splits sequences (of which a document may have several), rounds as its doubles do,
-            and a blend without weights ends after one pass. Validation and test keep the order said above.
-        train_samples: Training samples of one epoch over all ranks; None chooses as said above.
-        mask_after_eod: Ignore the label that follows an end of document.
-        data_dir: Where `corpus` is written.
-        cache_dir: Where sample indices are kept; None is `index_cache` beside the first corpus.
-        checksums: Compare each token file with the checksum that `preprocess` wrote: once, by one process that the
-            others wait for; `cache_dir` remembers the result as long as size and times of the files stay.
-        pin_memory: Pin batches in memory; None does if there is a GPU.
+        batch_size: Samples per data-parallel rank and batch.
+        num_workers: Worker processes per rank that prefetch batches.
+        seed: Seed of the order of training samples.
+        order: Order of training samples. "passes" shuffles each pass over the documents
+            separately, and computes splits and blends in exact integers. "megatron" reproduces the
+            samples of Megatron-Core for the same seed, number of samples, weights and split: it
+            shuffles and splits sequences (a document may have several), rounds doubles the same
+            way, and ends a blend without weights after one pass.
+        train_samples: Training samples per epoch over all ranks; None derives it as above.
+        mask_after_eod: Whether to ignore the label that follows an end-of-document token.
+        data_dir: Directory to which the bundled ``corpus`` is written.
+        cache_dir: Directory of the index cache; None uses ``index_cache`` next to the first corpus.
+        checksums: Whether to compare each token file with the checksum written by ``preprocess``.
+            One process reads the files while the others wait; ``cache_dir`` stores the result until
+            the size or times of a file change.
+        pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
 
     Raises:
-        ParallelPlanError: For a value of another type or outside of its range.
-        UnsupportedError: If data are named in two ways, or not at all.
+        ParallelPlanError: If a value has another type or is out of its range.
+        UnsupportedError: If data sources conflict, or none is given.
     """
 
     def __init__(
@@ -114,7 +122,8 @@ class TokenDataModule(LightningDataModule):
         self.seed: int = given["seed"]
         self.train_samples: int | None = given["train_samples"]
         self.order: Literal["passes", "megatron"] = given["order"]
-        self.mask_after_eod, self.checksums = mask_after_eod, checksums
+        self.mask_after_eod = mask_after_eod
+        self.checksums = checksums
         self.data_dir: str = given["data_dir"]
         self.cache_dir: str | None = given["cache_dir"]
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
@@ -125,33 +134,33 @@ class TokenDataModule(LightningDataModule):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Load the tokenizer; None if none was named and the corpus is not written by name."""
+        """Tokenizer given by name or path; None if none was given and no bundled corpus is used."""
         if self.tokenizer_spec is None and self.corpus is None:
             return None
         return load_tokenizer(self.tokenizer_spec or "bytes")
 
     @property
     def tokens_shape(self) -> tuple[int, int]:
-        """Give the shape of the tokens of a full batch of one data-parallel rank, known before any file is opened."""
+        """Shape (B, S) of a data-parallel rank's full batch, known before any file is opened."""
         return self.batch_size, self.seq_length
 
     @property
     def vocab_size(self) -> int:
-        """Count the tokens of the tokenizer, or of the one that the corpus says it was written with."""
+        """Vocabulary size of the tokenizer, or of the tokenizer recorded with the corpus."""
         return self._tokenizer_fact("vocab_size")
 
     @property
     def eod(self) -> int | None:
-        """Give the token that ends a document."""
+        """Id of the end-of-document token; None if the tokenizer has none."""
         return self._tokenizer_fact("eod")
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Give UTF-8 bytes per token of the validation corpus (else test): nats / ln 2 / this = bits per byte."""
+        """UTF-8 bytes per token of the validation corpus (else test): nats / ln 2 / this = bits/byte."""
         return self.bytes_per_token_of("val") or self.bytes_per_token_of("test")
 
     def bytes_per_token_of(self, part: Part) -> float | None:
-        """Divide text bytes by tokens of a part's whole corpora; None if they do not say how much text they hold."""
+        """Return UTF-8 bytes per token of a part's corpora; None if not recorded."""
         written = [corpus.description for corpus, _ in self._corpora(part)]
         known = [one for one in written if one is not None and one.tokenizer is not None]
         if not known or len(known) < len(written) or not sum(one.num_tokens for one in known):
@@ -159,11 +168,11 @@ class TokenDataModule(LightningDataModule):
         return sum(one.num_bytes for one in known) / sum(one.num_tokens for one in known)
 
     def prepare_data(self) -> None:
-        """Write the named corpus unless it is there; Lightning calls this in one process per node."""
+        """Write the bundled corpus unless it exists; called in one process per node."""
         self._locate()
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the corpora of a stage, so that damaged files and wrong tokenizers are refused before any step."""
+        """Open and check the corpora of a stage, so that faults raise before the first step."""
         self._train_loader = None
         self._locate()
         parts: dict[str | None, tuple[Part, ...]] = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
@@ -171,20 +180,20 @@ class TokenDataModule(LightningDataModule):
             self._corpora(part)
 
     def train_dataloader(self) -> TokenLoader:
-        """Give the training batches, from where a restored state says."""
+        """Build the loader of training batches, starting at the restored position."""
         self._train_loader = self._build_train_loader()
         return self._train_loader
 
     def val_dataloader(self) -> TokenLoader | list:
-        """Give every validation token once; the first batches are a fair sample of all."""
+        """Build the loader that yields every validation token once, in a fixed shuffled order."""
         return self._evaluation_loader("val")
 
     def test_dataloader(self) -> TokenLoader | list:
-        """Give every test token once; the first batches are a fair sample of all."""
+        """Build the loader that yields every test token once, in a fixed shuffled order."""
         return self._evaluation_loader("test")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far training has come, counted from the batches that the Trainer has finished."""
+        """Return the position in the training data after the batches that the Trainer finished."""
         loader, trainer = self._train_loader, self.trainer
         if loader is None or trainer is None:
             return dict(self._restored)
@@ -195,9 +204,10 @@ class TokenDataModule(LightningDataModule):
         if sampler.num_finished:
             batches = progress.current.processed
             if progress.is_last_batch and batches == progress.current.ready:
-                # limit_train_batches ends an epoch before its samples do
+                # `limit_train_batches` ends an epoch before all of its samples are used.
                 batches = 0
-                state = state if sampler.stream else {"epoch": state["epoch"] + 1, "consumed": 0}
+                if not sampler.stream:
+                    state = {"epoch": state["epoch"] + 1, "consumed": 0}
         return {
             **state,
             "batches": batches,
@@ -208,34 +218,35 @@ class TokenDataModule(LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue training after the samples of `state_dict`; the batches may have had other sizes.
+        """Restore the position in the training data, also from a run with another batch size.
 
         Raises:
-            CheckpointMismatchError: It is no state of this class.
+            CheckpointMismatchError: If the state was not returned by ``state_dict`` of this class.
         """
         check_position(state_dict)
         self._restored = dict(state_dict)
         if self._train_loader is not None and state_dict:
-            # a strategy that restores late holds the loader already, but has not begun to iterate over it
+            # A strategy that restores late already refers to the loader, but does not iterate yet.
             vars(self._train_loader).update(vars(self._build_train_loader()))
 
     def teardown(self, stage: str | None = None) -> None:
-        """Forget a training state that a checkpoint brought to a run that does not train."""
+        """Drop the training state of a checkpoint that was loaded for validation or test."""
         if stage != "fit":
             self._restored = {}
 
     def _build_train_loader(self) -> TokenLoader:
-        state, self._restored = self._restored, {}
+        state = self._restored
+        self._restored = {}
         dp_rank, dp_size = self._data_parallel()
         by_steps = self.train_samples is None and self._stops_by_steps()
         num_samples = self._num_step_samples(dp_size, state) if by_steps else self.train_samples
-        # Megatron-Core passes over the weight of a single corpus, unless it splits it
+        # Megatron-Core ignores the weight of a single corpus unless it splits the corpus.
         weights = None if len(self.prefixes["train"]) == 1 and self.split is None else self.weights
         samples = blend_samples(self._corpora("train"), weights, self._options(self.order), num_samples)
         if state and state["order"] != samples.order_key:
             rank_zero_warn(
                 "The checkpoint was written with other training data (corpus, split, weights, tokenizer, seq_length, "
-                "seed or order), where its position has no meaning: training takes the new data from their beginning."
+                "seed or order), so its position does not apply: training starts at the beginning of the new data."
             )
             return self._build_train_loader()
         sampler = TokenBatchSampler(
@@ -251,7 +262,7 @@ class TokenDataModule(LightningDataModule):
             sampler.load_state_dict(state)
             trainer: Any = self.trainer
             if trainer is not None and not by_steps and state["global_batch_size"] != sampler.global_batch_size:
-                # the epoch under way mixes batches of two sizes: the length of later ones has to be asked for again
+                # Later epochs have another length than this one, which mixes batches of two sizes.
                 trainer.reload_dataloaders_every_n_epochs = 1
         elif self.trainer is not None and not by_steps:
             sampler.set_epoch(self.trainer.current_epoch)
@@ -264,7 +275,7 @@ class TokenDataModule(LightningDataModule):
         trainer = self.trainer
         assert trainer is not None, "only a Trainer counts steps"
         if state.get("epoch", 0):
-            # steps without progress have used up the first epoch; its size decides the order of the next
+            # The first epoch was used up: the order of the next one depends on the same size.
             return state["num_samples"]
         steps = max(trainer.max_steps - state.get("steps", 0), 1)
         return state.get("consumed", 0) + steps * trainer.accumulate_grad_batches * self.batch_size * dp_size
@@ -277,7 +288,7 @@ class TokenDataModule(LightningDataModule):
         return self.trainer.fit_loop.epoch_loop.batch_progress
 
     def _shuffle_seed(self) -> int | None:
-        # the batches to which a Trainer shall overfit must stay the same
+        # `overfit_batches` trains on the same batches in every epoch.
         return None if getattr(self.trainer, "overfit_batches", 0) else self.seed
 
     def _evaluation_loader(self, part: Part) -> TokenLoader | list:
@@ -289,7 +300,7 @@ class TokenDataModule(LightningDataModule):
             )
         if not corpora:
             return []
-        # one seed for all runs: under `limit_val_batches` they are compared on the same part of the text
+        # A fixed seed: with `limit_val_batches`, runs are compared on the same part of the text.
         samples = blend_samples(corpora, None, replace(self._options("spread"), seed=0))
         dp_rank, dp_size = self._data_parallel()
         sampler = TokenBatchSampler(len(samples), self.batch_size, dp_rank, dp_size, drop_last=False)
@@ -305,20 +316,22 @@ class TokenDataModule(LightningDataModule):
         return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
 
     def _data_parallel(self) -> tuple[int, int]:
-        # the same property from which Lightning builds its own samplers
+        # Lightning builds its own samplers from the same property.
         strategy = None if self.trainer is None else self.trainer.strategy
-        places = getattr(strategy, "distributed_sampler_kwargs", None) or {"rank": 0, "num_replicas": 1}
-        return places["rank"], places["num_replicas"]
+        given = getattr(strategy, "distributed_sampler_kwargs", None)
+        return (given["rank"], given["num_replicas"]) if given else (0, 1)
 
     def _options(self, order: Order) -> SampleOptions:
         written = self._description()
         known = self.tokenizer or written
         fingerprint = None if written is None else written.tokenizer_fingerprint
+        if self.tokenizer:
+            fingerprint = self.tokenizer.fingerprint
         return SampleOptions(
             seq_length=self.seq_length,
             seed=self.seed,
             order=order,
-            tokenizer=self.tokenizer.fingerprint if self.tokenizer else fingerprint,
+            tokenizer=fingerprint,
             vocab_size=known.vocab_size if known else None,
             cache_dir=str(self._cache_dir()),
             by_sequence=self.order == "megatron",
@@ -335,13 +348,13 @@ class TokenDataModule(LightningDataModule):
         found: list[tuple[TokenFile, range | None]] = []
         for prefix in self.prefixes["train"]:
             corpus = self._open(prefix)
-            # all parts are cut by one rule, so that none reads what another has
+            # All parts come from one split of the corpus, so that they are disjoint.
             found.append((corpus, split_corpus(corpus, self.split, self.order)[PARTS.index(part)]))
         return found
 
     def _open(self, prefix: str) -> TokenFile:
         if prefix not in self._files:
-            # checksums are compared by one process, when all tokenizers have been
+            # `_check` compares the checksums, in one process and after the check of tokenizers.
             self._files[prefix] = TokenFile(prefix, check=False)
         return self._files[prefix]
 
@@ -376,7 +389,7 @@ class TokenDataModule(LightningDataModule):
         corpora = [self._open(prefix) for prefix in names]
         check_one_tokenizer(corpora, self.tokenizer)
         if self.checksums:
-            # where nothing can be remembered, one process of each node reads the files
+            # If results cannot be stored, one process of each node reads the files.
             in_charge = getattr(self.trainer, "local_rank", 0) == 0
             for corpus in corpora:
                 check_corpus_once(corpus, self._cache_dir(), in_charge)

@@ -1,4 +1,4 @@
-"""The description `PREFIX.json` beside a token file: which tokenizer wrote it, how much text it holds, checksums."""
+"""The description ``PREFIX.json`` of a token file: its tokenizer, its size, and checksums."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class CorpusDescription:
-    """Facts of a token file.
+    """Fields of a token file's description.
+
+    The four fields of the tokenizer are None if the tokens come from an unknown tokenizer. The
+    three checksums are None in files of version 1.
 
     Args:
-        tokenizer: Name of the tokenizer; None, as the three that follow, for tokens that no tokenizer is known of.
-        tokenizer_fingerprint: Differs when any id of the tokenizer could.
-        vocab_size: Ids lie below it.
-        eod: Id of the end of a document; None if the tokenizer has none.
-        num_documents: Documents, empty ones included.
-        num_tokens: Tokens of all documents.
+        tokenizer: Name of the tokenizer.
+        tokenizer_fingerprint: Hash of the files that define the tokenizer's ids.
+        vocab_size: Size of the vocabulary; all ids are smaller.
+        eod: Id of the end-of-document token; None if the tokenizer has none.
+        num_documents: Number of documents, empty ones included.
+        num_tokens: Number of tokens of all documents.
         num_bytes: Size of the text in UTF-8, for bits per byte.
-        bin_crc32: CRC-32 of `.bin` as 8 hexadecimal digits; None in files of version 1, as the two that follow.
-        idx_sha256: SHA-256 of `.idx`.
-        fields_crc32: CRC-32 of all other fields.
+        bin_crc32: CRC-32 of ``.bin`` as 8 hexadecimal digits.
+        idx_sha256: SHA-256 of ``.idx`` as 64 hexadecimal digits.
+        fields_crc32: CRC-32 of all other fields as 8 hexadecimal digits.
     """
 
     tokenizer: str | None
@@ -54,7 +57,7 @@ class CorpusDescription:
     fields_crc32: str | None = dataclasses.field(default=None, compare=False)
 
     def checksum_of_fields(self) -> str:
-        """Return the CRC-32 of all fields but `fields_crc32`."""
+        """Return the CRC-32 of all fields except ``fields_crc32``."""
         content = json.dumps(dataclasses.asdict(dataclasses.replace(self, fields_crc32=None)), sort_keys=True)
         return f"{zlib.crc32(content.encode()):08x}"
 
@@ -68,13 +71,14 @@ def description_path(prefix: str | os.PathLike[str]) -> Path:
 
 
 def read_description(prefix: str | os.PathLike[str]) -> CorpusDescription | None:
-    """Read the description of a corpus; None if it has none, as corpora written by Megatron.
+    """Read the description of a corpus; None without one, as for corpora written by Megatron-Core.
 
-    A JSON object (or JSON lines) without any field of a description is the user's own: it is passed over with a
-    warning. The checksums are read, but compared by `TokenFile.check_checksums`.
+    A JSON object (or JSON lines) with none of a description's fields belongs to the user and is
+    ignored with a warning. ``TokenFile.check_checksums`` compares the checksums.
 
     Raises:
-        CorruptDataError: A field is missing, unknown, of another type or out of its range, or the file is no JSON.
+        CorruptDataError: If a field is missing, unknown, of another type or out of its range, or
+            the file is not JSON.
     """
     path = description_path(prefix)
     if not os.path.lexists(path):
@@ -88,11 +92,12 @@ def read_description(prefix: str | os.PathLike[str]) -> CorpusDescription | None
 
 
 def write_description(prefix: str | os.PathLike[str], description: CorpusDescription) -> None:
-    """Write a description in one move; beside a foreign file, tokens of no tokenizer go without.
+    """Write a description atomically.
+
+    If a user's own file has the same name, a corpus of an unknown tokenizer gets no description.
 
     Raises:
-        CorruptDataError: A file of that name exists and is something else, which must not be lost, or a field is not
-            what it must be.
+        CorruptDataError: If another file of that name would be overwritten, or a field is invalid.
     """
     path = description_path(prefix)
     if os.path.lexists(path) and not _is_replaceable(path):
@@ -107,19 +112,19 @@ def write_description(prefix: str | os.PathLike[str], description: CorpusDescrip
 
 
 def content_of(description: CorpusDescription) -> dict[str, Any]:
-    """Return the object that the file of a description holds, with the checksum of its fields."""
+    """Return the JSON object of a description, including the checksum of its fields."""
     whole = dataclasses.replace(description, fields_crc32=description.checksum_of_fields())
     return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(whole)}
 
 
 def _is_replaceable(path: Path) -> bool:
-    """Return whether a file is a description, be it damaged, or empty."""
+    """Return whether a file is empty or a description, intact or damaged."""
     start = _start_of(path)
     return start is not None and (not start or FORMAT.encode() in start)
 
 
 def _is_foreign(path: Path) -> bool:
-    """Return whether a file is sound JSON, or its first line is, and has none of the fields of a description."""
+    """Return whether a file is a user's own JSON or JSON lines, without a description's fields."""
     start = _start_of(path) or b""
     for text in (start, start.partition(b"\n")[0]):
         try:
@@ -131,19 +136,19 @@ def _is_foreign(path: Path) -> bool:
 
 
 def _start_of(path: Path) -> bytes | None:
-    """Return the first bytes of a regular file; None if there is none that can be read."""
+    """Return the first bytes of a regular file; None if it cannot be read."""
     try:
-        # the raw text of a corpus may carry this name, and be larger than memory
+        # The raw text of a corpus may have the same name and be larger than memory.
         return read_start(path, MAX_BYTES)
     except CorruptDataError:
         return None
 
 
 def check_fields(content: Any, source: str) -> dict[str, Any]:
-    """Return the object of a description after comparing names, types and ranges of its fields with the schema.
+    """Return the fields of a description after validating their names, types and ranges.
 
     Raises:
-        CorruptDataError: A field is missing, unknown, of another type or out of its range.
+        CorruptDataError: If a field is missing, unknown, of another type or out of its range.
     """
     if not isinstance(content, dict):
         raise CorruptDataError(f"{source} must hold one JSON object: it holds {_shown(content)}. {REMEDY}")
@@ -182,7 +187,7 @@ def _rules(content: dict[str, Any], version: int) -> dict[str, tuple[str, Callab
 
 
 def _integer(low: int, high: int) -> tuple[str, Callable[[Any], bool]]:
-    # True is an int of Python's, 1.0 equals 1: neither is a whole number of JSON
+    # `type` instead of `isinstance`: in Python True is an int and 1.0 equals 1.
     return f"a whole number in [{low}, {high}]", lambda value: type(value) is int and low <= value <= high
 
 

@@ -1,4 +1,4 @@
-"""Find the documents of raw text: JSON lines, or plain text by file, line or paragraph."""
+"""Documents of raw text: JSON lines, or plain text divided by file, line or paragraph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ TEXT_SUFFIXES = (".txt", ".text", ".md")
 
 @dataclass(frozen=True)
 class RawChunk:
-    """Hold some documents as they were read: bytes, so that a worker decodes them. `lines` counts from 1."""
+    """Undecoded documents of one file; a worker process decodes them.
+
+    Args:
+        path: File of the documents.
+        kind: Format of the file.
+        lines: Line on which each document starts, counted from 1.
+        documents: Bytes of each document.
+    """
 
     path: str
     kind: Kind
@@ -31,16 +38,19 @@ class RawChunk:
 
     @property
     def num_bytes(self) -> int:
-        """Count the bytes read."""
-        # a line or paragraph was followed by at least one line feed
-        return sum(len(document) for document in self.documents) + (0 if self.kind == "file" else len(self.documents))
+        """Number of bytes read, up to further empty lines between documents."""
+        size = sum(len(document) for document in self.documents)
+        if self.kind == "file":
+            return size
+        # Each line or paragraph was followed by at least one line feed.
+        return size + len(self.documents)
 
 
 def find_inputs(inputs: Sequence[str]) -> list[Path]:
-    """Expand files, directories and globs, each sorted by name, so that every run reads in one order.
+    """Expand files, directories and globs, each sorted by name for a reproducible order.
 
     Raises:
-        UnsupportedError: An input names nothing.
+        UnsupportedError: If an input matches no file.
     """
     found: list[Path] = []
     for entry in inputs:
@@ -61,15 +71,15 @@ def find_inputs(inputs: Sequence[str]) -> list[Path]:
 
 
 def read_chunks(path: Path, document: Literal["file", "line", "paragraph"], chunk_bytes: int) -> Iterator[RawChunk]:
-    """Read one file in chunks of whole documents of about `chunk_bytes` bytes.
+    """Read one file in chunks of whole documents.
 
     Args:
-        path: JSON lines by suffix, else plain text; `.gz` is unpacked.
-        document: What one document of plain text is.
-        chunk_bytes: Size at which a chunk is closed.
+        path: File to read: JSON lines by suffix, plain text otherwise; ``.gz`` is decompressed.
+        document: Unit of plain text that forms one document.
+        chunk_bytes: Size in bytes at which a chunk ends.
 
     Raises:
-        CorruptDataError: The file cannot be opened, or is a damaged `.gz`.
+        CorruptDataError: If the file cannot be opened, or is a damaged ``.gz``.
     """
     kind: Kind = "json" if _plain_suffix(path) in JSON_SUFFIXES else document
     lines: list[int] = []
@@ -83,7 +93,9 @@ def read_chunks(path: Path, document: Literal["file", "line", "paragraph"], chun
                 size += len(content)
                 if size >= chunk_bytes:
                     yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
-                    lines, documents, size = [], [], 0
+                    lines = []
+                    documents = []
+                    size = 0
     except (OSError, EOFError, zlib.error) as error:
         raise CorruptDataError(f"{path} cannot be read to its end: {error}. Copy it again.") from error
     if documents:
@@ -94,7 +106,8 @@ def parse_chunk(chunk: RawChunk, json_key: str) -> list[str]:
     """Return the texts of a chunk.
 
     Raises:
-        CorruptDataError: A line is no JSON object with that key, or text is not UTF-8; names file and line.
+        CorruptDataError: If a line is not a JSON object with that key, or text is not UTF-8. The
+            message names file and line.
     """
     return [
         _parse(content, f"{chunk.path}:{line}", json_key if chunk.kind == "json" else None)
@@ -140,11 +153,12 @@ def _split(file: BinaryIO, kind: Kind) -> Iterator[tuple[int, bytes]]:
     if kind != "paragraph":
         for number, line in enumerate(file, start=1):
             content = line.rstrip(b"\r\n")
-            # an empty line holds no document; an empty text is written as {"text": ""}
+            # Empty lines are not documents; an empty document is written as {"text": ""}.
             if content.strip():
                 yield number, content
         return
-    start, lines = 1, list[bytes]()
+    start = 1
+    lines: list[bytes] = []
     for number, line in enumerate(file, start=1):
         if line.strip():
             start = start if lines else number

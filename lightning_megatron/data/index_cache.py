@@ -1,4 +1,4 @@
-"""Keep index arrays on disk under a key of everything that they depend on."""
+"""Disk cache of index arrays, keyed by a hash of everything that the arrays depend on."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.once import one_at_a_time
 from lightning_megatron.strict_json import read_json, read_start
 
+# Version of the arrays' contents, part of every key.
 VERSION = 1
-# of the folder: 2 has a checksum of each whole file
+# Version of the folder's layout; 2 added a checksum of each file.
 FORMAT = 2
 log = logging.getLogger(__name__)
 Arrays = dict[str, npt.NDArray]
 
 
 def cache_key(fields: Mapping[str, object]) -> str:
-    """Hash what an index depends on."""
+    """Return the hash of the fields that an index depends on."""
     content = json.dumps({"version": VERSION, **fields}, sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
 
@@ -35,18 +36,23 @@ def cache_key(fields: Mapping[str, object]) -> str:
 def load_or_build(
     directory: Path, fields: Mapping[str, object], build: Callable[[], Arrays], names: Collection[str]
 ) -> Arrays:
-    """Map the arrays of an index from disk; build and write them first if they are not there or damaged.
+    """Memory-map the arrays of an index; build and write them first if they are missing or damaged.
 
-    Processes that ask at once wait for one of them. Where the directory cannot be written the index stays in memory.
+    Of several processes that call this at once, one builds and the others wait. If the directory
+    cannot be written, the index stays in memory.
 
     Args:
-        directory: Holds one folder per key.
+        directory: Cache directory with one folder per key.
         fields: Everything that the arrays depend on.
-        build: Makes the arrays, of whole numbers.
+        build: Function that builds the integer arrays.
         names: Names of the arrays.
+
+    Returns:
+        Arrays by name
     """
     folder = directory / cache_key({**fields, "format": FORMAT})
-    # a cache that is there may lie in a read-only directory, where no lock can be taken
+    # Look before taking the lock: an existing cache may lie in a read-only directory, where no
+    # lock file can be created.
     found = _load(folder, fields, names)
     if found is not None:
         return found
@@ -70,7 +76,7 @@ def _load(folder: Path, fields: Mapping[str, object], names: Collection[str]) ->
         return None
     try:
         content = read_json(folder / "index.json", "It is built again.")
-        # what JSON makes of the fields: tuples become lists
+        # Compare with the fields after a round trip through JSON, which turns tuples into lists.
         if content["fields"] != json.loads(json.dumps(fields)) or set(content["arrays"]) != set(names):
             raise CorruptDataError("it is the index of other samples")
         return {name: _read_array(folder / f"{name}.npy", content["arrays"][name]) for name in names}
@@ -80,14 +86,14 @@ def _load(folder: Path, fields: Mapping[str, object], names: Collection[str]) ->
 
 
 def _read_array(path: Path, listed: object) -> npt.NDArray:
-    # asked for its kind first: opening a pipe would wait for a writer
+    # `read_start` refuses anything but a regular file: opening a pipe would block.
     read_start(path, 1)
     if crc32_of(path) != listed:
         raise CorruptDataError(f"{path.name} has another checksum")
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except ValueError:
-        # numpy cannot map an empty array
+        # numpy cannot memory-map an empty array.
         array = np.load(path, allow_pickle=False)
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
         raise CorruptDataError(f"{path.name} holds no whole numbers")
@@ -101,7 +107,7 @@ def _write(folder: Path, arrays: Arrays, fields: Mapping[str, object]) -> None:
             np.save(partial / f"{name}.npy", array)
         listed = {name: crc32_of(partial / f"{name}.npy") for name in arrays}
         (partial / "index.json").write_text(json.dumps({"arrays": listed, "fields": fields}, indent=2, sort_keys=True))
-        # mkdtemp lets its owner alone in, but a cache is shared like the corpus beside it
+        # mkdtemp denies access to other users, but a cache is shared like the corpus next to it.
         partial.chmod(0o755)
         if folder.exists():
             shutil.rmtree(folder)

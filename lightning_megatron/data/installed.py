@@ -1,4 +1,4 @@
-"""Find the files of optional packages without importing them, and say how to install what is missing."""
+"""Data files of optional packages, located without importing the packages."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lightning_megatron.errors import CorruptDataError, MissingExtraError
 
 
 def locate_installed(distribution: str, path: str, extra: str) -> Path:
-    """Give the path of a file or directory that an installed distribution holds.
+    """Return the path of a file or directory of an installed distribution.
 
     Args:
         distribution: Name on the package index.
         path: Path inside site-packages.
-        extra: The extra of this project that installs it.
+        extra: Extra of this project that installs the distribution.
 
     Raises:
-        MissingExtraError: The distribution is not installed, or lacks the path.
+        MissingExtraError: If the distribution is not installed, or lacks the path.
     """
     try:
         found = Path(str(metadata.distribution(distribution).locate_file(path)))
@@ -33,10 +33,10 @@ def locate_installed(distribution: str, path: str, extra: str) -> Path:
 
 
 def check_sha256(path: Path, expected: str) -> bytes:
-    """Return the contents of a file after comparing them with their known hash.
+    """Return the contents of a file after comparing them with their known SHA-256.
 
     Raises:
-        CorruptDataError: The contents are others.
+        CorruptDataError: If the contents have another hash.
     """
     content = path.read_bytes()
     found = hashlib.sha256(content).hexdigest()

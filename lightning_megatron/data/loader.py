@@ -1,4 +1,4 @@
-"""Batches of windows: inputs and labels as tensors, read by worker processes."""
+"""Batches of token windows as tensors, read by worker processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ IGNORE_INDEX = -100
 
 
 class WindowBatches(Dataset):
-    """Read whole batches: a list of sample numbers gives tokens and labels (B, S), labels already shifted.
+    """Dataset whose items are whole batches, indexed by a list of sample numbers.
 
-    What a short window leaves empty, and rows of number -1, have token 0 and label -100.
+    Shapes:
+        An item is {"tokens": (B, S), "labels": (B, S)} with labels already shifted by one token.
+        The padding of a short window, and all of a row with number -1, is token 0 and label -100.
 
     Args:
         samples: Windows of token ids.
-        mask_after: Token whose following label is ignored, such as the end of a document; None ignores none.
+        mask_after: Token after which the label is ignored, such as the end of a document; None
+            ignores no label.
     """
 
     def __init__(self, samples: Samples, mask_after: int | None = None) -> None:
@@ -32,11 +35,13 @@ class WindowBatches(Dataset):
 
     def __getitem__(self, numbers: list[int]) -> dict[str, torch.Tensor]:
         shape = (len(numbers), self.samples.seq_length)
-        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
+        tokens = np.zeros(shape, np.int64)
+        labels = np.full(shape, IGNORE_INDEX, np.int64)
         for row, number in enumerate(numbers):
             if number >= 0:
                 window = self.samples[number]
-                tokens[row, : len(window) - 1], labels[row, : len(window) - 1] = window[:-1], window[1:]
+                tokens[row, : len(window) - 1] = window[:-1]
+                labels[row, : len(window) - 1] = window[1:]
         if self.mask_after is not None:
             labels[tokens == self.mask_after] = IGNORE_INDEX
         return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
@@ -44,23 +49,24 @@ class WindowBatches(Dataset):
 
 @dataclass
 class TokenLoader:
-    """Iterate over the batches of one data-parallel rank.
+    """Iterable over the batches of one data-parallel rank.
 
-    It is no DataLoader but makes one per epoch: a trainer leaves its sampler alone, and workers start with the first
-    batch, when a checkpoint has been restored, not when the loader is asked for its length.
+    It creates a DataLoader for each epoch and is not one itself, for two reasons: Lightning does
+    not replace its sampler, and workers start with the first batch, after a checkpoint has been
+    restored.
 
     Args:
-        batches: The data.
-        sampler: Which samples, in which order; Lightning calls its `set_epoch`.
-        num_workers: Processes that read ahead; 0 reads in this one.
-        pin_memory: Put batches into memory from which a GPU copies faster.
+        batches: Dataset of batches.
+        sampler: Order of the samples; Lightning calls its ``set_epoch``.
+        num_workers: Worker processes that prefetch batches; 0 reads in this process.
+        pin_memory: Whether to pin batches in memory, from which a GPU copies faster.
     """
 
     batches: WindowBatches
     sampler: TokenBatchSampler
     num_workers: int = 0
     pin_memory: bool = False
-    # batches are made by `sampler`; Lightning looks for this name before it looks there
+    # Lightning looks for `batch_sampler` first, and for `sampler` only if it is None.
     batch_sampler: ClassVar[None] = None
 
     def __len__(self) -> int:
@@ -68,7 +74,7 @@ class TokenLoader:
 
     @property
     def batch_size(self) -> int:
-        """Count the samples of this rank in a full batch."""
+        """Number of samples of this rank in a full batch."""
         return self.sampler.batch_size
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -78,13 +84,17 @@ class TokenLoader:
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            # worker seeds decide nothing here, and must not be drawn from the generator that models use
+            # Workers draw no random numbers. Without a generator of its own, DataLoader would take
+            # their seed from the default generator, which models use.
             generator=torch.Generator().manual_seed(0),
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Say that training can be resumed; the datamodule's state holds where, for every number of ranks."""
+        """Return an empty state: the data module saves the position.
+
+        Lightning requires this method of a loader that can resume within an epoch.
+        """
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Change nothing: the datamodule restores the position."""
+        """Do nothing: the data module restores the position."""

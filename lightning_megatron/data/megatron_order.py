@@ -1,12 +1,13 @@
-"""Splits and blends with the floating-point numbers of Megatron-Core, for runs that must take its samples.
+"""Splits and blends with the rounding of Megatron-Core, for runs that must see the same samples.
 
-The default order uses exact integers instead (`blend.py`, `split_range`): a share of 1/10 is one tenth on every
-machine, and more samples only continue fewer. Megatron-Core rounds doubles: "90,5,5" leaves 2 of 30 documents for
-validation there and 1 here, and of two corpora that lag equally rounding says which is next. Neither is better for
-training; whoever compares a run with one of Megatron-Core needs the latter.
+The default order computes in exact integers (``blend.py``, ``split_range``): results are the same
+on every machine, and more samples extend the order of fewer. Megatron-Core rounds doubles. The
+split "90,5,5" of 30 documents then has 2 documents for validation instead of 1, and rounding
+decides which of two equally late corpora comes next. Neither order trains better; use this one to
+compare a run with Megatron-Core.
 
-Source: Megatron-Core core/datasets/blended_megatron_dataset_builder.py, blended_dataset.py, helpers.cpp.
-"""
+Source: Megatron-Core core/datasets/blended_megatron_dataset_builder.py, blended_dataset.py,
+helpers.cpp."""
 
 from __future__ import annotations
 
@@ -19,15 +20,16 @@ import numpy.typing as npt
 
 from lightning_megatron.errors import UnsupportedError
 
-# windows that Megatron-Core builds of each corpus beyond its share (mid_level_dataset_surplus)
+# Fraction of windows that Megatron-Core builds of each corpus in addition to its share
+# (mid_level_dataset_surplus).
 SURPLUS = 0.005
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Divide weights by their sum, as doubles.
+    """Divide weights by their sum in float64.
 
     Raises:
-        UnsupportedError: A weight is not positive, which Megatron-Core refuses.
+        UnsupportedError: If a weight is not positive, as in Megatron-Core.
     """
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise UnsupportedError(
@@ -39,10 +41,11 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def split_as_megatron(count: int, weights: str) -> tuple[range, ...]:
-    """Divide `count` sequences into training, validation and test at bounds that are rounded from doubles.
+    """Divide ``count`` sequences into training, validation and test with float64 bounds.
 
     Raises:
-        UnsupportedError: There are more than three weights, or one is no decimal number.
+        UnsupportedError: If there are more than three weights, one is not a decimal number, or all
+            are zero.
     """
     parts = [part.strip() for part in weights.split(",")]
     if len(parts) > 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", part, re.ASCII) for part in parts):
@@ -56,22 +59,27 @@ def split_as_megatron(count: int, weights: str) -> tuple[range, ...]:
     bounds = [0.0]
     for share in (shares / np.sum(shares)).tolist():
         bounds.append(bounds[-1] + share)
-    places = [round(bound * float(count)) for bound in bounds]
-    return tuple(range(start, stop) for start, stop in zip(places, places[1:], strict=False))
+    rounded = [round(bound * float(count)) for bound in bounds]
+    return tuple(range(start, stop) for start, stop in zip(rounded, rounded[1:], strict=False))
 
 
 def sizes_as_megatron(weights: Sequence[float], size: int) -> list[int]:
-    """Count the windows that are built of each corpus for a blend of `size` windows; they decide its shuffle."""
+    """Return the number of windows to build of each corpus; the shuffle of a corpus depends on it.
+
+    Args:
+        weights: Weights of the corpora.
+        size: Number of windows in the blend.
+    """
     return [math.ceil(math.ceil(size * weight) * (1 + SURPLUS)) for weight in normalize(weights)]
 
 
 def blend_as_megatron(weights: Sequence[float], size: int) -> npt.NDArray[np.int16]:
-    """Choose the dataset of each of `size` samples: the first of those whose count lags most, in doubles."""
+    """Choose the dataset of each of ``size`` samples with Megatron-Core's float64 arithmetic."""
     return _choose(normalize(weights), size, [size] * len(weights))
 
 
 def blend_exhaustively_as_megatron(sizes: Sequence[int]) -> npt.NDArray[np.int16]:
-    """Choose the dataset of each sample so that each dataset is used once, spread over the whole."""
+    """Choose datasets such that each is used exactly once, spread evenly over all samples."""
     total = float(sum(sizes))
     return _choose([float(size) / total for size in sizes], sum(sizes), list(sizes))
 
@@ -87,7 +95,8 @@ def _choose(weights: list[float], size: int, limits: list[int]) -> npt.NDArray[n
         for dataset in open_datasets:
             lag = weights[dataset] * due - counts[dataset]
             if lag > most:
-                best, most = dataset, lag
+                best = dataset
+                most = lag
         choices[step] = best
         counts[best] += 1.0
         if counts[best] == limits[best]:

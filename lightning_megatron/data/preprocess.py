@@ -1,4 +1,4 @@
-"""Tokenize raw text into a token file with several processes, in the order of the input."""
+"""Tokenization of raw text into a token file by several processes, in the order of the input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """Say how text becomes tokens; each worker process builds its tokenizer from this."""
+    """Options of tokenization; each worker process builds its tokenizer from them.
+
+    Args:
+        tokenizer: Name or path of the tokenizer.
+        json_key: Key of the text in JSON lines.
+        append_eod: Whether to end each document with the end-of-document token.
+        eod: Text of the end-of-document token, if it is not one of the usual ones.
+    """
 
     tokenizer: str
     json_key: str = "text"
@@ -37,7 +44,7 @@ class EncodingOptions:
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """Count what a run wrote."""
+    """Size of a written corpus and the time taken; ``num_bytes`` is the UTF-8 size of the text."""
 
     num_documents: int
     num_tokens: int
@@ -61,28 +68,32 @@ def preprocess(
     workers: int = 1,
     progress: bool = True,
 ) -> PreprocessReport:
-    """Write the documents of `inputs` as the token file `output`, which appears whole or not at all.
+    """Write the documents of ``inputs`` as the token file ``output``.
 
-    An empty text is an empty document without end-of-document token, as Megatron writes it.
+    The token file appears only when it is complete. As in Megatron-Core, an empty text becomes an
+    empty document without an end-of-document token.
 
     Args:
         inputs: Files, directories and globs.
-        output: Path without `.bin` and `.idx`.
+        output: Path without ``.bin`` and ``.idx``.
         options: Tokenizer, JSON key and end of documents.
-        document: What one document of plain text is.
-        workers: Processes that tokenize; the result does not depend on it.
-        progress: Show a bar.
+        document: Unit of plain text that forms one document.
+        workers: Number of processes that tokenize; it does not affect the result.
+        progress: Whether to show a progress bar.
 
     Raises:
-        CorruptDataError: A line is not valid; names file and line.
-        UnsupportedError: An input names nothing, or the tokenizer has no end-of-document token.
+        CorruptDataError: If a line is not valid; the message names file and line.
+        UnsupportedError: If an input matches no file, or the tokenizer has no end-of-document
+            token.
     """
     tokenizer = _tokenizer_of(options)
     paths = find_inputs(inputs)
     started = time.perf_counter()
     chunks = (chunk for path in paths for chunk in read_chunks(path, document, CHUNK_BYTES))
-    # packed files are larger than they look, so their total is not known
-    total = None if any(path.suffix == ".gz" for path in paths) else sum(path.stat().st_size for path in paths)
+    # The bar counts decompressed bytes, so compressed files leave its total unknown.
+    total = None
+    if not any(path.suffix == ".gz" for path in paths):
+        total = sum(path.stat().st_size for path in paths)
     bar = tqdm(total=total, unit="B", unit_scale=True, disable=not progress, desc=Path(output).name)
     with TokenFileWriter(output, tokenizer=tokenizer) as writer, bar:
         for encoded in _encode_all(chunks, options, workers):
@@ -106,7 +117,7 @@ def _encode_all(chunks: Iterator[RawChunk], options: EncodingOptions, workers: i
         try:
             for chunk in chunks:
                 waiting.append(pool.submit(_encode, chunk, options))
-                # few chunks wait at a time, so memory does not grow with the corpus
+                # Bound the number of waiting chunks, so that memory does not grow with the corpus.
                 if len(waiting) >= 4 * workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -139,5 +150,7 @@ def _tokenizer_of(options: EncodingOptions) -> Tokenizer:
 
 
 def default_workers() -> int:
-    """Count the processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Which samples one data-parallel rank takes: disjoint over ranks, resumable at any sample."""
+"""Batch sampler of one data-parallel rank: disjoint over ranks and resumable at any sample."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ OPTIONAL = ("batches", "steps")
 
 
 class TokenBatchSampler:
-    """Yield the sample numbers of one data-parallel rank, batch after batch, from `consumed` to the end of an epoch.
+    """Batches of sample numbers for one data-parallel rank, up to the end of an epoch.
 
-    Each global batch holds the next batch_size * dp_size samples of the epoch's order; rank r takes the r-th contiguous
-    share. Positions are counted in samples, so another dp_size or batch_size continues where these stopped.
+    Each global batch contains the next batch_size * dp_size samples of the epoch's order, and rank
+    r takes the r-th contiguous share. Positions are counted in samples, so that training resumes
+    with another dp_size or batch_size.
 
-    What the trainer has finished decides the state, not what was handed out: workers fetch batches ahead.
+    The state depends on the batches that the Trainer has finished, and not on the batches yielded,
+    because workers prefetch.
 
     Args:
-        num_samples: Samples of an epoch.
+        num_samples: Number of samples in an epoch.
         batch_size: Samples of this rank in one batch.
         dp_rank: Position on the data-parallel axis.
         dp_size: Size of the data-parallel axis.
-        drop_last: Leave out a last global batch that is not full. If kept, it is divided evenly and filled up with
-            number -1 (a row without labels) where ranks differ by one, so that all ranks have equal shapes.
-        seed: Reshuffles each epoch after the first, whose order is that of the samples; None never shuffles.
-        stream: The trainer's epochs follow each other through the samples; only when all are used up does an epoch of
-            the samples end.
-        finished: Counts the batches that the trainer has finished in all epochs.
+        drop_last: Whether to skip a last global batch that is not full. Otherwise its samples are
+            divided evenly. Ranks with one sample less are padded with number -1 (a row without
+            labels), so that all ranks have the same shapes.
+        seed: Seed that reshuffles each epoch after the first, which keeps the order of the samples;
+            None never shuffles.
+        stream: Whether one epoch of the samples spans several epochs of the Trainer. Each epoch of
+            the Trainer then continues where the last one stopped.
+        finished: Function that returns the number of batches that the Trainer has finished in all
+            epochs.
 
     Raises:
-        ParallelPlanError: Sizes do not fit, or there is no full global batch.
+        ParallelPlanError: If sizes do not fit together, or no global batch is full.
     """
 
     def __init__(
@@ -74,33 +79,33 @@ class TokenBatchSampler:
 
     @property
     def global_batch_size(self) -> int:
-        """Count the samples that all ranks take in one batch."""
+        """Number of samples of all ranks in one batch."""
         return self.batch_size * self.dp_size
 
     def __len__(self) -> int:
-        """Count the batches of the trainer's epoch: those finished before `consumed` and those that are left."""
+        """Return the batches of the Trainer's epoch: finished before ``consumed``, and left."""
         return self.num_before + self.num_left
 
     @property
     def num_left(self) -> int:
-        """Count the batches from `consumed` to the end of the epoch."""
+        """Number of batches from ``consumed`` to the end of the epoch."""
         left = max(self.num_samples - self.consumed, 0)
         return left // self.global_batch_size if self.drop_last else -(-left // self.global_batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # runs when the first batch is asked for: by then a checkpoint has been restored
+        # A generator runs up to here at the request of the first batch, after a checkpoint has
+        # been restored.
         self._finished_before = self._finished()
         order = self._order()
         for number in range(self.num_left):
             start = self.consumed + number * self.global_batch_size
             size = min(self.global_batch_size, self.num_samples - start)
             first, stop = (start + size * rank // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1))
-            places = range(first, stop)
-            batch = list(places) if order is None else order[first:stop].tolist()
+            batch = list(range(first, stop)) if order is None else order[first:stop].tolist()
             yield batch + [-1] * (-(-size // self.dp_size) - len(batch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch of the trainer; that which is under way goes on where it is."""
+        """Begin an epoch of the Trainer, or continue the current one if its number is the same."""
         if self.stream and self.num_finished:
             self.load_state_dict(self.state_dict())
         elif not self.stream and epoch != self.epoch:
@@ -108,24 +113,30 @@ class TokenBatchSampler:
 
     @property
     def num_finished(self) -> int:
-        """Count the batches of this epoch that the trainer has finished since iteration began."""
+        """Number of batches that the Trainer has finished since iteration began."""
         return 0 if self._finished_before is None else self._finished() - self._finished_before
 
     def state_dict(self) -> dict[str, int]:
-        """Return epoch and consumed samples, counted over all ranks; an epoch that is over is the next one's start."""
+        """Return the epoch and its number of consumed samples over all ranks."""
         consumed = min(self.consumed + self.num_finished * self.global_batch_size, self.num_samples)
         return {"epoch": self.epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where `state_dict` was taken, whatever the number of ranks and the batch size were then.
+        """Restore a position that was saved with any number of ranks and any batch size.
 
         Args:
-            state: `epoch`, `consumed`, and `batches` if the trainer counts some of its epoch as finished.
+            state: Fields ``epoch`` and ``consumed``, and ``batches`` if the Trainer counts some
+                batches of its epoch as finished.
         """
-        self.epoch, self.consumed, self._finished_before = state["epoch"], state["consumed"], None
+        self.epoch = state["epoch"]
+        self.consumed = state["consumed"]
         self.num_before = state.get("batches", 0)
+        self._finished_before = None
+        # The end of an epoch is the start of the next one.
         if self.num_left == 0:
-            self.epoch, self.consumed, self.num_before = self.epoch + 1, 0, 0
+            self.epoch += 1
+            self.consumed = 0
+            self.num_before = 0
 
     def _order(self) -> np.ndarray | None:
         if self.seed is None or self.epoch == 0:
@@ -134,10 +145,14 @@ class TokenBatchSampler:
 
 
 def check_position(state: Mapping[str, Any]) -> None:
-    """Refuse a saved position in the data that none of a `TokenDataModule` can be; an empty one is a beginning.
+    """Validate a position in the data that a ``TokenDataModule`` saved.
+
+    Args:
+        state: Saved fields; an empty state is the start of training.
 
     Raises:
-        CheckpointMismatchError: A field is missing, or is no whole number from 0 on, or fields contradict each other.
+        CheckpointMismatchError: If a field is missing or not a non-negative integer, or fields
+            contradict each other.
     """
     if not state:
         return

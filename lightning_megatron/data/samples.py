@@ -34,13 +34,13 @@ ONCE = ("spread", "sequential")
 
 
 class Samples(Protocol):
-    """Give windows of at most seq_length + 1 token ids; `order_key` differs when any window or its place could."""
+    """Sequence of windows with at most seq_length + 1 token ids each."""
 
     seq_length: int
 
     @property
     def order_key(self) -> str:
-        """Hash what decides which window has which place, but not how many windows there are."""
+        """Hash of everything that determines the order of windows, except their number."""
         ...
 
     def __len__(self) -> int: ...
@@ -50,20 +50,23 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """Say how windows are cut from a corpus.
+    """Options for cutting a corpus into windows.
 
     Args:
-        seq_length: Tokens that one window predicts.
-        seed: Of documents and windows; at most 2^32 - 1.
-        order: "passes" shuffles each pass over the documents by itself, so that more samples only continue the order of
-            fewer; "megatron" is Megatron-Core's order for the same seed, number of samples and weights, which shuffles
-            sequences; "sequential" takes every token of one pass once, in order, the last window short if need be;
-            "spread" takes the same windows in a shuffled order, so that the first of them are a fair sample.
-        by_sequence: Count the sequences of a corpus where documents are counted else, as Megatron-Core does; "megatron"
-            always does. It matters where documents have several sequences.
+        seq_length: Number of tokens that one window predicts.
+        seed: Seed of the shuffles of documents and windows; at most 2^32 - 1.
+        order: Order of windows. "passes" shuffles each pass over the documents separately, so that
+            more samples extend the order of fewer. "megatron" is Megatron-Core's order for the same
+            seed, number of samples and weights; it shuffles sequences. "sequential" uses every
+            token of one pass once, in order, and the last window may be short. "spread" shuffles
+            the windows of "sequential", so that the first of them are a fair sample.
+        by_sequence: Whether to shuffle and split the sequences of a corpus in place of its
+            documents, as Megatron-Core does. The order "megatron" always does. The two differ if a
+            document has several sequences.
         tokenizer: Fingerprint of the tokenizer; part of the cache key.
-        vocab_size: Ids from it on are refused when a sample is read; None accepts all.
-        cache_dir: Where the index is kept; None keeps it in memory.
+        vocab_size: Size of the vocabulary; larger ids raise when a sample is read. None accepts all
+            ids.
+        cache_dir: Directory of the cached index; None keeps the index in memory.
     """
 
     seq_length: int
@@ -83,22 +86,22 @@ class SampleOptions:
             raise UnsupportedError(f"order must be one of {', '.join(get_args(Order))}: {self.order!r}.")
 
     def bounds(self, corpus: TokenFile) -> npt.NDArray[np.int64]:
-        """Return the token where each piece that is shuffled and split starts, and the total at the end."""
+        """Return the first token of each document or sequence, and the total number of tokens."""
         return corpus.starts if self.by_sequence or self.order == "megatron" else corpus.document_starts
 
 
 class GPTSamples:
-    """Cut a corpus into windows that cross documents.
+    """Windows of one corpus that cross the bounds of documents.
 
     Args:
-        corpus: The token file.
-        options: How windows are cut.
-        documents: Which of the documents that have tokens (or of the sequences) are used; all if None.
-        num_samples: Windows wanted, over as many passes as they need; None is one pass.
-        whole: Offer all windows of these passes, not just `num_samples`.
+        corpus: Token file.
+        options: Options for cutting the corpus.
+        documents: Range of the documents with tokens (or of the sequences) to use; None uses all.
+        num_samples: Number of windows, over as many passes as needed; None makes one pass.
+        whole: Whether to offer all windows of these passes, instead of the first ``num_samples``.
 
     Raises:
-        CorruptDataError: The documents have too few tokens for one window.
+        CorruptDataError: If the documents have too few tokens for one window.
     """
 
     def __init__(
@@ -137,12 +140,15 @@ class GPTSamples:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} of {self.corpus.prefix}.")
         window = int(self.index.shuffle[index]) if len(self.index.shuffle) else index
-        (position, offset), (last, last_offset) = self.index.starts[window : window + 2].tolist()
+        (first, offset), (last, last_offset) = self.index.starts[window : window + 2].tolist()
         pieces = []
-        for place in range(position, last + 1):
-            document = self.index.documents[place]
-            start, stop = int(self._bounds[document]), int(self._bounds[document + 1])
-            stop = start + last_offset + 1 if place == last else stop
+        for position in range(first, last + 1):
+            document = self.index.documents[position]
+            start = int(self._bounds[document])
+            stop = int(self._bounds[document + 1])
+            if position == last:
+                # The window includes the first token of the next one, as its last label.
+                stop = start + last_offset + 1
             pieces.append(self.corpus.tokens[start + offset : stop])
             offset = 0
         tokens = np.concatenate(pieces).astype(np.int64)
@@ -151,15 +157,17 @@ class GPTSamples:
 
     @property
     def order_key(self) -> str:
-        """Hash what decides which window has which place, but not how many windows there are."""
-        # one pass leaves out the window that would reach into the next; Megatron shuffles most epochs together
+        """Hash of everything that determines the order of windows, except their number."""
+        # The order depends on the number of samples in two cases: a single pass has no window that
+        # reaches into the next pass, and Megatron-Core shuffles most epochs together.
         fixed = self._num_samples is None or self.options.order == "megatron"
         extent = {"num_samples": self._num_samples} if fixed else {}
         return cache_key({**self._fields(), **extent})
 
     def _check(self, tokens: npt.NDArray[np.int64], index: int) -> None:
         limit = self.options.vocab_size
-        low, high = int(tokens.min()), int(tokens.max())
+        low = int(tokens.min())
+        high = int(tokens.max())
         if low < 0 or (limit is not None and high >= limit):
             raise CorruptDataError(
                 f"token ids must lie in the vocabulary of {limit} tokens: sample {index} of {self.corpus.prefix} holds "
@@ -167,12 +175,13 @@ class GPTSamples:
             )
 
     def _fields(self) -> dict[str, object]:
-        options, corpus = self.options, self.corpus
-        # the same where every document is one sequence
+        options = self.options
+        corpus = self.corpus
+        # Documents and sequences are the same if every document is one sequence.
         by_sequence = len(options.bounds(corpus)) != len(corpus.document_starts)
         return {
             **({"by_sequence": True} if by_sequence else {}),
-            # the index of a corpus decides all; its path and age do not
+            # The `.idx` file determines the windows; the path and times of the corpus do not.
             "corpus": corpus.index_sha256,
             "documents": [self.documents.start, self.documents.stop],
             "seq_length": options.seq_length,
@@ -194,9 +203,11 @@ class GPTSamples:
         )
 
     def _build(self, num_samples: int | None) -> WindowIndex:
-        lengths, options = np.diff(self._bounds), self.options
+        lengths = np.diff(self._bounds)
+        options = self.options
         if options.order in ONCE:
-            return index_once(lengths, options.seq_length, options.seed if options.order == "spread" else None)
+            seed = options.seed if options.order == "spread" else None
+            return index_once(lengths, options.seq_length, seed)
         if options.order == "megatron":
             return index_as_megatron(lengths, options.seq_length, num_samples or 1, options.seed)
         if num_samples is None:
@@ -205,12 +216,13 @@ class GPTSamples:
 
 
 class BlendedSamples:
-    """Mix the samples of several corpora.
+    """Blend of the samples of several corpora.
 
     Args:
-        parts: Their samples.
-        choices: Which of the parts each sample comes from.
-        mixture: What decides the choices, whatever their number; part of the order's key.
+        parts: Samples of each corpus.
+        choices: Index of the part from which each sample comes.
+        mixture: Text that identifies the rule of the choices, such as the weights; part of
+            ``order_key``.
     """
 
     def __init__(self, parts: Sequence[Samples], choices: npt.NDArray[np.int16], mixture: str) -> None:
@@ -230,7 +242,7 @@ class BlendedSamples:
 
     @property
     def order_key(self) -> str:
-        """Hash the order keys of the parts and the mixture."""
+        """Hash of the parts' order keys and the mixture."""
         return cache_key({"parts": [part.order_key for part in self.parts], "mixture": self._mixture})
 
 
@@ -240,19 +252,20 @@ def blend_samples(
     options: SampleOptions,
     num_samples: int | None = None,
 ) -> Samples:
-    """Cut one corpus, or mix several.
+    """Return the windows of one corpus, or a blend of several corpora.
 
     Args:
-        corpora: Token files, each with the documents to use.
-        weights: Proportion of samples, read as the decimal numbers that they are written as (in the order "megatron":
-            as doubles, see `megatron_order.py`); None takes each corpus as large as it is.
-        options: How windows are cut.
-        num_samples: Samples wanted; None is as many as one pass over every corpus has. Without weights the order
-            "megatron" gives no more than that.
+        corpora: Token files, each with the range of documents to use.
+        weights: Proportions of samples, exact in their decimal notation (in the order "megatron":
+            doubles, see ``megatron_order.py``). None uses the sizes of the corpora.
+        options: Options for cutting the corpora.
+        num_samples: Number of samples; None uses one pass over every corpus. The order "megatron"
+            without weights returns no more than one pass.
 
     Raises:
-        UnsupportedError: Weights are not one for each corpus, or have no meaning.
-        CorruptDataError: A corpus has too few tokens for one window.
+        UnsupportedError: If the number of weights differs from the number of corpora, or weights
+            are invalid.
+        CorruptDataError: If a corpus has too few tokens for one window.
     """
     if len(corpora) == 1 and (weights is None or options.order != "megatron"):
         return GPTSamples(corpora[0][0], options, corpora[0][1], num_samples)
@@ -268,7 +281,7 @@ def blend_samples(
     size = sum(sizes) if num_samples is None else num_samples
     fields = {"weights": [str(weight) for weight in shares], "size": size}
     choices = _cached(fields, lambda: blend(shares, size), options.cache_dir)
-    # a corpus that is never drawn still has to be there, or a run with more samples would fail late
+    # Open also a corpus of which no sample is drawn: otherwise a longer run could fail late.
     counts = np.maximum(np.bincount(choices, minlength=len(corpora)), 1).tolist()
     parts = [
         GPTSamples(corpus, options, documents, count)
@@ -283,9 +296,10 @@ def _blend_as_megatron(
     options: SampleOptions,
     num_samples: int | None,
 ) -> BlendedSamples:
-    """Mix corpora as Megatron-Core does; without weights each is used once at most, whatever is asked for.
+    """Blend corpora as Megatron-Core does.
 
-    With weights and no number of samples, which it refuses, the blend is as large as one pass over every corpus.
+    Without weights, each corpus is used at most once. With weights and no number of samples, the
+    blend is as large as one pass over every corpus; Megatron-Core does not support this case.
     """
     count = len(corpora)
     if weights is None:
@@ -298,10 +312,12 @@ def _blend_as_megatron(
         for (corpus, documents), size in zip(corpora, built, strict=True)
     ]
     sizes = [len(part) for part in parts]
-    # Megatron-Core divides weights by their sum, and what it gets once more
+    # Megatron-Core normalizes weights twice, and the second rounding matters: `blend_as_megatron`
+    # normalizes them again.
     shares = sizes if weights is None else normalize(weights)
     if num_samples is None:
-        size, choose = sum(sizes), lambda: blend_exhaustively_as_megatron(sizes)
+        size = sum(sizes)
+        choose = lambda: blend_exhaustively_as_megatron(sizes)  # noqa: E731
     else:
         size = num_samples if weights is not None else min(num_samples, sum(sizes))
         choose = lambda: blend_as_megatron(shares, size)  # noqa: E731
@@ -320,7 +336,7 @@ def _blend_as_megatron(
 
 
 def _one_pass(corpora: Sequence[tuple[TokenFile, range | None]], options: SampleOptions) -> list[int]:
-    """Count the windows of one pass over each corpus."""
+    """Return the number of windows of one pass over each corpus."""
     counts = []
     for corpus, documents in corpora:
         bounds = options.bounds(corpus)

