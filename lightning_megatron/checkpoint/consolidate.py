@@ -228,7 +228,7 @@ def _numbered(
     tensors: _TensorsOnDisk,
     models: Sequence[ClassTensors],
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict in the form of torch, which identifies parameters by number."""
+    """Return an optimizer's state dict in torch's form, with numbers in place of names."""
     if isinstance(numbering, str):
         raise UnsupportedError(
             f"{numbering} Until then, write the weights alone (--weights-only): they do not depend on the order."
@@ -263,7 +263,7 @@ def _numbered(
 
 
 def _without_division(metadata: Mapping[str, Any], dp: int) -> dict[str, Any]:
-    """Omit the dataloader state if several ranks shared the data: it does not apply to one process."""
+    """Omit the dataloader state if several ranks divided the data: one process cannot use it."""
     plain = dict(metadata)
     loops = {key: dict(value) for key, value in metadata.get("loops", {}).items()}
     fit = dict(loops.get("fit_loop", {}).get("state_dict", {}))

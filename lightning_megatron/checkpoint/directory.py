@@ -77,12 +77,12 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class LocalPlace:
-    """Path on a mounted file system; files are written to ``.NAME.unfinished``, which is renamed."""
+    """Path on a mounted file system; the directory ``.NAME.unfinished`` is filled and renamed."""
 
     path: Path
 
     def begin(self) -> str:
-        """Remove leftovers of interrupted saves in the parent folder and create an empty directory."""
+        """Remove leftovers of interrupted saves and create an empty directory."""
         clean_unfinished(self.path.parent)
         unfinished_path(self.path).mkdir(parents=True)
         return _UNFINISHED
@@ -131,7 +131,7 @@ class LocalPlace:
 
 @dataclass(frozen=True)
 class RemotePlace:
-    """URL; files are written to ``URL/save-...``, which the header ``URL/checkpoint.json`` names."""
+    """URL; the header ``URL/checkpoint.json`` names the folder ``URL/save-...`` of the files."""
 
     url: str
 

@@ -90,7 +90,7 @@ class SavedModel:
         return {} if self.adapter is None else dict(self._read(self.adapter.tensors_at_home(self._table)))
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors of the model with the adapter merged, by their names in its class."""
+        """Return the full tensors of the model with the adapter merged, by names of its class."""
         if self.adapter is None:
             return self._read()
         maps = self.adapter.maps_at_home(self._table)

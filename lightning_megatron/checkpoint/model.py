@@ -17,7 +17,7 @@ STATE_DICT = "state_dict."
 
 
 def model_tensors(module: nn.Module, main: MainParameters) -> dict[str, Entry]:
-    """Return the entries of this rank's parameters and buffers, under ``state_dict.`` and their names.
+    """Return the entries of this rank's parameters and buffers, with the prefix ``state_dict.``.
 
     A trained parameter is represented by its main parameter, so that a checkpoint of half-precision
     training has full precision. If the main parameter is divided among the data ranks, the entry is

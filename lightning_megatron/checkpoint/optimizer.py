@@ -28,10 +28,10 @@ _NOT_SAVED = frozenset({"params", "param_names"}) | _IMPLEMENTATION
 
 
 def optimizer_tensors(index: int, optimizer: torch.optim.Optimizer, main: MainParameters) -> dict[str, Entry]:
-    """Return the entries of this rank's optimizer state, ``optimizer.{index}.state.{parameter}.{key}``.
+    """Return the entries of this rank's optimizer state.
 
-    A state tensor with the shape of its main parameter has the same placement. A scalar is whole on
-    every rank.
+    The name of an entry is ``optimizer.{index}.state.{parameter}.{key}``. A state tensor with the
+    shape of its main parameter has the same placement. A scalar is whole on every rank.
 
     Args:
         index: Index of the optimizer.
@@ -169,7 +169,7 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapp
 
 
 def _held(main: MainParameters, name: str) -> tuple[Placement, bool] | None:
-    """Return placement and exclusiveness of this rank's part of a parameter; None without a part."""
+    """Return placement and ``is_exclusive`` of this rank's part of a parameter, if it has one."""
     one = main.slices.get(name)
     if one is not None:
         return one.placement, one.is_exclusive
@@ -221,9 +221,9 @@ def _tied_state(spec: ShardSpec, key: str) -> str | None:
 def _originals(
     names_of_groups: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]], main: MainParameters
 ) -> dict[str, str]:
-    """Return the name under which each parameter's state was saved: its own, or that of its original.
+    """Return the name under which each parameter's state was saved.
 
-    The state of a tied copy was saved for the original parameter only.
+    The state of a tied copy was saved under the name of the original parameter.
     """
     saved = {name for group in groups for name in group["parameters"]}
     found = {}
@@ -260,7 +260,7 @@ def _check_groups(
     original: Mapping[str, str],
     mesh: ParallelMesh,
 ) -> None:
-    """Compare the groups of all ranks with the saved ones, and raise on all ranks if any differs."""
+    """Compare the groups of all ranks with the saved ones; raise on all ranks if any differs."""
     saved = {name: number for number, group in enumerate(groups) for name in group["parameters"]}
     moved = [
         f"{name} is in group {number}, saved in {saved.get(original[name], 'none')}"

@@ -105,7 +105,7 @@ class OwnCodeModel:
         yield from ((name_of[entry], full) for entry, full in read_one_by_one(Stored.open(self.path), entries))
 
     def gap(self, folder: str) -> float:
-        """Return the largest difference between the tensors of a folder and those of the checkpoint.
+        """Return the largest difference between a folder's tensors and those of the checkpoint.
 
         Args:
             folder: Folder to load with ``from_pretrained``.

@@ -145,7 +145,7 @@ class Save:
             raise failure(what, {rank: describe(e[0]) for rank, e in error.failures.items()}, axis.size) from error
 
     def _finish(self, folder: Folder, content: Content, records: dict[str, FileRecord]) -> dict[str, FileRecord]:
-        """Write the metadata on the first rank, and compare this rank's files with their checksums."""
+        """Write the metadata on the first rank, and verify the checksums of this rank's files."""
         if self.mesh.world.rank == 0:
             with writing(folder, METADATA) as stream:
                 stream.write(content.metadata)

@@ -111,10 +111,10 @@ class HostCopies:
         return self._stream.record_event()
 
     def _take(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return host tensors with the shapes and dtypes of others, each with a storage of its own size.
+        """Return host tensors with the shapes and dtypes of others.
 
-        ``torch.save`` writes the whole storage of a tensor.
-        """
+        The storage of each is no larger than the tensor, because ``torch.save`` writes whole
+        storages."""
         for buffer in self._buffers:
             buffer.used = 0
         padded = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]

@@ -1,4 +1,4 @@
-"""Collective steps of a save: all ranks succeed, or all raise with the reasons of the failed ones."""
+"""Collective steps of a save: all ranks succeed, or all raise with the reasons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Caught:
 
 
 def together(action: Callable[[], T], axis: MeshAxis, what: str) -> list[T]:
-    """Run ``action`` on every rank and return the results of all; if any rank fails, all ranks raise.
+    """Run ``action`` on every rank and return all results; if any rank fails, all ranks raise.
 
     Args:
         action: Step of this rank, without communication.

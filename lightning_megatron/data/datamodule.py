@@ -156,7 +156,7 @@ class TokenDataModule(LightningDataModule):
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes per token of the validation corpus (else test): nats / ln 2 / this = bits/byte."""
+        """UTF-8 bytes per token of the validation corpus, else of the test corpus."""
         return self.bytes_per_token_of("val") or self.bytes_per_token_of("test")
 
     def bytes_per_token_of(self, part: Part) -> float | None:
