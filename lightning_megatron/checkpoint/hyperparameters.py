@@ -1,4 +1,4 @@
-"""The hyperparameters of an optimizer's groups, which a checkpoint may give other values, but no other types."""
+"""Type check of an optimizer's saved hyperparameters."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from lightning_megatron.errors import CheckpointMismatchError
 def check_hyperparameters(
     groups: Iterable[Mapping[str, Any]], saved: Iterable[Mapping[str, Any]], index: int | None = None
 ) -> None:
-    """Check that saved hyperparameters have the types of an optimizer's own.
+    """Check that saved hyperparameters have the types of the optimizer's current ones.
+
+    Values may differ. A hyperparameter that is None in the optimizer may have any type.
 
     Args:
-        groups: The groups of the optimizer.
-        saved: The hyperparameters of each, as they were saved.
-        index: Number of the optimizer, for errors.
+        groups: Parameter groups of the optimizer.
+        saved: Saved hyperparameters of each group.
+        index: Index of the optimizer in errors.
 
     Raises:
-        CheckpointMismatchError: If one has another type; what the optimizer has as None may have any.
+        CheckpointMismatchError: If a hyperparameter has another type.
     """
     which = "" if index is None else f" of optimizer {index}"
     for number, (own, taken) in enumerate(zip(groups, saved, strict=True)):
         for key in taken.keys() & own.keys() - {"params", "param_names"}:
-            if not _is_alike(own[key], taken[key]):
+            if not _has_same_type(own[key], taken[key]):
                 raise CheckpointMismatchError(
                     f"a hyperparameter in a checkpoint must have the type that the optimizer has: {key!r} of group "
                     f"{number}{which} is {taken[key]!r} ({type(taken[key]).__name__}) there, and "
@@ -36,8 +38,8 @@ def check_hyperparameters(
                 )
 
 
-def _is_alike(own: Any, taken: Any) -> bool:
-    """Return whether a saved value has the type of the optimizer's; integers and floats are numbers alike."""
+def _has_same_type(own: Any, taken: Any) -> bool:
+    """Return whether a saved value has the type of the current one; int and float count as one."""
     if own is None:
         return True
     if isinstance(own, Tensor) or isinstance(taken, Tensor):
@@ -48,5 +50,5 @@ def _is_alike(own: Any, taken: Any) -> bool:
         return isinstance(taken, (int, float))
     if isinstance(own, (list, tuple)):
         is_list = isinstance(taken, (list, tuple)) and len(own) == len(taken)
-        return is_list and all(map(_is_alike, own, taken))
+        return is_list and all(map(_has_same_type, own, taken))
     return isinstance(taken, type(own)) or isinstance(own, type(taken))

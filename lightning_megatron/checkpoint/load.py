@@ -132,11 +132,11 @@ def copy_full_tensors(
 
     Args:
         full: Full tensors by the names of their entries.
-        tensors: Same as for :func:``load_tensors``.
-        mesh: Same as for :func:``load_tensors``.
-        strict: Same as for :func:``load_tensors``.
-        prefix: Same as for :func:``load_tensors``.
-        expected: Same as for :func:``load_tensors``.
+        tensors: Same as for :func:`load_tensors`.
+        mesh: Same as for :func:`load_tensors`.
+        strict: Same as for :func:`load_tensors`.
+        prefix: Same as for :func:`load_tensors`.
+        expected: Same as for :func:`load_tensors`.
 
     Raises:
         CheckpointMismatchError: On all ranks, with names and shapes.
@@ -173,7 +173,7 @@ def load_rank_state(path: str | os.PathLike[str], mesh: ParallelMesh, weights_on
     Args:
         path: Checkpoint, saved under any layout.
         mesh: Mesh of this rank.
-        weights_only: Same as for :func:``load_metadata``.
+        weights_only: Same as for :func:`load_metadata`.
     """
     checkpoint = find_checkpoint(path)
     saved = checkpoint.header.layout
@@ -195,7 +195,7 @@ def load_rank_states(
     Args:
         path: Checkpoint to read.
         ranks: Ranks of the saved job, counted from its first rank; None reads all.
-        weights_only: Same as for :func:``load_metadata``.
+        weights_only: Same as for :func:`load_metadata`.
     """
     stored = Stored.open(path)
     checkpoint = stored.checkpoint

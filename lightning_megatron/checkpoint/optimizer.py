@@ -116,7 +116,7 @@ def load_optimizer(
         optimizer: Optimizer over ``main``, after ``main.attach``.
         main: Main parameters of this rank.
         mesh: Mesh of this rank.
-        metadata: Result of :func:``optimizer_metadata`` at the save.
+        metadata: Result of :func:`optimizer_metadata` at the save.
 
     Raises:
         CheckpointMismatchError: On all ranks, if groups, their parameters, the types of their

@@ -45,8 +45,8 @@ class HostCopies:
     def copy(self, pieces: Sequence[BoxToWrite]) -> list[BoxToWrite]:
         """Start copying and return the pieces with host tensors in place of their views.
 
-        The previous copies are overwritten. On a GPU, call :meth:``hold_updates`` before a tensor
-        is changed, and :meth:``wait`` before a copy is read."""
+        The previous copies are overwritten. On a GPU, call :meth:`hold_updates` before a tensor
+        is changed, and :meth:`wait` before a copy is read."""
         hosts = self._take([piece.view for piece in pieces])
         if self.device.type != "cuda":
             for piece, host in zip(pieces, hosts, strict=True):

@@ -45,7 +45,7 @@ class Stored:
 
     Args:
         checkpoint: Path, header and folder of the checkpoint.
-        index: Tensor index, which passed :func:``check_index``.
+        index: Tensor index, which passed :func:`check_index`.
     """
 
     checkpoint: Checkpoint

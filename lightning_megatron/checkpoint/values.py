@@ -26,7 +26,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes, what: str, weights_only: bool | None = None) -> Any:
-    """Unpickle a value that :func:``to_bytes`` pickled.
+    """Unpickle a value that :func:`to_bytes` pickled.
 
     Args:
         data: Pickled value.
@@ -61,7 +61,7 @@ def unsafe_keys(values: Mapping[str, Any], data: bytes) -> list[str]:
 
     Args:
         values: Values to save; nested mappings are searched.
-        data: The same values, pickled by :func:``to_bytes``.
+        data: The same values, pickled by :func:`to_bytes`.
     """
     if _is_safe(data):
         return []

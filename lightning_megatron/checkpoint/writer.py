@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 class CheckpointWriter:
     """Writer of checkpoints in the foreground or background, at most one at a time.
 
-    All ranks must call all methods in the same order, except :meth:``reserve`` and
-    :meth:``hold_updates``.
+    All ranks must call all methods in the same order, except :meth:`reserve` and
+    :meth:`hold_updates`.
 
     Args:
         mesh: Mesh of this rank.
-        defer_copies: Whether :meth:``save`` may return before a GPU's tensors are copied. The
-            caller must then call :meth:``hold_updates`` before it changes a tensor given to
-            :meth:``save``.
+        defer_copies: Whether :meth:`save` may return before a GPU's tensors are copied. The
+            caller must then call :meth:`hold_updates` before it changes a tensor given to
+            :meth:`save`.
     """
 
     def __init__(self, mesh: ParallelMesh, defer_copies: bool = False) -> None:
@@ -59,7 +59,7 @@ class CheckpointWriter:
         rank_state: Mapping[str, Any],
         background: bool = False,
     ) -> None:
-        """Write a checkpoint as :func:``save_checkpoint`` does, after the previous save has ended.
+        """Write a checkpoint as :func:`save_checkpoint` does, after the previous save has ended.
 
         Args:
             path: Directory or fsspec URL to create or replace.
@@ -222,10 +222,10 @@ class _Change:
 
 @dataclass
 class _Background:
-    """Save in a thread, whose end all ranks see in the same call of :meth:``is_over``.
+    """Save in a thread, whose end all ranks see in the same call of :meth:`is_over`.
 
     Ranks reach different points of training before their threads end. The threads therefore gather
-    the number of calls on each rank. :meth:``is_over`` returns True from the call after the largest
+    the number of calls on each rank. :meth:`is_over` returns True from the call after the largest
     of these numbers. A call during the gather blocks until it is done.
     """
 
