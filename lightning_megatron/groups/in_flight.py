@@ -39,7 +39,7 @@ class InFlight:
     def wait(self) -> Tensor:
         """Return the result, once.
 
-        Autograd keeps this object alive. A second reference here would keep the result alive, too.
+        Autograd keeps this object alive, which therefore drops its reference to the result.
         """
         result = self._result
         self._result = None

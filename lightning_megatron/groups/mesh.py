@@ -138,8 +138,8 @@ class ParallelMesh:
             backend: ``nccl`` or ``gloo``; None chooses by the device.
             timeout: Time that a collective may wait for a rank before the job fails; None means
                 torch's default.
-            options: NCCL settings by axis, such as ``{"pp": {"max_ctas": 4, "high_priority":
-                True}}``, or the path of a YAML file with such a mapping; see
+            options: NCCL settings by axis, such as ``{"pp": {"max_ctas": 4}}``, or the path of a
+                YAML file with such a mapping; see
                 :func:`~lightning_megatron.groups.nccl_options.read_nccl_options`.
             pipelines_products: Whether to overlap matrix products at the border of tensor-parallel
                 regions with their communication, where ``groups.products`` supports it.
@@ -179,7 +179,7 @@ class ParallelMesh:
         )
 
     def copies(self, is_expert: bool) -> MeshAxis:
-        """Return the axis of ranks with equal parameters: ``edp`` for experts, else ``data``."""
+        """Return the axis of a parameter's replicas: ``edp`` for experts, else ``data``."""
         return self.edp if is_expert else self.data
 
     def on_cpu(self, name: str) -> MeshAxis:
@@ -224,7 +224,7 @@ class ParallelMesh:
 
 
 class _Builder:
-    """Creation of each distinct group once, in the same order on every rank."""
+    """Builder of the mesh's groups: each distinct group once, in the same order on every rank."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Creation of groups for a layout with only part of a job's ranks, without the other ranks."""
+"""Process groups of a layout that has only part of a job's ranks."""
 
 from __future__ import annotations
 

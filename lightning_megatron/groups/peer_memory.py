@@ -48,7 +48,7 @@ class PeerRegion:
         if found is None:
             if len(self._views) == _REMEMBERED_VIEWS:
                 self._views.clear()
-            # A view may be created during validation and then be used in training.
+            # Not an inference tensor: validation may create the view, and training may use it.
             with torch.inference_mode(False):
                 size = math.prod(shape) * dtype.itemsize
                 found = self._views[key] = self.memory[start : start + size].view(dtype).view(shape)
@@ -114,10 +114,10 @@ class PeerMemory:
             if is_captured:
                 raise RuntimeError(
                     "memory that ranks share must be there before a graph is captured: "
-                    f"{num_bytes} bytes are needed. To make it, ranks wait for each other. Run "
-                    "what is captured once before, with as many tokens."
+                    f"{num_bytes} bytes are needed. The ranks wait for each other while they "
+                    "allocate it. Run the captured code once before, with as many tokens."
                 )
-            # Memory may be allocated during validation and then be used in training.
+            # Not an inference tensor: validation may allocate the memory, and training may use it.
             with torch.inference_mode(False):
                 self._grow(group, num_bytes, device)
         self._is_captured |= is_captured
@@ -155,7 +155,7 @@ def _shared(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> P
     offset = getattr(handle, "offset", 0)
     addresses = [int(address) + offset for address in handle.buffer_ptrs]
     if addresses[handle.rank] != memory.data_ptr():
-        raise RuntimeError("the addresses of shared memory are not those of the tensors that lie there")
+        raise RuntimeError("the addresses of shared memory differ from those of its tensors")
     return PeerRegion(memory, torch.tensor(addresses, dtype=torch.int64, device=device), handle)
 
 

@@ -29,7 +29,8 @@ def gathered_product(x: Tensor, matrix: Tensor, axis: MeshAxis, *, keep: bool) -
         x: This rank's part.
         matrix: Right factor.
         axis: Axis of the ranks.
-        keep: Whether to return the joined tensor, too. It may be returned anyway if it exists.
+        keep: Whether the joined tensor is needed, too; otherwise it is returned only if it exists
+            anyway.
 
     Communication: an all-gather.
     """

@@ -1,4 +1,4 @@
-"""Ranks meet through a store in which the ranks of an earlier attempt have left their words."""
+"""Ranks meet through a store that still contains the entries of an earlier attempt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE = timedelta(seconds=30)
 
 
 def agree(store: dist.Store, ranks: list[int], size: int, patience: timedelta = PATIENCE) -> dict[int, str]:
-    """Let ranks agree, each in a thread."""
+    """Run the agreement of several ranks, each in a thread."""
     names: dict[int, str] = {}
 
     def run(rank: int) -> None:

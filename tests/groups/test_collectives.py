@@ -1,4 +1,4 @@
-"""Every conjugate pair equals its one-process meaning, forward and backward."""
+"""Conjugate pairs equal the computation of one process, forward and backward."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _input(rank: int, shape=(4, 8, 4)) -> torch.Tensor:
 
 
 def _expected(axis: MeshAxis) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Say, for each pair, the forward result here and the gradient of sum(w * result) here, from all ranks' inputs."""
+    """Return each pair's result and the gradient of sum(w * result), from all ranks' inputs."""
     xs = [_input(r) for r in axis.ranks]
     n, me = axis.size, axis.rank
     total = sum(xs)

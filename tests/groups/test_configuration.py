@@ -1,4 +1,4 @@
-"""Ranks compare what they were started with in the store, before any group exists."""
+"""Ranks compare their configurations through the store before any group exists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.world import run_world
 
 
 def compare(store: dist.Store, fields: Mapping[int, Any], ranks: range, patience: float = 30) -> dict[int, Any]:
-    """Compare in threads, one for each rank that has fields; return numbers or errors by rank."""
+    """Run the comparison in one thread per rank with fields; return numbers or errors by rank."""
     found: dict[int, Any] = {}
 
     def run(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""NCCL settings reach the communicator of their axis, from a mapping or a file; others are refused before any group."""
+"""NCCL settings reach the communicator of their axis; unknown ones are refused before any group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.nccl_options import GROUP_NAMES, read_nccl_options
 from lightning_megatron.plan.layout import ParallelLayout
 
-#: As Megatron-LM's nccl_communicator_config_path names a file.
+#: File in the form of Megatron-LM's nccl_communicator_config_path.
 MEGATRON_FILE = """
 dp:
   cga_cluster_size: 2
@@ -40,7 +40,7 @@ READ = {
 
 
 class Options:
-    """Stand for ``ProcessGroupNCCL.Options`` of an NCCL without the newest fields."""
+    """Stand-in for ``ProcessGroupNCCL.Options`` of an NCCL without the newest fields."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream = is_high_priority_stream
@@ -49,7 +49,7 @@ class Options:
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give torch an NCCL whose options can be made and read."""
+    """Replace torch's NCCL options by a stand-in that can be created and read."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
 
 

@@ -1,4 +1,4 @@
-"""Layouts of parts of a job live side by side, and every axis has a twin on the CPU."""
+"""Layouts of several parts of a job coexist, and every axis has a twin on the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIG = GPTConfig.llama(
 
 
 def trained_losses(mesh: ParallelMesh) -> list[float]:
-    """Train a small GPT for three steps under tp and dp, by hand, and list the losses of the whole batch."""
+    """Train a small GPT for three steps under tp and dp, and list the losses of the whole batch."""
     tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(1))
     mine = tokens.chunk(mesh.data.size)[mesh.data.rank]
     model = GPT(CONFIG, mesh, seed=3).double()
@@ -41,7 +41,7 @@ def trained_losses(mesh: ParallelMesh) -> list[float]:
 def _side_by_side(rank: int, size: int) -> list[list[float]]:
     first = rank < 2
     found = []
-    # Both parts make their groups twice, with the same ranks, and the first makes others then.
+    # Both parts create their groups twice with the same ranks; then the first one creates others.
     layout = ParallelLayout(2, tp=2) if first else ParallelLayout(2, rank_offset=2)
     for _ in range(2):
         mesh = ParallelMesh.create(layout, seed=1)
@@ -65,7 +65,7 @@ def _odd_parts(rank: int, size: int) -> None:
             assert all_gather_objects(rank, axis) == list(axis.ranks), name
     else:
         assert ParallelMesh.create(ParallelLayout(1)).world.size == 1
-    # What all ranks do together goes on as if there had been no parts.
+    # Collectives of all ranks still work after the parts are gone.
     whole = dist.new_group(list(range(size)))
     total = torch.ones(1)
     dist.all_reduce(total, group=whole)

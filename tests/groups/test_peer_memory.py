@@ -1,4 +1,4 @@
-"""Memory that ranks share grows where it must, and tokens find in it what they chose, and nothing else."""
+"""Symmetric memory grows on demand, and tokens in it reach their chosen experts only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams agree where they must, differ where they must, and do not depend on the order of computation."""
+"""Streams are equal or different as specified, and independent of the order of computation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_replicated_streams_agree_and_tensor_streams_differ_over_tp():
 
 
 def test_no_two_streams_collide():
-    """Sums of small multiples, as Megatron-Core's, give (pp 1, ep 0) and (pp 0, ep 1) the same expert stream."""
+    """Hashed seeds do not collide, unlike sums of small multiples of ranks as in Megatron-Core."""
     seen = {}
     for cp, tp, ep, etp, micro, layer in itertools.product(range(2), range(4), range(4), range(2), range(3), range(4)):
         streams = RandomStreams(1234, cp=cp, tp=tp, ep=ep, etp=etp)
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_torch_repeats_the_draws_of_every_run():
     def drop(x):
         streams.seek(3)
         with streams.fork("replicated"):
-            # Squared, so that the backward pass needs what was computed.
+            # Squared, so that the backward pass needs the activations.
             return (x * torch.rand(8)).square().sqrt()
 
     inputs = [torch.ones(8, requires_grad=True) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A spec cuts and joins tensors without losing or doubling an element."""
+"""Specs shard and join tensors without losing or duplicating an element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes hold exactly the elements of a flat range."""
+"""Boxes cover exactly the elements of a flat range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 def flat_elements(shape: tuple[int, ...], box: FlatBox) -> list[int]:
-    """List the flat indices of a box, by walking it index by index."""
+    """List the flat indices of a box, one index at a time."""
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
     ranges = [range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
     return [sum(i * stride for i, stride in zip(index, strides, strict=True)) for index in product(*ranges)]

@@ -1,4 +1,4 @@
-"""Buffers hold every parameter once, in equal parts."""
+"""Buffers contain every parameter once, and ranks own equal parts of them."""
 
 from __future__ import annotations
 

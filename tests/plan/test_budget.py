@@ -1,4 +1,4 @@
-"""The memory estimate: closed forms, and how it must move when a size moves."""
+"""Memory estimates equal closed forms, and change with every size as expected."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_only_stages_whose_layers_have_experts_hold_some() -> None:
     stages = estimate_memory(model, ParallelLayout(4, pp=4), STEP)
     of_layer = model.expert_parameters(ParallelLayout(4, pp=4))
     assert stages[1].num_parameters == stages[2].num_parameters < 12 * of_layer < stages[3].num_parameters
-    # Chunks of all stages in turn: here the last chunk of every stage has experts.
+    # Layers are in order of chunks, then stages: here the last chunk of every stage has experts.
     chunks = estimate_memory(
         model, ParallelLayout(4, pp=4, vpp=4), replace(STEP, schedule="interleaved"), stage_layers=[[3] * 4] * 4
     )

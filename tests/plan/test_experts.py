@@ -1,4 +1,4 @@
-"""A mixture of experts is refused where its numbers contradict each other or the layout."""
+"""Mixtures whose settings contradict each other or the layout are refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_experts_have_no_biases() -> None:
 
 def test_every_nth_layer_or_those_of_a_list_have_experts() -> None:
     assert [ExpertsConfig(**SIZES, layers=2).is_in(layer) for layer in range(5)] == [False, True, False, True, False]
-    # As a file of settings has it.
+    # In the form of a settings file.
     config = GPTConfig(**MODEL, bias=False, experts={**SIZES, "layers": [False, True, True, False]})  # type: ignore[arg-type]
     assert config.experts == ExpertsConfig(**SIZES, layers=(False, True, True, False))
     assert [config.has_experts_in(layer) for layer in range(4)] == [False, True, True, False]

@@ -1,4 +1,4 @@
-"""The rule that chooses a variant of the grouped GEMM."""
+"""The rule chooses the fastest measured variant of the grouped GEMM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_megatron.plan.grouped_gemm import (
 )
 
 C, W, S = "cooperative_128x256_1x1", "pingpong_128x192_1x2", "pingpong_128x128_1x2"
-# Rows, groups, n, k of the shapes that the rule was measured on, and the tiles of forward, data gradient, bf16 weight
+# Rows, groups, n and k of the measured shapes, and the tiles of forward, data gradient, bf16 weight
 # gradient and accumulating weight gradient.
 MEASURED = {
     "qwen3": ((32768, 32, 1536, 2048), (W, S, S, f"reduce_{S}")),

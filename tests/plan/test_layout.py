@@ -1,4 +1,4 @@
-"""Rank groups: equal to Megatron-Core's, and what a group is by its definition."""
+"""Rank groups equal Megatron-Core's and satisfy the definition of a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a batch is cut: as the user says, not at all, or for a pipeline whose stages are busy."""
+"""Batches are split as the user requests, not at all, or so that pipeline stages stay busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules: Megatron-Core's order, every action once, sizes that cannot run refused."""
+"""Schedules have Megatron-Core's order and every action once, and refuse sizes that cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of any type and size are taken, or refused by name, in one place for all records."""
+"""Settings of any type and size are accepted, or refused by name, for every dataclass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_megatron.strategy.options import StrategyOptions
 
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 16}
 SCALING = {"kind": "yarn", "original_length": 8}
-#: Every record with settings that it takes, and what returns the record itself.
+#: Every dataclass with legal settings, and a function that returns the dataclass.
 RECORDS: dict[str, tuple[type, Callable[..., Any], dict[str, Any]]] = {
     "strategy": (StrategyOptions, lambda **values: MegatronStrategy(**values).options, {}),
     "layout": (ParallelLayout, ParallelLayout, {"world_size": 8}),

@@ -1,4 +1,4 @@
-"""Shard ranges: every row is held, copies are counted, and what does not divide is refused."""
+"""Shard ranges cover every row, number their copies, and refuse sizes that do not divide."""
 
 from __future__ import annotations
 

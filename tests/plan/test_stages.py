@@ -1,4 +1,4 @@
-"""Layers of the stages: contiguous, complete, and the busiest stage as light as can be."""
+"""Stages have contiguous layers, all of them, and the lowest possible maximum cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients are summed once, after they are complete, in one order, and not before the slowest stage is done."""
+"""Gradients are reduced once, in one order, after the slowest stage has completed them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers: no order of arrival deadlocks, and every action finds its input."""
+"""Transfers never deadlock, and every action has its input in time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def matched(send: Transfer, receive: Transfer, sender: int, receiver: int, sched
 
 
 class Rank:
-    """One stage that runs its instructions strictly in order; an exchange blocks until all its peers are in theirs."""
+    """Stage that runs its instructions in order; an exchange blocks until its peers reach it."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.schedule, self.rank = program.schedule, rank
