@@ -14,7 +14,7 @@ pages runs once. A comment before a block names it and may state how the test ru
 A block ```text after <!-- prints: NAME --> is what the block NAME prints. `pip install ... &&` at the start of a bash
 block is left out: the package is installed when its tests run.
 Run as a program (`python -m tests.readme_blocks`), it writes the generated texts again: the map of the rooms in the
-README and in `docs/architecture.md`, and the page of options.
+README and in `docs/architecture.md`, the picture of their imports, and the page of options.
 """
 
 from __future__ import annotations
@@ -120,17 +120,21 @@ def printed_text() -> dict[str, str]:
     return {match["name"]: match["text"] for page in pages() for match in PRINTS.finditer(page.read_text())}
 
 
+def rooms() -> list[str]:
+    """Return the rooms that exist, in the order of the map."""
+    existing = {path.parent.name for path in (ROOT / "lightning_megatron").glob("*/__init__.py")}
+    known = f"{ROOMS} {ROOMS_APART}".split()
+    forgotten = existing - set(known)
+    assert not forgotten, f"tests/readme_blocks.py lacks the rooms {sorted(forgotten)}"
+    return [room for room in known if room in existing]
+
+
 def room_map() -> str:
     """Return one line for each room: its folder and the first sentence of its docstring."""
-    package = ROOT / "lightning_megatron"
-    existing = {path.parent.name for path in package.glob("*/__init__.py")}
-    rooms = [room for room in f"{ROOMS} {ROOMS_APART}".split() if room in existing]
-    forgotten = existing - set(rooms)
-    assert not forgotten, f"tests/readme_blocks.py lacks the rooms {sorted(forgotten)}"
-    width = max(map(len, rooms)) + 3
+    width = max(map(len, rooms())) + 3
     lines = ["lightning_megatron/\n"]
-    for room in rooms:
-        tree = ast.parse((package / room / "__init__.py").read_text())
+    for room in rooms():
+        tree = ast.parse((ROOT / "lightning_megatron" / room / "__init__.py").read_text())
         sentence = (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ")
         lines.append(f"  {room + '/':<{width}}{sentence}\n")
     return "".join(lines)
@@ -143,7 +147,9 @@ def write_map(page: Path) -> None:
 
 if __name__ == "__main__":
     from tests.options_page import OPTIONS, options_page
+    from tests.room_picture import PICTURE, room_picture
 
     write_map(README)
     write_map(DOCS / "architecture.md")
     OPTIONS.write_text(options_page())
+    PICTURE.write_text(room_picture())

@@ -13,6 +13,7 @@ import pytest
 from lightning_megatron.swap.families.known import FAMILIES
 from tests.options_page import OPTIONS, options_page
 from tests.readme_blocks import DOCS, MAP, README, ROOT, Block, pages, printed_text, read_blocks, room_map
+from tests.room_picture import PICTURE, room_picture
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +72,11 @@ def test_map_of_the_rooms_is_current(page: Path) -> None:
     found = MAP.search(page.read_text())
     assert found is not None
     assert found.group() == room_map(), "the map is old. Write it again: python -m tests.readme_blocks"
+
+
+def test_picture_of_the_rooms_is_current() -> None:
+    current = PICTURE.read_text() == room_picture()
+    assert current, "docs/rooms.svg is old. Draw it again: python -m tests.readme_blocks"
 
 
 def test_page_of_options_is_current() -> None:
