@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 import types
 from datetime import timedelta
 from pathlib import Path
@@ -87,5 +88,6 @@ def options_page() -> str:
             words = _legal(declared[name])
         legal = ", ".join(words)
         rows.append(f"| [`{name}`](#{name}) | `{parameter.default!r}` | {legal} |\n")
-        sections.append(f"\n## `{name}`\n\nDefault: `{parameter.default!r}`. Legal: {legal}.\n\n{explanations[name]}\n")
+        text = textwrap.fill(explanations[name], 98, break_long_words=False, break_on_hyphens=False)
+        sections.append(f"\n## `{name}`\n\nDefault: `{parameter.default!r}`. Legal: {legal}.\n\n{text}\n")
     return _INTRODUCTION + "".join(rows) + "".join(sections)
