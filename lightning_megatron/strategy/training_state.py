@@ -108,6 +108,8 @@ class TrainingState:
         self.replicas = ReplicaCheck(module, self.main, self._reducer, replica_check_interval)
         self._overflowed: frozenset[str] = frozenset()
         self._unfinished: frozenset[str] = frozenset()
+        #: Whether this stage trains nothing, and yet has to take part in what all ranks do after a backward pass.
+        self._only_takes_part = False
         self._num_tokens: Tensor | None = None
         self._is_in_backward = False
         self._epoch: int | None = None
@@ -270,6 +272,7 @@ class TrainingState:
                 that the mean over the ranks is wanted.
         """
         self._unfinished = frozenset(self.main.trained)
+        self._only_takes_part = not self._unfinished
         if num_tokens is not None:
             self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
@@ -289,8 +292,9 @@ class TrainingState:
         """
         self._see_raw_backward(loss_scale)
         names = self._unfinished if optimizer is None else self._unfinished & self.names_of(optimizer)
-        if not names:
+        if not names and not self._only_takes_part:
             return
+        self._only_takes_part = False
         if self._checks_gradients:
             check_finite(self._reducer.unreduced(names), self.mesh, self.step)
         if self.finite is not None and self.finite.looks:

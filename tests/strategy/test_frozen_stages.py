@@ -207,10 +207,11 @@ REFUSED = {
 }
 
 
-def trainer_of(strategy: Any, kind: type[Tuned], epochs: int, folder: str) -> L.Trainer:
+def trainer_of(strategy: Any, kind: type[Tuned], epochs: int, folder: str, devices: int = 2) -> L.Trainer:
     return L.Trainer(
         accelerator="cpu",
-        devices=2 if isinstance(strategy, MegatronStrategy) else 1,
+        devices=devices if isinstance(strategy, MegatronStrategy) else 1,
+        log_every_n_steps=1,
         strategy=strategy,
         max_epochs=epochs,
         logger=False,
@@ -268,3 +269,16 @@ def test_stages_train_what_one_process_trains(everywhere: list[Any], number: int
 def test_what_one_stage_alone_would_know_is_refused(everywhere: list[Any], number: int) -> None:
     for _, refusals in everywhere:
         assert re.search(list(REFUSED.values())[number], refusals[number])
+
+
+def train_with_copies(rank: int, size: int, folder: str) -> list[float]:
+    module = HeadOnly("llama")
+    strategy = MegatronStrategy(tp=2, pp=2, microbatch_size=4)
+    trainer_of(strategy, HeadOnly, 2, folder, size).fit(module, DataLoader(TOKENS, batch_size=4))
+    return module.losses
+
+
+def test_a_stage_that_trains_nothing_takes_part_when_copies_are_compared(tmp_path: Path) -> None:
+    expected = torch.tensor(fit(lambda: "auto", HeadOnly, "llama", str(tmp_path)))
+    for rank, losses in enumerate(run_world(train_with_copies, 4, str(tmp_path / "cut"))):
+        assert_equal(torch.tensor(losses), expected, f"rank {rank}", 1e-6)
