@@ -1,1 +1,1 @@
-"""Mixtures of experts in the place of MLPs: who gets which token, and what the experts make of it."""
+"""Mixture-of-experts layers: routing, token dispatch and grouped computation."""

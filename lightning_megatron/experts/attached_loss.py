@@ -1,4 +1,4 @@
-"""Losses of layers inside a model, which the backward pass of the main loss starts without being told of them."""
+"""Auxiliary losses that a layer attaches to an activation of the main loss."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch import Tensor
 
 
 class LossWeight:
-    """Say what the main loss of the microbatch that runs now is multiplied by before its backward pass.
+    """Factor of the current microbatch's main loss before its backward pass.
 
-    Layers read it when they attach a loss; whoever runs the microbatches sets it. A tensor may be filled in until the
-    backward pass of its microbatch: a stage that does not compute the main loss learns of its weight no earlier.
+    The code that runs the microbatches sets it, and layers read it when they attach a loss. A
+    tensor may be filled in until the backward pass of its microbatch. A pipeline stage that does
+    not compute the main loss receives the weight only then.
 
     Args:
-        value: The weight.
+        value: Factor of the main loss.
     """
 
     def __init__(self, value: float | Tensor = 1.0) -> None:
@@ -23,28 +24,31 @@ class LossWeight:
 
 
 def attach_loss(x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-    """Return ``x``, whose backward pass also starts one at ``loss``.
+    """Return ``x`` unchanged, and add the gradient of ``loss`` to the backward pass through it.
 
-    Equal to ``x``; gradients are those of ``main loss x its factor + loss x scale``.
+    The output equals ``x``. The gradients are those of ``main loss x its factor + loss x scale``.
 
-    What the caller owes, in each forward pass of a microbatch:
+    The caller must ensure three things in each forward pass of a microbatch:
 
-    * ``x`` leads to the main loss of this microbatch, also through later stages: a backward pass that does not come
-      by brings the loss no gradient. The probabilities of a router do.
-    * ``scale`` is what the main loss of this microbatch is multiplied by before its backward pass: the weight of the
-      microbatch in the step (one over their number, where they are alike) times the loss scale, if there is one. A
-      stage that does not compute the main loss must be told. A tensor is read in the backward pass: so a captured graph
-      follows it, and a weight that is found late, such as a count of tokens, can be filled in until then. Microbatches
-      in flight at once need a tensor each.
-    * ``loss`` is this rank's part by the rule at the head of ``experts.balance``: weights that see only this rank's
-      tokens are ``partial``, and gradients are averaged over the data group. It is attached once: on each tp rank
-      without sequence parallelism, too, as every one of them makes the whole gradient of what it holds a copy of.
+    * The main loss of this microbatch depends on ``x``, possibly through later stages. Otherwise no
+      backward pass reaches ``x``, and ``loss`` gets no gradient. A router attaches its losses to
+      its probabilities.
+    * ``scale`` is the factor of the main loss of this microbatch before its backward pass. It is
+      the weight of the microbatch in the step (``1 / number`` for microbatches of equal weight)
+      times the loss scale, if there is one. A stage that does not compute the main loss must
+      receive this factor. A tensor is read during the backward pass, so a captured graph uses its
+      current value, and a weight such as a token count may be filled in late. Microbatches that are
+      in flight together need one tensor each.
+    * ``loss`` is this rank's part under the rule in the docstring of ``experts.balance``. Weights
+      that see only this rank's tokens are ``partial``, and gradients are averaged over the data
+      group. The loss is attached once on every tp rank. Without sequence parallelism, too, each tp
+      rank computes the whole gradient of its replicated parameters.
 
-    Shapes: x any; loss a number.
+    Shapes: x any; loss a scalar.
 
     Args:
-        x: What the main loss is computed from.
-        loss: What else to minimise, coefficient included.
+        x: Activation that the main loss depends on.
+        loss: Additional loss, multiplied by its coefficient.
         scale: Factor of the loss in the backward pass.
     """
     return _Attached.apply(x, loss, scale)
@@ -53,11 +57,14 @@ def attach_loss(x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
 class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-        ctx.scale, ctx.loss_dtype, ctx.loss_device = scale, loss.dtype, loss.device
+        ctx.scale = scale
+        ctx.loss_dtype = loss.dtype
+        ctx.loss_device = loss.device
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # A copy, because the executor may reuse the tensor for another microbatch.
         if isinstance(ctx.scale, Tensor):
             start = ctx.scale.detach().to(ctx.loss_device, ctx.loss_dtype, copy=True)
         else:

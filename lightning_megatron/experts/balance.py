@@ -1,9 +1,11 @@
-"""What keeps the experts of a layer evenly loaded: losses of the router, and what a whole step's load changes.
+"""Load balancing of experts: the auxiliary loss, counts of routed tokens and bias updates.
 
-The tokens of a microbatch lie on several ranks: under sequence parallelism on those of tp, and on those of cp. A loss
-here is this rank's part, with a rule like that of a gradient: the parts are added over tp under sequence parallelism
-(without it all tp ranks have the same tokens and the same loss), and averaged over the data group (dp x cp). Gradients
-of a part are then right where the caller treats those of the weights so, and a number for a log is right, too.
+The tokens of a microbatch are spread over the cp ranks and, under sequence parallelism, over the tp
+ranks. Each function here returns this rank's part of a loss. Parts are combined as gradients are:
+summed over tp under sequence parallelism, and averaged over the data group (dp x cp). Without
+sequence parallelism all tp ranks have the same tokens and the same loss. If the caller reduces the
+weights' gradients by this rule, the gradients of the parts are correct. The same rule gives the
+value to log.
 """
 
 from __future__ import annotations
@@ -16,19 +18,21 @@ from lightning_megatron.groups.mesh import ParallelMesh
 
 
 def balance_loss(share_sums: Tensor, of_choices: Tensor, coefficient: float) -> Tensor:
-    """Return this rank's part of the loss that grows as tokens are spread unevenly.
+    """Return this rank's part of the auxiliary loss, which grows as the load becomes uneven.
 
-    Equal, over all tokens, to the coefficient times E times the sum over experts of (share of the choices) x (mean
-    probability): 1 where all experts are alike, E where all tokens go to one. Choices are constants; gradients reach
-    probabilities.
+    Over all tokens it equals the coefficient times E times the sum over experts of (share of the
+    choices) x (mean probability). Without the coefficient it is 1 for an even load and E if all
+    tokens go to one expert. Gradients flow through the probabilities only.
 
-    Shapes: both ``(1, E)`` for all sequences or ``(B, E)``; output a number.
+    Shapes: both ``(1, E)`` for all sequences together or ``(B, E)`` per sequence; output a scalar.
 
     Args:
-        share_sums: Sums over this rank's tokens of the probabilities of each expert; those of a token add up to 1.
-        of_choices: How often each expert is chosen, or how much of the choices it has.
-        coefficient: What the sum of products is multiplied by: for shares of choices, that of the loss times E over the
-            tokens of the microbatch on all tp ranks together; for counts, that over the choices of a row.
+        share_sums: Probabilities of each expert, summed over this rank's tokens; each token's sum
+            to 1.
+        of_choices: Count of the choices of each expert, or its share of all choices.
+        coefficient: Factor of the sum of products. For shares it is the loss coefficient times E,
+            divided by the tokens of the microbatch on all tp ranks. For counts it is further
+            divided by the number of choices in a row.
 
     Source: Fedus et al. 2022, equation 4; DeepSeek-AI 2024, equations 17 to 20 (of each sequence).
     """
@@ -36,7 +40,7 @@ def balance_loss(share_sums: Tensor, of_choices: Tensor, coefficient: float) -> 
 
 
 def num_choices(experts: Tensor, num_experts: int) -> Tensor:
-    """Count how often each expert is chosen, without a host read; -1 stands for none.
+    """Count how often each expert is chosen, without a host read. Entries of -1 are not counted.
 
     Shapes: experts ``(..., k)``; output ``(E,)`` int32.
     """
@@ -55,7 +59,7 @@ def num_choices_of_sequences(experts: Tensor, num_experts: int) -> Tensor:
 
 
 def microbatch_load(load: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Add this rank's counts of choices up over all ranks that have other tokens of the microbatch.
+    """Sum the counts of choices over all ranks that share the tokens of a microbatch.
 
     Shapes: load ``(..., E)`` integers; output the same.
     Communication: an all-reduce over tp under sequence parallelism, and one over cp.
@@ -70,7 +74,7 @@ def microbatch_load(load: Tensor, mesh: ParallelMesh) -> Tensor:
 
 
 def add_over_tokens_(x: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Add ``x`` up over all ranks that have other tokens, in place, and return it.
+    """Sum ``x`` in place over all ranks that have different tokens, and return it.
 
     Communication: an all-reduce over tp under sequence parallelism, and one over the data group.
     """
@@ -81,17 +85,17 @@ def add_over_tokens_(x: Tensor, mesh: ParallelMesh) -> Tensor:
 
 @torch.no_grad()
 def update_bias_(bias: Tensor, load: Tensor, rate: float) -> None:
-    """Raise the biases of experts with fewer tokens than the mean, and lower those of experts with more, in place.
+    """Raise the biases of underloaded experts and lower those of overloaded ones, in place.
 
     Shapes: bias ``(E,)``; load ``(E,)`` integers.
 
     Args:
-        bias: Of each expert.
-        load: Choices of a whole step on all ranks that have other tokens.
-        rate: What is added or taken.
+        bias: Bias of each expert.
+        load: Choices of each expert in a whole step, summed over all ranks.
+        rate: Amount that is added or subtracted.
 
     Source: Wang et al. 2024, algorithm 1.
     """
-    # Integers: an expert that has exactly the mean stays where it is.
+    # Integer arithmetic: the bias of an expert with exactly the mean load must not change.
     missing = load.sum() - load.to(torch.int64) * load.numel()
     bias.add_(missing.sign(), alpha=rate)

@@ -1,4 +1,7 @@
-"""Which experts a token goes to, given its scores; nothing here has a gradient or reads from the device."""
+"""Expert selection from scores, and expert capacity.
+
+No function here has a gradient or copies data from the device to the host.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,18 @@ from lightning_megatron.plan.experts import BEST_OF_GROUP, ExpertsConfig
 
 @torch.no_grad()
 def choose_experts(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Tensor:
-    """Return the experts with the highest scores, best first; of the best groups alone, where there are groups.
+    """Return the top-k experts of each token, best first.
 
-    Of equal scores that of the lower number comes first, so that every device and layout chooses the same.
+    With expert groups, only experts of the best groups are eligible.
+    Ties go to the expert with the lower index, so that every device and layout makes the same
+    choice.
 
     Shapes: scores ``(T, E)``; bias ``(E,)``; output ``(T, k)`` int64.
 
     Args:
-        scores: Of each expert.
-        bias: What is added to them, for this choice alone.
-        config: How many experts and groups.
+        scores: Scores of all experts for each token.
+        bias: Values added to the scores for the selection only.
+        config: Settings of the mixture.
 
     Source: DeepSeek-AI 2024, section 2.1.2.
     """
@@ -40,53 +45,54 @@ def choose_experts(scores: Tensor, bias: Tensor | None, config: ExpertsConfig) -
 
 
 def balanced_experts(num_tokens: int, first_turn: int, config: ExpertsConfig, device: torch.device) -> Tensor:
-    """Deal the experts out to tokens in turn, whatever the scores are.
+    """Assign experts to tokens round-robin, independently of the scores.
 
     Shapes: output ``(T, k)`` int64.
 
     Args:
         num_tokens: Tokens of this rank (tokens).
-        first_turn: The turn of the first choice: choices of earlier ranks.
-        config: How many experts.
-        device: Where the tokens are.
+        first_turn: Number of choices on earlier ranks, where this rank's turns start.
+        config: Settings of the mixture.
+        device: Device of the tokens.
     """
     turns = torch.arange(first_turn, first_turn + num_tokens * config.top_k, device=device)
     return (turns % config.num_experts).view(num_tokens, config.top_k)
 
 
 def expert_capacity(num_tokens: int, config: ExpertsConfig) -> int:
-    """Return how many tokens an expert takes: its even share times the capacity factor, rounded up (tokens).
+    """Return an expert's capacity: its even share times the capacity factor, rounded up (tokens).
 
     Args:
         num_tokens: Tokens that share the capacity (tokens).
-        config: Has a capacity factor.
+        config: Settings of the mixture, with a capacity factor.
     """
-    # As it is written: in floating point 1.1 times 10 is more than 11.
+    # Exact decimal arithmetic: in floating point 1.1 times 10 is more than 11.
     factor = Fraction(str(config.capacity_factor))
     return math.ceil(factor * num_tokens * config.top_k / config.num_experts)
 
 
 @torch.no_grad()
 def within_capacity(experts: Tensor, load: Tensor, capacity: int, mesh: ParallelMesh) -> Tensor:
-    """Tell which choices come first at their expert, so that it takes them.
+    """Return which choices fit into the capacity of their expert.
 
-    The order is that of positions, then of sequences, then of a token's own choices. So what a token gets does not
-    depend on later tokens of its sequence, as it would if high probabilities came first. Under sequence parallelism the
-    tokens of earlier tp ranks are before those of this rank: every layout of tp drops the same ones.
+    An expert accepts choices in the order of positions, then of sequences, then of a token's own
+    choices. A token's result therefore does not depend on later tokens of its sequence, as it would
+    with an order by probability. Under sequence parallelism the tokens of earlier tp ranks come
+    first, so that every tp size drops the same tokens.
 
-    Shapes: experts ``(T, k)``; load ``(E,)``; output ``(T, k)`` of truth values.
+    Shapes: experts ``(T, k)``; load ``(E,)``; output ``(T, k)`` bool.
 
     Args:
-        experts: The choices of this rank's tokens, by position and sequence.
-        load: How often each expert is among them.
-        capacity: How many tokens an expert takes.
+        experts: Choices of this rank's tokens, ordered by position and then by sequence.
+        load: Count of this rank's choices of each expert.
+        capacity: Tokens that an expert accepts (tokens).
         mesh: The groups of this rank.
 
     Communication: an all-gather of the load over tp under sequence parallelism.
     """
     flat = experts.flatten()
     by_expert = flat.argsort(stable=True)
-    # Where an expert's first choice would stand, if those of earlier ranks were before it.
+    # Index of an expert's first choice in `by_expert`, less the choices that earlier ranks made.
     start = load.cumsum(0) - load
     if mesh.sequence_parallel:
         start = start - gather_from_axis(load[None], mesh.tp, 0)[: mesh.tp.rank].sum(0)
@@ -95,5 +101,5 @@ def within_capacity(experts: Tensor, load: Tensor, capacity: int, mesh: Parallel
 
 
 def _highest(values: Tensor, count: int) -> Tensor:
-    # A copy: the backward pass keeps these numbers, and with a view of them the order of all experts.
+    # A copy: the backward pass saves these indices, and a view would keep the whole sort in memory.
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()

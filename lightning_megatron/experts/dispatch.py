@@ -1,4 +1,4 @@
-"""How tokens come to the ranks that hold their experts, and what the experts made of them back."""
+"""Dispatchers that move tokens to the ranks of their experts, and the outputs back."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_megatron.plan.shards import ShardRange
 
 @dataclass(frozen=True)
 class Exchange:
-    """Say which rows went where in an all-to-all.
+    """Row counts of an all-to-all, kept for the way back.
 
     Args:
-        row_map: Where the choices of this rank's tokens lie in the rows that it sent, sorted by expert.
-        sends: Rows that it sent to every rank.
-        receives: Rows that every rank sent to it.
+        row_map: Map from the choices of this rank's tokens to the rows it sent, sorted by expert.
+        sends: Number of rows sent to each rank.
+        receives: Number of rows received from each rank.
     """
 
     row_map: RowMap
@@ -34,15 +34,15 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Sent:
-    """Hold tokens on their way to the ranks of their experts.
+    """Tokens in transit to the ranks of their experts.
 
-    Shapes: of what arrives: hidden ``(N, D)``; probabilities and experts ``(N, k)``.
+    Shapes, on arrival: hidden ``(N, D)``; probabilities and experts ``(N, k)``.
 
     Args:
-        hidden: The tokens.
-        probabilities: What the outputs of the experts are multiplied by.
-        experts: Numbers of the experts, as the ranks count them that the tokens go to.
-        exchange: How they go, if by an all-to-all.
+        hidden: Hidden states of the tokens.
+        probabilities: Factors of the experts' outputs.
+        experts: Indices of the chosen experts, in the numbering of the receiving rank.
+        exchange: Row counts, if the tokens travel by an all-to-all.
     """
 
     hidden: InFlight
@@ -53,16 +53,16 @@ class Sent:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Hold what the experts of this rank compute on.
+    """Input of this rank's experts.
 
     Shapes: rows ``(R, D)``; probabilities ``(R)``; ends ``(E/ep)`` int32 on the device.
 
     Args:
-        rows: Tokens sorted by expert; those past the last end are of no expert.
-        probabilities: What every row's output is multiplied by.
-        row_map: Where the choices of the tokens that came here lie in the rows.
-        exchange: How they came, if by an all-to-all.
-        choices: What the tokens of this rank chose, if they were put where their experts are.
+        rows: Tokens sorted by expert. Rows past the last end belong to no expert.
+        probabilities: Factor of each row's output.
+        row_map: Map from the choices of the received tokens to the rows.
+        exchange: Row counts, if the tokens came by an all-to-all.
+        choices: Experts that this rank's own tokens chose, if one-sided puts moved the tokens.
     """
 
     rows: Tensor
@@ -73,40 +73,43 @@ class Dispatched:
 
     @property
     def ends(self) -> Tensor:
-        """Return one past the last row of every expert here."""
+        """Return the index one past the last row of each local expert."""
         return self.row_map.ends
 
 
 class Dispatcher(Protocol):
-    """Bring tokens to experts and back; nothing is kept between the calls but what they return.
+    """Interface of the transports that bring tokens to experts and back.
 
-    What is computed between :meth:`send` and :meth:`receive` runs beside the communication, forward and backward.
+    A dispatcher has no state: all that a call needs is in the result of the one before. Computation
+    between :meth:`send` and :meth:`receive` overlaps with the communication, forward and backward.
     """
 
     @property
     def is_static(self) -> bool:
-        """Tell whether sizes follow from those of the inputs, and nothing is read back from the device."""
+        """Return whether all sizes follow from input shapes, without a copy from device to host."""
 
     @property
     def needs_equal_counts(self) -> bool:
-        """Tell whether its ranks must have equally many tokens."""
+        """Return whether all its ranks must have the same number of tokens."""
 
     def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
-        """Start to bring every token to the experts that it chose.
+        """Start to send every token to the ranks of its experts.
 
         Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``.
 
         Args:
-            hidden: This rank's tokens.
-            probabilities: What the outputs of the chosen experts are multiplied by.
-            experts: Numbers of the chosen experts in the whole layer; -1 stands for none.
+            hidden: Hidden states of this rank's tokens.
+            probabilities: Factors of the chosen experts' outputs.
+            experts: Indices of the chosen experts in the whole layer; -1 means none.
         """
 
     def receive(self, sent: Sent) -> Dispatched:
-        """Wait for the tokens that come to the experts of this rank, and sort them by expert."""
+        """Wait for the tokens of this rank's experts, and sort them by expert."""
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """Bring outputs, already times their probabilities, back to the tokens and add them up.
+        """Return outputs to the ranks of their tokens, and sum them for each token.
+
+        The outputs are already multiplied by their probabilities.
 
         Shapes: outputs ``(R, D)``, undefined past the last end; result ``(T, D)``.
         """
@@ -114,55 +117,56 @@ class Dispatcher(Protocol):
 
 @dataclass(frozen=True)
 class LocalDispatcher:
-    """Sort tokens by expert; they stay where they are.
+    """Dispatcher without communication: it sorts this rank's tokens by expert.
 
-    Sizes are static, and nothing is read back from the device.
+    Sizes are static, and nothing is copied from the device to the host.
 
     Args:
-        here: The experts of this rank; what a token chose beside them adds nothing.
+        here: Experts of this rank. Choices of other experts are ignored.
     """
 
     here: ShardRange
 
     @property
     def is_static(self) -> bool:
-        """Tell that it is."""
+        """Return ``True``: all sizes follow from input shapes."""
         return True
 
     @property
     def needs_equal_counts(self) -> bool:
-        """Tell that other ranks do not matter."""
+        """Return ``False``: no other rank takes part."""
         return False
 
     def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
-        """Leave the tokens where they are."""
+        """Return the tokens as they are, without communication."""
         return Sent(InFlight(hidden), InFlight(probabilities), InFlight(experts))
 
     def receive(self, sent: Sent) -> Dispatched:
-        """Sort the tokens that chose experts of this rank."""
+        """Sort the tokens of this rank's experts."""
         row_map = map_rows(sent.experts.wait(), self.here.start, self.here.size)
         return Dispatched(*permute_both(sent.hidden.wait(), sent.probabilities.wait(), row_map), row_map)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """Add up the outputs of every token."""
+        """Sum the outputs of each token."""
         return unpermute(outputs, dispatched.row_map)
 
 
 @dataclass(frozen=True)
 class GatherDispatcher:
-    """Give every rank the tokens of all, and add up what each made of them.
+    """Dispatcher that all-gathers the tokens of an axis and reduce-scatters the outputs.
 
-    No token is dropped whatever the routing is. The ranks of the axis hold different tokens, equally many. Over etp,
-    whose ranks hold parts of the inner features of the same experts, the sum of what ranks made of a token is the sum
-    that tensor parallelism needs.
+    No token is dropped, whatever the routing. The ranks of the axis hold different tokens, in equal
+    numbers. Over etp the ranks hold parts of the inner features of the same experts, so the sum
+    over ranks is also the reduction that tensor parallelism needs.
 
     Args:
-        inner: What becomes of the tokens of all. If it is a :class:`LocalDispatcher`, sizes are static and nothing is
-            read back from the device.
-        axis: Over which tokens are gathered.
+        inner: Dispatcher of the gathered tokens. With a :class:`LocalDispatcher` all sizes are
+            static, and nothing is copied from the device to the host.
+        axis: Axis over which tokens are gathered.
 
-    Communication: send all-gathers tokens, probabilities and experts, backward it reduce-scatters the gradients of
-        the former two; combine reduce-scatters outputs, backward it all-gathers their gradients.
+    Communication: ``send`` all-gathers tokens, probabilities and experts; its backward pass
+        reduce-scatters the gradients of tokens and probabilities. ``combine`` reduce-scatters
+        outputs; its backward pass all-gathers their gradients.
     """
 
     inner: Dispatcher
@@ -170,16 +174,16 @@ class GatherDispatcher:
 
     @property
     def is_static(self) -> bool:
-        """Tell whether what becomes of the tokens of all is."""
+        """Return whether the inner dispatcher is static."""
         return self.inner.is_static
 
     @property
     def needs_equal_counts(self) -> bool:
-        """Tell that an all-gather takes equal parts."""
+        """Return ``True``: an all-gather needs equal parts."""
         return True
 
     def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
-        """Start to gather all tokens."""
+        """Start to all-gather the tokens, their probabilities and their experts."""
         return Sent(
             start_all_gather_sequence(hidden, self.axis),
             start_all_gather_sequence(probabilities, self.axis),
@@ -187,28 +191,30 @@ class GatherDispatcher:
         )
 
     def receive(self, sent: Sent) -> Dispatched:
-        """Pass the tokens of all on."""
+        """Wait for the gathered tokens, and give them to the inner dispatcher."""
         gathered = sent.hidden.wait(), sent.probabilities.wait(), sent.experts.wait()
         return self.inner.receive(self.inner.send(*gathered))
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """Add up this rank's outputs of every token, then those of all ranks."""
+        """Sum the outputs of each token on this rank, then over all ranks."""
         return reduce_scatter_sequence(self.inner.combine(outputs, dispatched), self.axis)
 
 
 @dataclass(frozen=True)
 class AllToAllDispatcher:
-    """Send every token to the ranks of the experts that it chose, once for each of them.
+    """Dispatcher that sends one row for each choice to the rank of the chosen expert.
 
-    Nothing is sent in vain and no token is dropped, but buffers have the sizes of this very routing, for which the host
-    reads one small tensor back. Ranks may have different numbers of tokens.
+    Only rows that an expert needs are sent, and no token is dropped. Buffer sizes depend on the
+    routing, so the host reads one small tensor from the device. Ranks may have different numbers of
+    tokens.
 
     Args:
-        num_experts: Experts of the layer.
-        axis: The ranks that share them in equal parts (ep).
+        num_experts: Number of experts of the layer.
+        axis: Axis that divides the experts into equal parts (ep).
 
-    Communication: send exchanges counts, tokens and probabilities, backward the gradients of the latter two;
-        combine exchanges outputs, backward their gradients.
+    Communication: ``send`` exchanges counts, tokens and probabilities; its backward pass exchanges
+        the gradients of tokens and probabilities. ``combine`` exchanges outputs; its backward pass
+        exchanges their gradients.
     """
 
     num_experts: int
@@ -216,41 +222,43 @@ class AllToAllDispatcher:
 
     @property
     def is_static(self) -> bool:
-        """Tell that it is not."""
+        """Return ``False``: buffer sizes depend on the routing."""
         return False
 
     @property
     def needs_equal_counts(self) -> bool:
-        """Tell that ranks tell each other how many rows they send."""
+        """Return ``False``: ranks exchange their row counts."""
         return False
 
     def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
-        """Start to send tokens to their experts, once the host knows how many go where."""
+        """Exchange row counts, read them on the host, and start to send the rows."""
         leaving = map_rows(experts, 0, self.num_experts)
         counts = torch.diff(leaving.ends, prepend=leaving.ends.new_zeros(1)).view(self.axis.size, -1)
         one_each = (1,) * self.axis.size
         arriving = exchange_rows(counts, one_each, one_each, self.axis)
         sends, receives = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-        # Now the host knows how many rows there are.
+        # `pairs` has room for all choices; dropped choices (-1) are past the rows that are sent.
         leaving = replace(leaving, pairs=leaving.pairs[: sum(sends)])
         rows, scales = (
             start_row_exchange(tensor, sends, receives, self.axis)
             for tensor in permute_both(hidden, probabilities, leaving)
         )
-        # They come sorted by rank, then by expert.
+        # Rows arrive sorted by sending rank, then by expert: rebuild each row's expert index from
+        # counts.
         num_here = counts.shape[1]
         numbers = torch.arange(num_here, device=counts.device).repeat(self.axis.size)
         found = torch.repeat_interleave(numbers, arriving.flatten(), output_size=sum(receives))
         return Sent(rows, scales, InFlight(found), Exchange(leaving, tuple(sends), tuple(receives)))
 
     def receive(self, sent: Sent) -> Dispatched:
-        """Sort the tokens that came by expert."""
+        """Wait for the rows, and sort them by expert."""
         row_map = map_rows(sent.experts.wait().unsqueeze(1), 0, self.num_experts // self.axis.size)
-        rows, scales = sent.hidden.wait(), sent.probabilities.wait()
+        rows = sent.hidden.wait()
+        scales = sent.probabilities.wait()
         return Dispatched(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, sent.exchange)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send outputs back and add up those of every token."""
+        """Send outputs back to the ranks of their tokens, and sum them for each token."""
         exchange = dispatched.exchange
         assert exchange is not None, "these rows came by an all-to-all"
         rows = unpermute(outputs, dispatched.row_map)
@@ -258,16 +266,17 @@ class AllToAllDispatcher:
 
 
 def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:
-    """Refuse microbatches of different sizes on the ranks that gather each other's tokens, on all of them.
+    """Raise on all ranks if the ranks that gather each other's tokens have different token counts.
 
     Args:
         num_tokens: Tokens of this rank's microbatch (tokens).
         mesh: The groups of this rank.
 
     Raises:
-        RankMismatchError: If they differ.
+        RankMismatchError: If the token counts differ.
 
-    Communication: an all-reduce on the CPU over the ranks that hold all experts of a stage together.
+    Communication: an all-reduce on the CPU over the ranks that hold all experts of a stage
+        together.
     """
     smallest, largest = all_reduce_(torch.tensor([-num_tokens, num_tokens]), mesh.experts_cpu, "max").tolist()
     if -smallest != largest:

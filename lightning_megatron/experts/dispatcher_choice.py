@@ -1,4 +1,4 @@
-"""How the dispatcher of a layer is chosen."""
+"""Choice of a layer's token dispatcher."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_megatron.plan.shards import ShardRange, even_range
 
 @dataclass(frozen=True)
 class DispatcherChoice:
-    """Name the dispatcher of a layer, and why.
+    """Dispatcher of a layer, with the reason for its choice.
 
     Args:
-        dispatcher: What brings tokens to experts.
-        transport: How they come to the ranks of ep.
-        reason: Why this one, for the log.
+        dispatcher: Dispatcher that moves tokens to experts.
+        transport: Transport over ep.
+        reason: Reason for the choice, for the log.
     """
 
     dispatcher: Dispatcher
@@ -30,24 +30,26 @@ class DispatcherChoice:
 def choose_dispatcher(
     num_experts: int, top_k: int, mesh: ParallelMesh, transport: Transport = "auto", *, has_shared: bool = False
 ) -> DispatcherChoice:
-    """Choose how tokens come to experts.
+    """Choose the dispatcher of a layer.
 
-    An all-gather brings a rank the tokens of ep - 1 others, an all-to-all top_k / ep times as many rows. Puts bring it
-    those of them that chose its experts, and have the static sizes of an all-gather: they take its place on GPUs that
-    write into each other's memory, unless it has a shared expert to run beside.
+    An all-gather sends each rank the tokens of ``ep - 1`` other ranks; an all-to-all sends
+    ``top_k / ep`` times as many rows. One-sided puts send only the tokens that chose the rank's
+    experts, with the static sizes of an all-gather. They replace the all-gather on GPUs with peer
+    access, unless the all-gather can overlap with a shared expert.
 
     Args:
-        num_experts: Experts of the layer.
-        top_k: Experts that a token goes to.
+        num_experts: Number of experts of the layer.
+        top_k: Number of experts that each token chooses.
         mesh: The groups of this rank.
-        transport: How tokens come to the ranks of ep.
-        has_shared: Whether a network that every token goes through runs while tokens are on their way.
+        transport: Requested transport over ep.
+        has_shared: Whether a shared expert runs while tokens are in transit.
 
     Raises:
         ParallelPlanError: If the experts do not divide by ep.
-        UnsupportedError: If GPUs cannot put tokens where they were asked to.
+        UnsupportedError: If puts are requested and the GPUs have no peer access.
 
-    Communication: that of :func:`~lightning_megatron.experts.peer_transfer.why_no_puts`, where puts may be chosen.
+    Communication: that of :func:`~lightning_megatron.experts.peer_transfer.why_no_puts`, where puts
+        may be chosen.
     """
     here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
     chosen, why = _transport(top_k, mesh, transport, has_shared)
@@ -60,7 +62,7 @@ def choose_dispatcher(
 
 
 def _transport(top_k: int, mesh: ParallelMesh, asked: Transport, has_shared: bool) -> tuple[ChosenTransport, str]:
-    """Choose what goes over ep, and say why."""
+    """Return the transport over ep, and the reason for it."""
     ep = mesh.ep.size
     if ep == 1:
         return "none", "ep is 1, so that this rank has all experts"
@@ -69,15 +71,20 @@ def _transport(top_k: int, mesh: ParallelMesh, asked: Transport, has_shared: boo
     why = f"top_k ({top_k}) is {'at least' if top_k >= ep else 'below'} ep ({ep})"
     if top_k < ep or mesh.device.type != "cuda":
         return transport_over_ep(top_k, ep), why
+    # A put cannot overlap with the shared expert, an all-gather can.
     reason = "it runs beside the shared expert" if has_shared else why_no_puts(mesh.ep, mesh.device)
-    why += ", and these GPUs write into each other's memory" if reason is None else f"; no puts: {reason}"
+    if reason is None:
+        why += ", and these GPUs write into each other's memory"
+    else:
+        why += f"; no puts: {reason}"
     return transport_over_ep(top_k, ep, can_put=reason is None), why
 
 
 def _over_ep(
     here: ShardRange, num_experts: int, mesh: ParallelMesh, transport: ChosenTransport
 ) -> tuple[Dispatcher, str]:
-    local, ep = LocalDispatcher(here), mesh.ep
+    local = LocalDispatcher(here)
+    ep = mesh.ep
     if transport == "none":
         return local, "no dispatch"
     if transport == "one_sided":

@@ -1,4 +1,4 @@
-"""The router's product: in float32 or wider, whatever the dtype of its operands is."""
+"""Linear layer of the router, computed in float32 or wider for operands of any dtype."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def exact_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which a router computes on a tensor."""
+    """Return the dtype in which the router computes for an input: float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def exact_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Multiply by the transpose of a weight in float32 or wider, and keep operands in the dtype that they have.
+    """Multiply by the transpose of a weight in float32 or wider, without a cast of the operands.
 
-    Operands of one half type on a GPU are multiplied by its tensor cores, which make exact products of them and add
-    those up in float32. The gradient of the result is then split into two numbers of that type, whose sum has all but
-    its last 2^-16 (bfloat16) and goes through the same cores.
+    On a GPU, operands that share a half type use tensor cores, whose products are exact and whose
+    sums are float32. The backward pass splits the float32 gradient into two numbers of the half
+    type. Their sum is exact to a relative error of 2^-16 (bfloat16), and both go through the tensor
+    cores.
 
     Shapes: hidden ``(..., D)``; weight ``(E, D)``; output ``(..., E)``.
     """
@@ -49,9 +50,11 @@ class _ExactLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        grad, rows = grads[0].flatten(0, -2), hidden.flatten(0, -2)
-        # The weight's gradient in parts of a sum.
-        grad_rows, grad_weight = None, None
+        grad = grads[0].flatten(0, -2)
+        rows = hidden.flatten(0, -2)
+        grad_rows = None
+        # The first dimension holds terms of a sum: two on tensor cores, else one.
+        grad_weight = None
         with _without_autocast(grad):
             if _on_tensor_cores(hidden, weight):
                 parts = _split(grad, hidden.dtype)
@@ -76,7 +79,7 @@ def _on_tensor_cores(hidden: Tensor, weight: Tensor) -> bool:
 
 
 def _split(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Write each number as the sum of two of a half type; those of a row are followed by their remainders."""
+    """Split each number into a sum of two of a half type; each row precedes its remainders."""
     parts = torch.empty((grad.shape[0], 2, grad.shape[1]), dtype=dtype, device=grad.device)
     kernels = fused_kernels(parts)
     if kernels is not None:
@@ -88,6 +91,6 @@ def _split(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     kind = x.device.type
-    # Meta has none. The context takes longer than a launch, so it is not entered in vain.
+    # The meta device has no autocast. Entering the context costs more than a kernel launch.
     is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if is_on else nullcontext()

@@ -1,4 +1,4 @@
-"""The product of rows that are sorted by group with one weight for each group, on the fastest kernel that is there."""
+"""Grouped linear layer: rows sorted by group, one weight per group, on the fastest kernel."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from lightning_megatron.experts.product_choice import Backend, choose_product
 from lightning_megatron.experts.products import PRODUCTS, Loop
 from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
 
-#: What computes the output of rows, weights (or their stack) and ends.
+#: Function from rows, weights (or their stack) and ends to the output.
 Output = Callable[[Tensor, Sequence[Tensor] | Tensor, Tensor], Tensor]
 
 
 def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None) -> Tensor:
     """Multiply each group of rows by the transpose of its own weight.
 
-    Equal to ``linear(rows[ends[e - 1]:ends[e]], weights[e])`` for every group ``e``. Rows past the last end are neither
-    read nor written, forward and backward: what they hold in the output and in the gradient of ``rows`` is undefined.
-    The weight of an empty group has a gradient of zeros. Weights that have a gradient slot get their gradients there;
-    the bundled kernels sum them in float32 where the slots lie at equal distances.
+    Equal to ``linear(rows[ends[e - 1]:ends[e]], weights[e])`` for every group ``e``. Rows past the
+    last end are neither read nor written, forward and backward: their values in the output and in
+    the gradient of ``rows`` are undefined. The weight of an empty group has a gradient of zeros.
+    The gradient of a weight with a gradient slot is added to the slot. The bundled kernels
+    accumulate it in float32 if the slots have a constant stride in one buffer.
 
-    Weights that lie in one memory at equal distances, in order, are multiplied as they are; the kernels copy others
-    side by side first. A stack ``(E, N, K)`` of them is given as ``stack.unbind()``.
+    Weights with a constant stride in one buffer, in order, are used in place. Other weights are
+    first copied into one tensor. Pass a stack ``(E, N, K)`` as ``stack.unbind()``.
 
-    Inside of ``torch.compile`` it is one operator, and gradients reach slots through autograd.
+    Under ``torch.compile`` this is a single operator, and gradients reach slots through autograd.
 
-    Shapes: rows ``(R, K)``; weights E of ``(N, K)``; ends ``(E)`` int32 on the device of rows; output ``(R, N)``.
+    Shapes: rows ``(R, K)``; weights E of ``(N, K)``; ends ``(E)`` int32 on the device of rows;
+        output ``(R, N)``.
 
     Args:
         rows: Rows sorted by group.
         weights: One weight for each group.
-        ends: One past the last row of every group.
-        backend: What computes it; None leaves the choice to :func:`choose_product`.
+        ends: Index one past the last row of each group.
+        backend: Backend of the product; None leaves the choice to :func:`choose_product`.
     """
     weights = tuple(weights)
     kind = rows.device.type
@@ -55,14 +57,14 @@ def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backen
 def differentiable_product(
     rows: Tensor, weights: tuple[Tensor, ...], ends: Tensor, product: type[Loop], output: Output
 ) -> Tensor:
-    """Compute a product and tell autograd of it; :func:`grouped_linear` says what it is.
+    """Compute a grouped product with gradients, as documented in :func:`grouped_linear`.
 
     Args:
         rows: Rows sorted by group.
         weights: One weight for each group.
-        ends: One past the last row of every group.
-        product: What computes the gradients.
-        output: What computes the output.
+        ends: Index one past the last row of each group.
+        product: Backend that computes the gradients.
+        output: Function that computes the output.
     """
     rows = rows.contiguous()
     slots = [slot for slot in slots_of(weights) if slot is not None] if torch.is_grad_enabled() else []
@@ -72,10 +74,11 @@ def differentiable_product(
 
 
 class _IntoSlots(torch.autograd.Function):
-    """Compute a product all of whose weights have slots.
+    """Grouped product whose weights all have gradient slots.
 
-    Autograd is told of the first weight alone: it has no gradient to give to any, and each that it knows costs it more
-    than the slots do.
+    Autograd sees only the first weight. The backward pass adds weight gradients to the slots and
+    returns none, and every further tensor input costs more host time in autograd than its slot
+    does.
     """
 
     @staticmethod
@@ -90,9 +93,12 @@ class _IntoSlots(torch.autograd.Function):
         slots: list[GradientSlot],
     ) -> Tensor:
         ctx.save_for_backward(rows, ends)
-        ctx.product, ctx.weights, ctx.slots = product, weights, slots
+        ctx.product = product
+        ctx.weights = weights
+        ctx.slots = slots
+        # The weights bypass `save_for_backward`, so the check for in-place changes is made here.
         ctx.versions = _versions(weights)
-        # Kept for the backward pass only if it takes no memory.
+        # None unless the stack is a view: a copy would stay in memory until the backward pass.
         ctx.view = SlotRow.of(slots).stacked_weights(weights)
         return output(rows, weights if ctx.view is None else ctx.view, ends)
 
@@ -106,7 +112,8 @@ class _IntoSlots(torch.autograd.Function):
                 "modified by an inplace operation. The gradient would be that of another function. Step the optimizer "
                 "after the backward pass."
             )
-        grad, grad_rows = grads[0].contiguous(), None
+        grad = grads[0].contiguous()
+        grad_rows = None
         if ctx.needs_input_grad[0]:
             grad_rows = ctx.product.input_gradient(grad, ctx.weights if ctx.view is None else ctx.view, ends)
         ctx.product.add_weight_gradients(grad, rows, ends, ctx.slots)
@@ -123,7 +130,8 @@ class _GroupedLinear(torch.autograd.Function):
         needs_weights = any(ctx.needs_input_grad[4:])
         ctx.save_for_backward(rows if needs_weights else None, ends, *weights)
         ctx.product = product
-        # The slots of this moment: a frozen weight has none, even if it is thawed before the backward pass.
+        # Slots at the time of the forward pass: a weight that is frozen now gets no gradient, even
+        # if it is unfrozen before the backward pass.
         ctx.slots = slots_of(weights)
         return output(rows, weights, ends)
 
@@ -131,7 +139,8 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, ends, *weights = ctx.saved_tensors
-        grad, grad_rows = grads[0].contiguous(), None
+        grad = grads[0].contiguous()
+        grad_rows = None
         if ctx.needs_input_grad[0]:
             grad_rows = ctx.product.input_gradient(grad, weights, ends)
         grad_weights: list[Tensor | None] = [None] * len(weights)

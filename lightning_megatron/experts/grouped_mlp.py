@@ -1,4 +1,4 @@
-"""The experts of a layer that this rank holds: each an MLP of its own, all computed together."""
+"""Local experts of a layer: one MLP each, computed together by grouped products."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from lightning_megatron.plan.shards import ShardRange, even_range, gated_ranges
 
 
 class ExpertWeight(nn.Module):
-    """Hold one matrix of one expert; the experts compute with those of all.
+    """One weight matrix of one expert.
+
+    It has no ``forward``: :class:`GroupedMLP` multiplies by the matrices of all experts at once.
 
     Args:
         out_features: Rows of the full matrix (elements).
         in_features: Columns of the full matrix (elements).
-        ranges: What this rank holds of it.
-        dim: The dimension that ``ranges`` cut.
-        initializer: How the full matrix starts.
+        ranges: Ranges of the full matrix that this rank holds.
+        dim: Dimension that the ranges cut.
+        initializer: Initializer of the full matrix.
     """
 
     def __init__(
@@ -44,31 +46,34 @@ class ExpertWeight(nn.Module):
 
 
 class GroupedMLP(nn.ModuleDict):
-    """Apply to each row the MLP of its expert, and multiply by the row's probability.
+    """Apply to each row the MLP of its expert, and multiply the result by the row's probability.
 
-    Equal to ``probability * MLP_e(row)`` with the MLP of ``layers.mlp`` without biases. The probability is applied to
-    the inner features, where the second product's backward pass needs no output of it.
+    Equal to ``probability * MLP_e(row)`` with the MLP of ``layers.mlp`` without biases. The
+    probability multiplies the inner features. Applied after the second product, its backward pass
+    would need that product's output.
 
-    Every expert has parameters of its own, under its number in the whole model (``3.gate_up.weight``): names, first
-    values, checkpoints and optimizer state are the same in every layout, and whatever reads parameters and their
-    ShardSpec knows experts without a further word. Products want the weights of all experts as one tensor: it is a view
-    of them, because the flat buffers of training lay parameters of equal sizes out at equal distances.
+    Every expert has its own parameters, named by its index in the layer (``3.gate_up.weight``).
+    Names, initial values, checkpoints and optimizer state are therefore the same in every layout,
+    and code that reads parameters and their ``ShardSpec`` needs no special case. The kernels read
+    the weights of all experts as one tensor. It is a view, because the flat buffers of training
+    store parameters of equal size at a constant stride.
 
-    Shapes: rows ``(R, D)`` sorted by expert; probabilities ``(R)``; ends ``(E/ep)``; output ``(R, D)``. Rows past the
-    last end are undefined.
+    Shapes: rows ``(R, D)`` sorted by expert; probabilities ``(R)``; ends ``(E/ep)``; output ``(R,
+    D)``. Rows past the last end are undefined.
 
     Args:
         hidden_size: Size of each row (elements).
-        config: Numbers and sizes of the experts.
+        config: Settings of the mixture.
         mesh: The groups of this rank.
-        activation: As of ``layers.mlp``.
-        initializer: How first weights start.
-        output_initializer: How second weights start.
+        activation: Activation, one of those of ``layers.mlp``.
+        initializer: Initializer of the first matrix of each expert.
+        output_initializer: Initializer of the second matrix of each expert.
 
     Raises:
         ParallelPlanError: If the experts do not divide by ep, or their inner features by etp.
 
-    Communication: none; with etp above 1 the outputs are parts of a sum over etp, which the dispatcher adds up.
+    Communication: none. With etp above 1 the outputs are partial sums, which the dispatcher
+        reduces.
     Source: Shazeer et al. 2017; Shazeer 2020 (gates).
     """
 
@@ -89,27 +94,28 @@ class GroupedMLP(nn.ModuleDict):
         cut = even_range(inner, etp.size, etp.rank, what="ffn_hidden_size of experts", axis="etp")
         parts = gated_ranges(inner, etp.size, etp.rank) if is_gated(activation) else (cut,)
         here = even_range(config.num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
-        # The last one first: flat buffers have parameters in reverse order, and views of several go forward.
+        # In reverse, because flat buffers store parameters in reverse: the experts then lie in
+        # ascending order.
         for number in reversed(range(here.start, here.stop)):
             first = ExpertWeight(len(parts) * inner, hidden_size, parts, 0, initializer)
             second = ExpertWeight(hidden_size, inner, (cut,), 1, output_initializer)
             self[str(number)] = nn.ModuleDict({self.first_name: first, "down": second})
 
     def weights(self, name: str) -> list[Tensor]:
-        """List one of the matrices of all experts here, in their order.
+        """Return one matrix of every local expert, in ascending order of experts.
 
         Args:
-            name: ``gate_up`` or ``up``, or ``down``.
+            name: Name of the matrix: ``gate_up``, ``up`` or ``down``.
         """
         return [_weight_of(expert._modules[name]) for expert in reversed(list(self._modules.values()))]
 
     def forward(self, rows: Tensor, probabilities: Tensor, ends: Tensor) -> Tensor:
-        """Return every row's output of its expert, times its probability.
+        """Return the expert's output for each row, multiplied by the row's probability.
 
         Args:
             rows: Rows sorted by expert.
-            probabilities: What each row's output is multiplied by.
-            ends: One past the last row of every expert here (int32, on the device).
+            probabilities: Factor of each row's output.
+            ends: Index one past the last row of each local expert (int32, on the device).
         """
         first = self.weights(self.first_name)
         if self.activation == "swiglu" and is_one_launch(rows, first):
@@ -120,22 +126,22 @@ class GroupedMLP(nn.ModuleDict):
 
 
 def _weight_of(module: Any) -> Tensor:
-    """Return the weight; asked of all experts in every product, so not by nn.Module's search where it is plain."""
+    """Return a module's weight, without the slow attribute lookup of ``nn.Module`` if possible."""
     weight = module._parameters.get("weight")
     return module.weight if weight is None else weight
 
 
 def weighted_activation(inner: Tensor, probabilities: Tensor, ends: Tensor, activation: Activation) -> Tensor:
-    """Apply an activation to rows, and multiply each by its probability.
+    """Apply an activation to rows, and multiply each row by its probability.
 
-    Shapes: inner ``(R, F)``, of gated activations ``(R, 2 F)``; probabilities ``(R)``; output ``(R, F)``. Rows past the
-    last end are undefined.
+    Shapes: inner ``(R, F)``, or ``(R, 2 F)`` for gated activations; probabilities ``(R)``; output
+    ``(R, F)``. Rows past the last end are undefined.
 
     Args:
-        inner: What the activation is applied to.
-        probabilities: Of every row, in float32 or wider.
-        ends: One past the last row of every expert here.
-        activation: As of ``layers.mlp``.
+        inner: Input of the activation.
+        probabilities: Factor of each row, in float32 or wider.
+        ends: Index one past the last row of each local expert.
+        activation: Activation, one of those of ``layers.mlp``.
     """
     kernels = fused_kernels(inner) if activation == "swiglu" else None
     if kernels is not None:

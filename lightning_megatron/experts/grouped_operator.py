@@ -1,4 +1,4 @@
-"""Grouped products as operators of torch: what ``torch.compile`` and ``torch.export`` see of them."""
+"""Grouped products as custom operators of torch, for ``torch.compile`` and ``torch.export``."""
 
 from __future__ import annotations
 
@@ -82,9 +82,10 @@ _output.register_autograd(_differentiate, setup_context=_keep)
 
 
 def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None) -> Tensor:
-    """Return ``torch.ops.lightning_megatron.grouped_linear``: :func:`experts.grouped_linear.grouped_linear`, traced.
+    """Call ``torch.ops.lightning_megatron.grouped_linear``, which can be traced.
 
-    Equal to that function for weights without gradient slots. What computes it is chosen when it runs.
+    Equal to :func:`experts.grouped_linear.grouped_linear` for weights without gradient slots. The
+    backend is chosen at run time.
     """
     return cast(Tensor, _output(rows, list(weights), ends, backend))
 

@@ -1,4 +1,4 @@
-"""The first product of experts with SwiGLU and the probability of each row applied in the same launch."""
+"""Grouped linear layer fused with SwiGLU and the probability of each row, in one kernel launch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_megatron.layers.kernel_choice import fused_kernels
 
 
 def is_one_launch(rows: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Tell whether :func:`grouped_swiglu` serves a product, and pays.
+    """Return whether :func:`grouped_swiglu` supports a product and is expected to be faster.
 
-    Never under autocast or inside of ``torch.compile``: the activation is then left to torch.
+    It is ``False`` under autocast and under ``torch.compile``, where torch computes the activation.
 
     Args:
         rows: Rows sorted by group.
@@ -30,26 +30,27 @@ def is_one_launch(rows: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def grouped_swiglu(rows: Tensor, weights: Sequence[Tensor], probabilities: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group of rows by its own weight, apply SwiGLU, and multiply each row by its probability.
+    """Multiply each group of rows by its weight, apply SwiGLU, and scale rows by probabilities.
 
-    Equal to ``silu(gate) * up * probability`` of ``gate, up = grouped_linear(rows, weights, ends).chunk(2, -1)``, with
-    the product rounded to the dtype of rows before the activation. So the gradients are those of the two one after the
-    other, which compute them: the product is kept for the backward pass. Where gradients are off it is not stored at
-    all, which is also the first of the two forward passes of recomputed experts.
+    Equal to ``silu(gate) * up * probability`` with ``gate, up = grouped_linear(rows, weights,
+    ends).chunk(2, -1)``. The product is rounded to the dtype of rows before the activation, so the
+    result equals that of the two separate operators. Their kernels compute the gradients, from the
+    product that the forward pass saves. With gradients off the product is not stored. This includes
+    the first forward pass of recomputed experts.
 
-    Weights, slots, ends and what rows past the last end hold are as of :func:`grouped_linear`.
+    Weights, slots, ends and rows past the last end follow the rules of :func:`grouped_linear`.
 
-    Shapes: rows ``(R, K)``; weights E of ``(2 F, K)``, gates first; probabilities ``(R)``; ends ``(E)`` int32 on the
-    device of rows; output ``(R, F)``.
+    Shapes: rows ``(R, K)``; weights E of ``(2 F, K)``, gates first; probabilities ``(R)``; ends
+    ``(E)`` int32 on the device of rows; output ``(R, F)``.
 
     Args:
-        rows: Rows sorted by group, in bfloat16 on a GPU that the bundled kernels run on.
+        rows: Rows sorted by group, in bfloat16 on a GPU that the bundled kernels support.
         weights: One weight for each group.
-        probabilities: What each row is multiplied by, in float32.
-        ends: One past the last row of every group.
+        probabilities: Factor of each row, in float32.
+        ends: Index one past the last row of each group.
 
     Raises:
-        UnsupportedError: If there is no Triton for the backward pass.
+        UnsupportedError: If the Triton kernels of the backward pass are not available.
 
     Source: Shazeer 2020.
     """
@@ -59,7 +60,8 @@ def grouped_swiglu(rows: Tensor, weights: Sequence[Tensor], probabilities: Tenso
             f"rows must be of a half type on a GPU with Triton, outside of autocast: they are {rows.dtype} on "
             f"{rows.device}. The kernels of this project compute the gradients. Use grouped_linear and an activation."
         )
-    weights, factors = tuple(weights), probabilities.detach().float().contiguous()
+    weights = tuple(weights)
+    factors = probabilities.detach().float().contiguous()
     if not torch.is_grad_enabled():
         return Bundled.swiglu(rows.contiguous(), weights, factors, ends, keep=False)[0]
     activated: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a block's MLP: router, dispatcher, experts, and the MLP beside them."""
+"""Mixture-of-experts layer: router, dispatcher, routed experts and an optional shared expert."""
 
 from __future__ import annotations
 
@@ -23,34 +23,36 @@ from lightning_megatron.plan.experts import ExpertsConfig, Transport
 
 
 class MixtureOfExperts(nn.Module):
-    """Send each token to the experts that its router chooses, and add up what they make of it.
+    """Send each token to the experts that the router chooses, and sum their weighted outputs.
 
-    Equal to a loop over tokens and their experts, ``sum of probability_e * MLP_e(x)`` plus the output of the shared
-    expert, and to Hugging Face's MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock and DeepseekV3MoE with the same weights.
+    Equal to ``sum of probability_e * MLP_e(x)`` over the chosen experts of each token, plus the
+    output of the shared expert. Also equal to Hugging Face's MixtralSparseMoeBlock,
+    Qwen3MoeSparseMoeBlock and DeepseekV3MoE with the same weights.
 
-    It is a list of segments. Those between the router and the sum of outputs are static where the dispatcher is.
-    Without sequence parallelism all tp ranks have the same tokens; each of them then sends its own share.
+    The layer runs as a list of segments. The segments from ``send`` to ``combine`` are static if
+    the dispatcher is. Without sequence parallelism all tp ranks have the same tokens, and each rank
+    dispatches an equal share of them.
 
-    Losses of the router are attached to the probabilities, with the weight that :attr:`loss_weight` has when the layer
-    runs.
+    Router losses are attached to the probabilities, scaled by the value of :attr:`loss_weight` at
+    the time of the forward pass.
 
     Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
     Args:
         hidden_size: Size of each vector (elements).
-        config: What the mixture is.
+        config: Settings of the mixture.
         mesh: The groups and random streams of this rank.
-        activation: As of ``layers.mlp``, of all experts.
-        transport: How tokens come to the ranks of ep.
-        initializer: How first weights and the router's start.
-        output_initializer: How second weights start.
+        activation: Activation of all experts, one of those of ``layers.mlp``.
+        transport: Transport of tokens over ep.
+        initializer: Initializer of the router and of the first matrix of each expert.
+        output_initializer: Initializer of the second matrix of each expert.
 
     Raises:
-        ParallelPlanError: If the experts do not divide by ep, their inner features by etp, or those of the shared
-            expert by tp.
+        ParallelPlanError: If the experts do not divide by ep, their inner features by etp, or the
+            inner features of the shared expert by tp.
 
-    Communication: that of router and dispatcher; without sequence parallelism an all-gather over tp forward, one
-        backward; that of the shared expert.
+    Communication: that of the router, the dispatcher and the shared expert. Without sequence
+        parallelism also an all-gather over tp in the forward pass and one in the backward pass.
     Source: Shazeer et al. 2017; Lepikhin et al. 2020; DeepSeek-AI 2024 (shared expert).
     """
 
@@ -66,7 +68,9 @@ class MixtureOfExperts(nn.Module):
         output_initializer: Initializer | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.mesh, self.transport = config, mesh, transport
+        self.config = config
+        self.mesh = mesh
+        self.transport = transport
         starts = {"initializer": initializer, "output_initializer": output_initializer}
         self.router = Router(config, hidden_size, mesh, initializer=initializer)
         self.experts = GroupedMLP(hidden_size, config, mesh, activation=activation, **starts)
@@ -80,33 +84,38 @@ class MixtureOfExperts(nn.Module):
                 activation=activation,
                 **starts,
             )
-        #: What the main loss of the microbatch that runs now is multiplied by.
+        #: Factor of the current microbatch's main loss, which also scales the router losses.
         self.loss_weight = LossWeight()
         self.statistics = RouterStatistics(config, mesh.device)
-        #: Whether the backward pass computes what the experts made of their rows again.
+        #: Whether the backward pass recomputes the activations of the experts.
         self.recomputes_experts = False
         self._built: tuple[tuple[ParallelMesh, Transport], DispatcherChoice, SegmentList] | None = None
 
     @property
     def choice(self) -> DispatcherChoice:
-        """Return what brings tokens to their experts, and why."""
+        """Return the dispatcher of the layer, with the reason for its choice."""
         return self._parts()[0]
 
     @property
     def segments(self) -> SegmentList:
-        """Return the pieces of the layer in the order in which they run."""
+        """Return the segments of the layer in execution order."""
         return self._parts()[1]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the mixture's output for every token."""
+        """Return the mixture's output for each token."""
         return self.segments(hidden)
 
     def _parts(self) -> tuple[DispatcherChoice, SegmentList]:
-        """Return what follows from the groups, which a later run may change."""
+        """Return the dispatcher and the segments.
+
+        They are rebuilt if a later run has set another mesh or transport.
+        """
         if self._built is None or self._built[0][0] is not self.mesh or self._built[0][1] != self.transport:
-            sizes, has_shared = (self.config.num_experts, self.config.top_k), self.shared is not None
+            sizes = self.config.num_experts, self.config.top_k
+            has_shared = self.shared is not None
             choice = choose_dispatcher(*sizes, self.mesh, self.transport, has_shared=has_shared)
-            self._built = (self.mesh, self.transport), choice, self._list_segments(choice.dispatcher.is_static)
+            segments = self._list_segments(choice.dispatcher.is_static)
+            self._built = (self.mesh, self.transport), choice, segments
         return self._built[1:]
 
     def _list_segments(self, is_static: bool) -> SegmentList:
@@ -115,7 +124,8 @@ class MixtureOfExperts(nn.Module):
             Segment("send", self._send, ("tokens", "probabilities", "chosen"), ("sent",), is_static),
         ]
         if self.shared is not None:
-            # Here it runs beside the way of the tokens, and its backward pass beside that of their gradients.
+            # Between send and receive, it overlaps with the transport of tokens, and its backward
+            # pass with that of their gradients.
             found.append(Segment("shared", self.shared, ("hidden",), ("shared",)))
         found += [
             Segment("receive", self._receive, ("sent",), ("dispatched",), is_static),
@@ -128,6 +138,7 @@ class MixtureOfExperts(nn.Module):
 
     def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         routing = self.router(hidden)
+        # A recomputed forward pass must not count its tokens twice.
         if self.training and not self.mesh.random.position.is_replay:
             self.statistics.add_(routing)
         probabilities = routing.losses.attach_to(routing.probabilities, self.loss_weight.value)
@@ -152,7 +163,8 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def _is_shared_out(self) -> bool:
-        # The expert grid counts on every rank having tokens of its own.
+        # The groups of ep and etp span tp ranks, and dispatchers need different tokens on every
+        # rank.
         return self.mesh.tp.size > 1 and not self.mesh.sequence_parallel
 
     def _own_share(self, rows: Tensor, fill: float = 0.0) -> Tensor:

@@ -1,4 +1,4 @@
-"""The dispatcher that puts tokens into the memory of the ranks that hold their experts."""
+"""Dispatcher that writes tokens into the memory of the ranks of their experts by one-sided puts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from lightning_megatron.plan.shards import ShardRange
 
 @dataclass(frozen=True)
 class OneSidedDispatcher:
-    """Put every token into the memory of the ranks whose experts it chose, once for each of them.
+    """Dispatcher that puts each token once into the memory of each rank whose experts it chose.
 
-    Nothing is sent in vain, no token is dropped, and nothing is read back from the device: a token's place is the same
-    wherever it is put, so that memory has room for the tokens of all ranks, which have equally many. Tokens leave when
-    those of others are received: what is computed before does not run beside.
+    Only the needed tokens are sent, no token is dropped, and nothing is copied from the device to
+    the host. A token has the same slot on every rank, so each buffer has room for the tokens of all
+    ranks, and all ranks must have the same number. The puts run in :meth:`receive`, so computation
+    between :meth:`send` and :meth:`receive` does not overlap with them.
 
     Args:
-        here: The experts of this rank; all have equally many.
-        transfer: What moves tokens and sums.
+        here: Experts of this rank; all ranks have the same number.
+        transfer: Transfer of tokens and of sums of outputs.
 
-    Communication: receive puts tokens, probabilities and experts, backward sums of gradients; combine puts sums of
-        outputs, backward gradients. Ranks wait for each other before and after.
+    Communication: ``receive`` puts tokens, probabilities and experts; its backward pass puts sums
+        of gradients. ``combine`` puts sums of outputs; its backward pass puts gradients. A barrier
+        precedes and follows each transfer.
     """
 
     here: ShardRange
@@ -33,25 +35,25 @@ class OneSidedDispatcher:
 
     @property
     def is_static(self) -> bool:
-        """Tell that it is."""
+        """Return ``True``: all sizes follow from input shapes."""
         return True
 
     @property
     def needs_equal_counts(self) -> bool:
-        """Tell that every rank's tokens have equally many places."""
+        """Return ``True``: all ranks have the same number of token slots."""
         return True
 
     def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
-        """Leave the tokens where they are, until others are ready for them."""
+        """Return the tokens as they are; :meth:`receive` transfers them."""
         return Sent(InFlight(hidden), InFlight(probabilities), InFlight(experts))
 
     def receive(self, sent: Sent) -> Dispatched:
-        """Put tokens where their experts are and sort those that came by expert."""
+        """Put tokens into the memory of their experts' ranks, and sort the received tokens."""
         experts = sent.experts.wait()
         arrived = to_experts(sent.hidden.wait(), sent.probabilities.wait(), experts, self.here, self.transfer)
         return Dispatched(*arrived, choices=experts)
 
     def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
-        """Put the sums of outputs where their tokens are, and add up those of all ranks."""
+        """Put sums of outputs into the memory of the tokens' ranks, and sum those of all ranks."""
         assert dispatched.choices is not None, "these rows were put here"
         return from_experts(outputs, dispatched.row_map, dispatched.choices, self.transfer)

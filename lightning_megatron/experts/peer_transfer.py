@@ -1,8 +1,9 @@
-"""Tokens on their way to the ranks that hold their experts, and sums of rows on their way back, by one-sided writes.
+"""One-sided transfers of tokens to the ranks of their experts, and of sums of outputs back.
 
-A rank writes a token once into the memory of every rank that holds experts that it chose, at the place that is the
-token's there, so that nobody tells anybody how many come. Back go the sums over the experts of one rank, in the same
-way. Each of the two is the backward pass of the other.
+A rank writes a token once into the memory of each rank whose experts the token chose, at a slot
+that depends only on the token. Ranks therefore need not exchange counts. On the way back each rank
+writes one sum per token over its experts. Each of the two transfers is the backward pass of the
+other.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from lightning_megatron.plan.token_slots import TokenSlots
 
 @dataclass(frozen=True)
 class Slots:
-    """View memory that ranks share as slots for the tokens of all of them.
+    """Views of shared memory with one slot for each token of every rank.
 
     Shapes: rows ``(ep * T, D)``; scales and choices ``(ep * T, k)``.
 
     Args:
-        region: The memory.
-        layout: What lies where.
+        region: Shared memory that holds the slots.
+        layout: Byte layout of the slots.
         rows: Features of tokens, or sums of rows.
-        scales: Probabilities of choices, or their gradients; None where rows go alone.
-        choices: The experts that tokens chose; None where rows go alone.
+        scales: Probabilities of choices, or their gradients; None if only rows are transferred.
+        choices: Experts that the tokens chose; None if only rows are transferred.
     """
 
     region: PeerRegion
@@ -48,7 +49,7 @@ class Slots:
 
     @classmethod
     def over(cls, axis: MeshAxis, rows: Tensor, scales: Tensor | None, experts: Tensor) -> Slots:
-        """Lay out slots for such rows, scales and choices of every rank of an axis."""
+        """Return slots on an axis for rows, scales and choices with the given shapes and dtypes."""
         scale = 0 if scales is None else scales.element_size()
         layout = _lay_out(axis.size, *experts.shape, rows.shape[1], rows.element_size(), scale)
         region = axis.peer_memory.reserve(axis.group, layout.num_bytes, rows.device)
@@ -60,7 +61,7 @@ class Slots:
         return cls(region, layout, features, probabilities, region.view(layout.choices_at, shape, experts.dtype))
 
 
-# Asked for in every transfer, of which a layer has four in a step. The number of tokens may differ from step to step.
+# A layer runs four transfers in a step, and the number of tokens may differ from step to step.
 @lru_cache(1024)
 def _lay_out(num_ranks: int, num_tokens: int, top_k: int, width: int, element: int, scale: int) -> TokenSlots:
     return TokenSlots(
@@ -69,12 +70,13 @@ def _lay_out(num_ranks: int, num_tokens: int, top_k: int, width: int, element: i
 
 
 class PeerTransfer(Protocol):
-    """Move tokens to the ranks of their experts, and sums back; autograd sees neither."""
+    """Interface of the transfers of tokens to their experts and of sums back, without autograd."""
 
     def spread(self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor) -> Slots:
-        """Return the slots for the tokens of all ranks, which the next transfer writes into.
+        """Transfer tokens to the ranks of their experts, and return the slots of all ranks' tokens.
 
-        Features of tokens that chose no expert here are undefined.
+        The slots are valid until the next transfer. Features of tokens that chose no expert of this
+        rank are undefined.
 
         Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``.
         """
@@ -82,31 +84,33 @@ class PeerTransfer(Protocol):
     def collect(
         self, values: Tensor, scales: Tensor | None, row_map: RowMap, experts: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Add up the rows of every token of this rank's, on all ranks, and gather what its probabilities got.
+        """Return sums of the rows of each of this rank's tokens, over all ranks, and their scales.
 
-        Shapes: values ``(R, D)``; scales ``(R)``; experts ``(T, k)``; results ``(T, D)`` and ``(T, k)``.
+        Shapes: values ``(R, D)``; scales ``(R)``; experts ``(T, k)``; results ``(T, D)`` and ``(T,
+            k)``.
 
         Args:
-            values: Rows sorted by expert; those past the last end may hold anything.
-            scales: A number for every row; None stands for none.
-            row_map: Where the choices of the tokens of all ranks lie in the rows.
-            experts: What this rank's tokens chose.
+            values: Rows sorted by expert; rows past the last end may have any values.
+            scales: One number for each row, returned by choice; None if there are none.
+            row_map: Map from the choices of all ranks' tokens to the rows.
+            experts: Experts that this rank's tokens chose.
         """
 
 
 @dataclass(frozen=True)
 class Puts:
-    """Write into the memory of the other GPUs.
+    """Transfers by writes into the memory of the other GPUs.
 
-    A rank waits for all others before it writes, because they may still read what the last transfer brought, and after
-    it, because what they write may not have arrived. What a transfer brought is read, on the same stream, before the
-    rank comes to the next one. So the memory belongs to one transfer at a time, and one is enough for all layers, both
-    directions, both passes and whatever a graph repeats, as all ranks run the same transfers in the same order.
+    A barrier precedes each write, because other ranks may still read the data of the last transfer.
+    Another barrier follows it, because the writes of other ranks may not have arrived yet. A rank
+    reads the received data on the same stream before its next transfer, so only one transfer uses
+    the memory at a time. One buffer therefore serves all layers, both directions, both passes and
+    replays of a CUDA graph, as long as all ranks run the same transfers in the same order.
 
     Args:
-        axis: The ranks.
-        experts_each: Experts of each of them.
-        kernels: The fused kernels.
+        axis: Axis of the ranks.
+        experts_each: Number of experts of each rank.
+        kernels: Module of the fused kernels.
     """
 
     axis: MeshAxis
@@ -114,7 +118,7 @@ class Puts:
     kernels: ModuleType
 
     def spread(self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor) -> Slots:
-        """Put every token where experts are that it chose, and what it chose everywhere."""
+        """Put each token into slots of its experts' ranks, and its choices into those of all."""
         slots = Slots.over(self.axis, hidden, probabilities, experts)
         if slots.layout.count:
             self.axis.note("put_tokens")
@@ -127,10 +131,11 @@ class Puts:
     def collect(
         self, values: Tensor, scales: Tensor | None, row_map: RowMap, experts: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Put the sum of every token's rows where the token is, and add up what comes."""
+        """Put the sum of each token's rows into a slot of its rank, and add received sums."""
         slots = Slots.over(self.axis, values, scales, experts)
         if not slots.layout.count:
-            return torch.empty_like(slots.rows), None if slots.scales is None else torch.empty_like(slots.scales)
+            no_scales = None if slots.scales is None else torch.empty_like(slots.scales)
+            return torch.empty_like(slots.rows), no_scales
         self.axis.note("put_sums")
         slots.region.wait()
         where = slots.region.pointers, self.axis.rank, slots.layout
@@ -141,20 +146,21 @@ class Puts:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Do what :class:`Puts` does by an all-gather and a reduce-scatter, where nobody can write to others.
+    """Transfers with the results of :class:`Puts`, by collectives, for ranks without peer access.
 
-    What nobody would put is NaN here, so that who reads it is seen.
+    Slots that :class:`Puts` would leave unwritten are NaN here, so that a wrong read becomes
+    visible.
 
     Args:
-        axis: The ranks.
-        experts_each: Experts of each of them.
+        axis: Axis of the ranks.
+        experts_each: Number of experts of each rank.
     """
 
     axis: MeshAxis
     experts_each: int
 
     def spread(self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor) -> Slots:
-        """Gather all tokens and what they chose."""
+        """All-gather the tokens and their choices."""
         slots = Slots.over(self.axis, hidden, probabilities, experts)
         chosen = all_gather_sequence(experts, self.axis)
         local = chosen - self.axis.rank * self.experts_each
@@ -168,7 +174,7 @@ class Collectives:
     def collect(
         self, values: Tensor, scales: Tensor | None, row_map: RowMap, experts: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Add up the sums of all ranks."""
+        """Reduce-scatter the sums of each token's rows."""
         result = reduce_scatter_sequence(unpermute(values, row_map), self.axis)
         if scales is None:
             return result, None
@@ -176,7 +182,7 @@ class Collectives:
 
 
 def transfer_over(axis: MeshAxis, experts_each: int, device: torch.device) -> PeerTransfer:
-    """Return what moves tokens over an axis: writes between GPUs, collectives between CPUs.
+    """Return the transfer for an axis: puts between GPUs, collectives between CPUs.
 
     Raises:
         UnsupportedError: If the GPUs cannot write into each other's memory.
@@ -197,9 +203,11 @@ def transfer_over(axis: MeshAxis, experts_each: int, device: torch.device) -> Pe
 
 
 def why_no_puts(axis: MeshAxis, device: torch.device) -> str | None:
-    """Say why ranks cannot put tokens into each other's memory, alike on all of them; None means that they can.
+    """Return why ranks cannot put tokens into each other's memory, or None if they can.
 
-    Communication: on GPUs, at the first call for an axis, its ranks compare what they found.
+    All ranks of the axis get the same result.
+
+    Communication: on GPUs, at the first call for an axis, its ranks exchange their results.
     """
     choice = choose_kernels(device) if device.type == "cuda" else None
     missing = None if choice is None or choice.kernels is not None else choice.reason
@@ -209,39 +217,44 @@ def why_no_puts(axis: MeshAxis, device: torch.device) -> str | None:
 def to_experts(
     hidden: Tensor, probabilities: Tensor, experts: Tensor, here: ShardRange, transfer: PeerTransfer
 ) -> tuple[Tensor, Tensor, RowMap]:
-    """Bring tokens to the ranks of the experts that they chose, and sort them there by expert.
+    """Transfer tokens to the ranks of their experts, and sort them there by expert.
 
-    Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``; rows ``(R, D)``; their probabilities ``(R)``.
+    Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``; rows ``(R, D)``; their
+        probabilities ``(R)``.
 
     Args:
-        hidden: This rank's tokens.
-        probabilities: Those of their choices.
-        experts: The experts that they chose; -1 stands for none.
-        here: The experts of this rank.
-        transfer: What moves them.
+        hidden: Hidden states of this rank's tokens.
+        probabilities: Probabilities of their choices.
+        experts: Experts that they chose; -1 means none.
+        here: Experts of this rank.
+        transfer: Transfer between the ranks.
 
     Returns:
-        Rows of the tokens that came, their probabilities, and where the choices of the tokens of all ranks lie there.
+        Rows of the received tokens, their probabilities, and the map from the choices of all ranks'
+        tokens to the rows.
     """
     return _ToExperts.apply(hidden, probabilities, experts, here, transfer)
 
 
 def from_experts(outputs: Tensor, row_map: RowMap, experts: Tensor, transfer: PeerTransfer) -> Tensor:
-    """Bring the sums of every token's rows back to the rank of the token, and add up those of all ranks.
+    """Transfer the sum of each token's rows back to the token's rank, and sum over all ranks.
 
     Shapes: outputs ``(R, D)``; experts ``(T, k)``; result ``(T, D)``.
 
     Args:
-        outputs: What experts made of the rows.
-        row_map: Where the choices of the tokens of all ranks lie in them.
-        experts: What this rank's tokens chose.
-        transfer: What moves them.
+        outputs: Outputs of the experts for the rows.
+        row_map: Map from the choices of all ranks' tokens to the rows.
+        experts: Experts that this rank's tokens chose.
+        transfer: Transfer between the ranks.
     """
     return _FromExperts.apply(outputs, row_map, experts, transfer)
 
 
 class _ToExperts(torch.autograd.Function):
-    """Spread tokens and sort them; backward collect their gradients. What others write into is read in here alone."""
+    """Spread and sort tokens; the backward pass collects their gradients.
+
+    No view of the shared memory leaves these functions, because the next transfer overwrites it.
+    """
 
     @staticmethod
     def forward(
@@ -252,7 +265,8 @@ class _ToExperts(torch.autograd.Function):
         assert slots.choices is not None, "choices were sent"
         row_map = map_rows(slots.choices, here.start, here.size)
         ctx.save_for_backward(experts)
-        ctx.row_map, ctx.transfer = row_map, transfer
+        ctx.row_map = row_map
+        ctx.transfer = transfer
         return *permute_both(slots.rows, slots.scales, row_map), row_map
 
     @staticmethod
@@ -263,12 +277,13 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _FromExperts(torch.autograd.Function):
-    """Collect sums; backward spread their gradients to the rows."""
+    """Collect sums of rows; the backward pass spreads their gradients to the rows."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Tensor, row_map: RowMap, experts: Tensor, transfer: PeerTransfer) -> Tensor:
         ctx.save_for_backward(experts)
-        ctx.row_map, ctx.transfer = row_map, transfer
+        ctx.row_map = row_map
+        ctx.transfer = transfer
         return transfer.collect(outputs, None, row_map, experts)[0]
 
     @staticmethod

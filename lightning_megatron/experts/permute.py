@@ -1,4 +1,4 @@
-"""The way of tokens to their experts and back: rows sorted by expert, and which row belongs to which choice."""
+"""Permutation of tokens into rows sorted by expert, and back."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from lightning_megatron.layers.kernel_choice import fused_kernels
 
 @dataclass(frozen=True)
 class RowMap:
-    """Say where the choices of tokens lie in a buffer of rows that is sorted by expert.
+    """Map between the choices of tokens and the rows of a buffer that is sorted by expert.
 
-    Choice ``t * k + j`` is the j-th of token t. Rows of one expert keep the order of their choices. The buffer has as
-    many rows as could be needed; those past the last end are of no expert here, and nothing reads them.
+    Choice ``t * k + j`` is the j-th choice of token t. The rows of one expert keep the order of
+    their choices. The buffer has the largest number of rows that any routing needs. Rows past the
+    last end belong to no local expert, and nothing reads them.
 
     Shapes: pairs ``(R)`` int64; rows ``(T, k)`` int64; ends ``(E)`` int32.
 
     Args:
-        pairs: The choice that lies in every row.
-        rows: The row of every choice; that of a choice whose expert is not here is past the last end, and may be past
-            the buffer.
-        ends: One past the last row of every expert here, on the device.
+        pairs: Index of the choice in each row.
+        rows: Index of the row of each choice. For experts of other ranks it lies past the last end,
+            and may lie past the buffer.
+        ends: Index one past the last row of each local expert, on the device.
     """
 
     pairs: Tensor
@@ -34,27 +35,28 @@ class RowMap:
 
     @property
     def top_k(self) -> int:
-        """Count the choices of a token."""
+        """Return the number of choices of each token."""
         return self.rows.shape[1]
 
     @property
     def num_rows(self) -> int:
-        """Count the rows of the buffer."""
+        """Return the number of rows of the buffer."""
         return self.pairs.shape[0]
 
 
 def map_rows(experts: Tensor, first: int, num_experts: int) -> RowMap:
     """Sort the choices of tokens by expert.
 
-    A token chooses an expert at most once. Choices of experts that are not here, and of no expert (-1), come last. All
-    sizes follow from shapes, and nothing is read back from the device.
+    A token chooses an expert at most once. Choices of experts of other ranks, and of no expert
+    (-1), come last. All sizes follow from shapes, and nothing is copied from the device to the
+    host.
 
     Shapes: experts ``(T, k)``; the buffer has ``T min(k, E)`` rows.
 
     Args:
-        experts: The experts that every token chose.
-        first: The first expert here.
-        num_experts: Experts here, E.
+        experts: Experts that each token chose.
+        first: Index of the first local expert.
+        num_experts: Number of local experts, E.
     """
     kernels = fused_kernels(experts)
     if kernels is None or num_experts > kernels.MAX_SORTED_EXPERTS:
@@ -64,7 +66,7 @@ def map_rows(experts: Tensor, first: int, num_experts: int) -> RowMap:
 
 
 def sort_by_expert(experts: Tensor, first: int, num_experts: int) -> RowMap:
-    """Do what :func:`map_rows` does by torch's operators."""
+    """Sort the choices of tokens by expert with operators of torch, as :func:`map_rows` does."""
     local = experts.flatten() - first
     key = torch.where((local >= 0) & (local < num_experts), local, num_experts)
     ordered, pairs = torch.sort(key, stable=True)
@@ -80,10 +82,10 @@ def _num_rows(experts: Tensor, num_experts: int) -> int:
 
 
 def permute(hidden: Tensor, row_map: RowMap) -> Tensor:
-    """Copy every token into the rows of its choices.
+    """Copy each token into the rows of its choices.
 
-    Equal to ``hidden[row_map.pairs // k]`` before the last end. Rows past it are undefined and have no
-    gradient.
+    Equal to ``hidden[row_map.pairs // k]`` before the last end. Rows past it are undefined and have
+    no gradient.
 
     Shapes: hidden ``(T, D)``; output ``(R, D)``.
     """
@@ -94,7 +96,7 @@ def permute(hidden: Tensor, row_map: RowMap) -> Tensor:
 
 
 def permute_both(hidden: Tensor, probabilities: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
-    """Copy every token, and the probabilities of its choices, into the rows of the choices, in one pass.
+    """Copy each token and its choices' probabilities into the rows of the choices, in one pass.
 
     Equal to :func:`permute` and :func:`permute_probabilities`.
 
@@ -107,10 +109,10 @@ def permute_both(hidden: Tensor, probabilities: Tensor, row_map: RowMap) -> tupl
 
 
 def permute_probabilities(probabilities: Tensor, row_map: RowMap) -> Tensor:
-    """Copy the probability of every choice into its row.
+    """Copy the probability of each choice into its row.
 
-    Equal to ``probabilities.flatten()[row_map.pairs]`` before the last end. Rows past it are undefined and have
-    no gradient.
+    Equal to ``probabilities.flatten()[row_map.pairs]`` before the last end. Rows past it are
+    undefined and have no gradient.
 
     Shapes: probabilities ``(T, k)``; output ``(R)``.
     """
@@ -118,9 +120,9 @@ def permute_probabilities(probabilities: Tensor, row_map: RowMap) -> Tensor:
 
 
 def unpermute(rows: Tensor, row_map: RowMap, probabilities: Tensor | None = None) -> Tensor:
-    """Add up the rows of every token's choices, each times its probability if there are some.
+    """Sum the rows of each token's choices, weighted by their probabilities if these are given.
 
-    Choices of experts that are not here add nothing, whatever is in the rows past the last end.
+    Choices of experts of other ranks add nothing, whatever values the rows past the last end have.
 
     Shapes: rows ``(R, D)``; probabilities ``(T, k)``; output ``(T, D)`` in the dtype of rows.
     """
@@ -134,11 +136,12 @@ def unpermute(rows: Tensor, row_map: RowMap, probabilities: Tensor | None = None
 
 
 class _ToRows(torch.autograd.Function):
-    """Copy values, each of which so many neighbouring choices share, to the rows of the choices."""
+    """Copy values to the rows of the choices; ``sharers`` consecutive choices share one value."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, row_map: RowMap, sharers: int) -> Tensor:
-        ctx.row_map, ctx.sharers = row_map, sharers
+        ctx.row_map = row_map
+        ctx.sharers = sharers
         return values.index_select(0, row_map.pairs // sharers)
 
     @staticmethod
@@ -149,7 +152,7 @@ class _ToRows(torch.autograd.Function):
 
 
 class _FromRows(torch.autograd.Function):
-    """Copy rows back to the order of choices."""
+    """Copy rows back into the order of the choices."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, row_map: RowMap) -> Tensor:
@@ -163,11 +166,11 @@ class _FromRows(torch.autograd.Function):
 
 
 def read_choices(rows: Tensor, row_map: RowMap) -> Tensor:
-    """Read the row of every choice; zeros for choices of experts that are not here."""
+    """Return the row of each choice, with zeros for choices of experts of other ranks."""
     index = row_map.rows.flatten()
     if not rows.shape[0]:
         return rows.new_zeros((index.shape[0], *rows.shape[1:]))
     is_here = index < row_map.ends[-1]
-    # Selected, not multiplied: rows of no expert may hold anything, NaN included.
+    # Selected, not multiplied by zero: rows of no expert may be NaN.
     chosen = rows.index_select(0, index.clamp(max=rows.shape[0] - 1))
     return torch.where(is_here.view(-1, *[1] * (rows.dim() - 1)), chosen, 0)

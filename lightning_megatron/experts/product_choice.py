@@ -1,4 +1,4 @@
-"""The one place that decides what computes grouped products: the bundled kernels, torch's, or a loop."""
+"""Choice of the backend of grouped products: the bundled kernels, torch's kernel or a loop."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lightning_megatron.extension.load import load_library, why_not_runnable
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS, why_apart
 
 _log = logging.getLogger(__name__)
-_ALIGNMENT = 16  # of the rows of every operand of both kernels (bytes)
+_ALIGNMENT = 16  # Row size of all operands must be a multiple, for both kernels (bytes).
 
 Backend = Literal["bundled", "grouped_mm", "loop"]
 
 
 @dataclass(frozen=True)
 class ProductChoice:
-    """Name what computes grouped products, and why.
+    """Backend of grouped products, with the reason for its choice.
 
     Args:
-        backend: ``bundled`` is the extension that ``lightning-megatron kernels`` builds and ``grouped_mm`` torch's
-            kernel, which both read the ends on the device; ``loop`` one product after the other, for which the ends are
-            read back to the host.
-        reason: Why, for the log.
+        backend: ``bundled`` is the extension that ``lightning-megatron kernels`` builds, and
+            ``grouped_mm`` is torch's kernel. Both read the ends on the device. ``loop`` runs one
+            product per group, and copies the ends to the host.
+        reason: Reason for the choice, for the log.
     """
 
     backend: Backend
@@ -40,11 +40,11 @@ class ProductChoice:
 def choose_product(
     device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
 ) -> ProductChoice:
-    """Choose what computes grouped products of a kind, and log the choice once.
+    """Choose the backend of grouped products of one size, and log the choice once.
 
     Args:
-        device: Where the tensors live.
-        dtype: Of rows and weights.
+        device: Device of the tensors.
+        dtype: Dtype of rows and weights.
         num_groups: Number of groups.
         in_features: Size of each input row (elements).
         out_features: Size of each output row (elements).
@@ -56,11 +56,11 @@ def choose_product(
 
 @dataclass(frozen=True)
 class SwiGLUChoice:
-    """Say whether the product of rows with gates and ups applies SwiGLU as well, and why.
+    """Decision about fusing SwiGLU into the grouped product, with its reason.
 
     Args:
-        is_fused: Whether one launch does both.
-        reason: Why, for the log.
+        is_fused: Whether one kernel launch computes both.
+        reason: Reason for the decision, for the log.
     """
 
     is_fused: bool
@@ -71,14 +71,14 @@ class SwiGLUChoice:
 def choose_swiglu(
     device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
 ) -> SwiGLUChoice:
-    """Choose where SwiGLU is applied to grouped products of a kind, and log the choice once.
+    """Decide whether SwiGLU is fused into grouped products of one size, and log the decision once.
 
     Args:
-        device: Where the tensors live.
-        dtype: Of rows and weights.
+        device: Device of the tensors.
+        dtype: Dtype of rows and weights.
         num_groups: Number of groups.
         in_features: Size of each input row (elements).
-        out_features: Size of each output row, gates and ups (elements).
+        out_features: Size of each output row before SwiGLU (elements).
     """
     product = choose_product(device, dtype, num_groups, in_features, out_features)
     if product.backend != "bundled":
@@ -133,8 +133,9 @@ def _why_not_torchs(device: torch.device) -> str | None:
 
 @cache
 def _load() -> str | None:
-    """Load the library, once for all kinds of products; return why there is none to be used."""
-    cache, sources = default_cache(), read_sources()
+    """Load the library once per process; return why it cannot be used, or None if it is loaded."""
+    cache = default_cache()
+    sources = read_sources()
     library = find_library(cache, sources)
     if library is None:
         return why_no_library(cache, sources)

@@ -1,4 +1,4 @@
-"""What computes the three products of a linear layer whose weight is chosen by group: kernels, and their oracle."""
+"""Backends of the three products of a grouped linear layer: two kernels and a reference loop."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow
 from lightning_megatron.layers.stacked_view import stacked_view
 from lightning_megatron.plan.grouped_gemm import Choice, Pass, choose_variant, workspace_bytes
 
-# The number of rows may differ from step to step: what is chosen is remembered for so many of them.
+# Cache size for kernel variants: the number of rows may differ from step to step.
 _REMEMBERED_CHOICES = 1024
 
 
 class Loop:
-    """Compute one group after the other: the oracle of all others, for any device and dtype."""
+    """Loop over groups: the reference for the other backends, for any device and dtype."""
 
     @staticmethod
     def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Loop:
 
     @staticmethod
     def weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return the gradients of all weights, one behind the other."""
+        """Return the gradients of all weights as one stack."""
         return torch.stack([grad[group].t() @ rows[group] for group in _groups(ends)])
 
     @staticmethod
@@ -50,7 +50,7 @@ class Loop:
 
 
 class GroupedMM(Loop):
-    """Compute all groups by torch's kernel."""
+    """Grouped products by torch's kernel."""
 
     @staticmethod
     def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
@@ -64,9 +64,9 @@ class GroupedMM(Loop):
 
     @staticmethod
     def weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return the gradients of all weights, one behind the other."""
+        """Return the gradients of all weights as one stack."""
         result = F.grouped_mm(grad.t(), rows, offs=ends)
-        # A sum over no rows: some of its kernels leave what the accumulators held before.
+        # For an empty group some of torch's kernels return the old contents of the accumulators.
         is_empty = ends == torch.cat([ends.new_zeros(1), ends[:-1]])
         return result.masked_fill_(is_empty.view(-1, 1, 1), 0)
 
@@ -78,7 +78,7 @@ class GroupedMM(Loop):
 
 
 class Bundled(GroupedMM):
-    """Compute all groups by the bundled kernels, which sum weight gradients in float32 where the slots are."""
+    """Grouped products by the bundled kernels, which add weight gradients to float32 slots."""
 
     @staticmethod
     def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
@@ -90,9 +90,9 @@ class Bundled(GroupedMM):
     def swiglu(
         rows: Tensor, weights: Sequence[Tensor] | Tensor, probabilities: Tensor, ends: Tensor, *, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the SwiGLU of rows times the transposes of weights, times probabilities; and the product, if kept.
+        """Return SwiGLU of the product, times probabilities, and the product itself if it is kept.
 
-        The product is rounded before the activation, kept or not.
+        The product of rows and transposed weights is rounded before the activation in both cases.
         """
         stack = _rows_apart(stacked(weights).to(rows.dtype))
         out_features = stack.shape[1]
@@ -109,14 +109,13 @@ class Bundled(GroupedMM):
 
     @staticmethod
     def weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return the gradients of all weights, one behind the other."""
+        """Return the gradients of all weights as one stack."""
         result = grad.new_empty((ends.shape[0], grad.shape[1], rows.shape[1]))
         return _launch(Pass.WEIGHT_GRAD_BF16, result, grad, rows, ends)
 
     @classmethod
     def add_weight_gradients(cls, grad: Tensor, rows: Tensor, ends: Tensor, slots: Sequence[GradientSlot]) -> None:
         """Add the gradient of every weight to its slot."""
-
         row = SlotRow.of(slots)
 
         def add(sums: Tensor, overwrite: bool) -> None:
@@ -131,9 +130,9 @@ PRODUCTS: dict[Backend, type[Loop]] = {"bundled": Bundled, "grouped_mm": Grouped
 
 
 def stacked(weights: Sequence[Tensor] | Tensor) -> Tensor:
-    """Return weights as one tensor: a view where they lie in one memory at equal distances, in order, else a copy.
+    """Return weights as one tensor: a view if they have a constant stride, else a copy.
 
-    One that is a stack already is returned as it is.
+    A tensor that is a stack already is returned unchanged.
 
     Shapes: E of ``(N, K)``; output ``(E, N, K)``.
     """
@@ -144,7 +143,10 @@ def stacked(weights: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 def _launch(which: Pass, result: Tensor, a: Tensor, b: Tensor, ends: Tensor, alpha: float = 1.0) -> Tensor:
-    """Run the variant of the rule; nothing is read back, and a CUDA graph keeps the workspace that it was given."""
+    """Launch the kernel variant that ``plan.grouped_gemm`` chooses, without a host read.
+
+    A CUDA graph can capture it: the workspace comes from the graph's memory pool.
+    """
     stack = b if which is Pass.FORWARD or which is Pass.DATA_GRAD else result
     choice, num_sms, num_bytes = _choice(which, a.shape[0], *stack.shape, a.device)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=a.device)
@@ -167,13 +169,13 @@ def _launch_swiglu(
 def _choice(
     which: Pass, num_rows: int, num_groups: int, n: int, k: int, device: torch.device
 ) -> tuple[Choice, int, int]:
-    """Return what to launch, the CTAs of the launch, and the size of its workspace (bytes)."""
+    """Return the kernel variant, its number of CTAs and the size of its workspace (bytes)."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return choose_variant(which, num_rows, num_groups, n, k), num_sms, workspace_bytes(num_groups, num_sms)
 
 
 def _rows_apart(stack: Tensor) -> Tensor:
-    """Return a stack of which the kernels can make one matrix: weights at a distance of whole rows."""
+    """Return a stack whose weights lie whole rows apart, so that kernels see one matrix."""
     return stack if _is_rows_apart(stack) else stack.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts each token goes to, and how much each of them counts."""
+"""Router of a mixture of experts: chosen experts of each token, and their probabilities."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from lightning_megatron.plan.shards import whole_range
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Say where the tokens of this rank go. Everything is on the device.
+    """Routing of this rank's tokens. All tensors are on the device.
 
-    Letters: T tokens of this rank, by position and then by sequence; k choices of a token; E experts.
+    Dimensions: T tokens of this rank, ordered by position and then by sequence; k choices of a
+    token; E experts.
 
     Args:
-        probabilities: What the outputs of a token's experts are multiplied by, in float32 (or float64); 0 where a
-            choice is dropped. Shape ``(T, k)``.
-        experts: The choices, best first; -1 where one is dropped. Shape ``(T, k)``, int64.
-        counts: How many tokens each expert gets from this rank. Shape ``(E,)``, int32.
-        load: How many would have gone there if none were dropped; what balances the experts. Shape ``(E,)``, int32.
-        dropped: How many choices are dropped; None where experts take all. A number, int32.
-        entropy_sum: Sum over tokens of the entropy of their scores, as parts of those of a token (nats). A number.
-        losses: What the losses are made of. In evaluation there are none.
+        probabilities: Factors of the experts' outputs, in float32 (or float64); 0 for dropped
+            choices. Shape ``(T, k)``.
+        experts: Chosen experts, best first; -1 for dropped choices. Shape ``(T, k)``, int64.
+        counts: Number of this rank's tokens that each expert gets. Shape ``(E,)``, int32.
+        load: Number of choices of each expert, including dropped ones. Shape ``(E,)``, int32.
+        dropped: Number of dropped choices; None without a capacity. A scalar, int32.
+        entropy_sum: Sum over tokens of the entropy of their normalized scores (nats). A scalar.
+        losses: Losses of the router for this microbatch; there are none outside of training.
     """
 
     probabilities: Tensor
@@ -48,42 +49,49 @@ class Routing:
 
     @property
     def balance_loss(self) -> Tensor | None:
-        """Compute this rank's part of the auxiliary loss, coefficient included; None where there is none. A number."""
+        """Return this rank's part of the auxiliary loss times its coefficient, if there is one."""
         return self.losses.balance
 
     @property
     def z_loss(self) -> Tensor | None:
-        """Compute the same of the loss of logits. A number."""
+        """Return this rank's part of the z-loss times its coefficient, if there is one."""
         return self.losses.z
 
 
 class Router(nn.Module):
-    """Choose experts for every token, in float32 or, for float64 inputs, in float64; also under autocast.
+    """Choose the experts of each token.
 
-    Equal to Hugging Face's MixtralTopKRouter and Qwen3MoeTopKRouter (``softmax``), and DeepseekV3TopkRouter
-    (``sigmoid``, groups, ``expert_bias``), for settings that mean the same.
+    The router computes in float32, or in float64 for float64 inputs, also under autocast. It equals
+    Hugging Face's MixtralTopKRouter and Qwen3MoeTopKRouter (``softmax``) and DeepseekV3TopkRouter
+    (``sigmoid``, groups, ``expert_bias``) for the corresponding settings.
 
-    Losses are computed in training alone. Which choices the auxiliary loss counts depends on its scope:
+    Losses are computed in training only. The scope of the auxiliary loss sets which choices it
+    counts:
 
-    * ``microbatch`` and ``sequence``: those of this microbatch, chosen by scores without biases, dropped ones included.
-    * ``global``: those of the whole step before this one, which the caller gives to :meth:`update_`. So a microbatch
-      need not wait for later ones, and the loss depends neither on the layout nor on the schedule. In the first step
-      the shares are even, and the loss has no gradient.
+    * ``microbatch`` and ``sequence``: the choices of this microbatch by scores without biases,
+      including dropped ones.
+    * ``global``: the choices of the whole previous step, which the caller passes to
+      :meth:`update_`. A microbatch then need not wait for later ones, and the loss depends neither
+      on the layout nor on the schedule. In the first step the shares are even, and the loss has no
+      gradient.
 
-    Choices beyond an expert's capacity, if there is one, are dropped in the order of positions; the capacity is that of
-    the tokens that the tp ranks have together.
+    If experts have a capacity, choices beyond it are dropped, those of later positions first. The
+    capacity is computed from the tokens of all tp ranks together.
 
-    Shapes: input ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output a :class:`Routing`.
+    Shapes: input ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output a
+        :class:`Routing`.
 
     Args:
-        config: What the mixture is.
+        config: Settings of the mixture.
         hidden_size: Size of each token's vector (elements).
         mesh: The groups and random streams of this rank.
-        initializer: How the weight starts.
-        forced_balance: Whether experts are dealt out in turn instead of being chosen, for benchmarks.
+        initializer: Initializer of the weight.
+        forced_balance: Whether experts are assigned round-robin instead of by score, for
+            benchmarks.
 
-    Communication: under sequence parallelism, or with cp, an all-reduce of counts over tp and cp for the auxiliary loss
-    of a microbatch or sequence; under sequence parallelism an all-gather of counts over tp for a capacity.
+    Communication: for the auxiliary loss of a microbatch or sequence, an all-reduce of counts over
+        tp (under sequence parallelism) and cp. For a capacity, under sequence parallelism, an
+        all-gather of counts over tp.
     """
 
     expert_bias: Tensor | None
@@ -99,7 +107,9 @@ class Router(nn.Module):
         forced_balance: bool = False,
     ) -> None:
         super().__init__()
-        self.config, self.mesh, self.forced_balance = config, mesh, forced_balance
+        self.config = config
+        self.mesh = mesh
+        self.forced_balance = forced_balance
         num_experts = config.num_experts
         self.weight = sharded_parameter(
             (num_experts, hidden_size),
@@ -108,27 +118,34 @@ class Router(nn.Module):
             # Under sequence parallelism each rank routes its own tokens only.
             partial=mesh.sequence_parallel,
         )
-        # On a device by name: a model that is built on meta draws its parameters later, and has these already.
+        # On an explicit device: a model on the meta device initialises its parameters later, but
+        # not its buffers.
         even = torch.full((num_experts,), 1.0 / num_experts, dtype=torch.float32, device=mesh.device)
         self.register_buffer("expert_bias", torch.zeros_like(even) if config.expert_bias else None)
         counts_steps = config.aux_loss > 0.0 and config.aux_loss_scope == "global"
-        #: How much of the choices of the last step each expert had.
+        #: Share of the last step's choices that each expert had.
         self.register_buffer("step_shares", even if counts_steps else None)
 
     def forward(self, hidden: Tensor) -> Routing:
-        """Return where the tokens go."""
-        config, places = self.config, hidden.shape[:2]
-        # On all tp ranks together.
-        num_tokens = places.numel() * self._num_parts
+        """Return the routing of the tokens."""
+        config = self.config
+        # Under sequence parallelism the losses and the capacity refer to the tokens of all tp
+        # ranks.
+        num_tokens = hidden.shape[:2].numel() * self._num_parts
         kernels = fused_kernels(hidden)
         scored = self._score(hidden, kernels)
         load = scored.load[0] if scored.load.shape[0] == 1 else scored.load.sum(0, dtype=torch.int32)
-        probabilities, experts, counts, dropped = scored.probabilities, scored.experts, load, None
+        probabilities = scored.probabilities
+        experts = scored.experts
+        counts = load
+        dropped = None
         if config.capacity_factor is not None:
             capacity = expert_capacity(num_tokens, config)
             is_out = ~within_capacity(experts, load, capacity, self.mesh)
-            probabilities, experts = probabilities.masked_fill(is_out, 0.0), experts.masked_fill(is_out, -1)
-            counts, dropped = num_choices(experts, config.num_experts), is_out.sum(dtype=torch.int32)
+            probabilities = probabilities.masked_fill(is_out, 0.0)
+            experts = experts.masked_fill(is_out, -1)
+            counts = num_choices(experts, config.num_experts)
+            dropped = is_out.sum(dtype=torch.int32)
         return Routing(
             probabilities=probabilities,
             experts=experts,
@@ -141,18 +158,18 @@ class Router(nn.Module):
 
     @property
     def follows_load(self) -> bool:
-        """Tell whether the load of a step changes anything here."""
+        """Return whether :meth:`update_` changes anything."""
         return self.step_shares is not None or (self.expert_bias is not None and self.config.expert_bias_rate > 0.0)
 
     @torch.no_grad()
     def update_(self, load: Tensor) -> None:
-        """Take in how the tokens of a whole step were spread, after it: change the biases and the shares of experts.
+        """Update the expert biases and the shares of choices from the load of a whole step.
 
         Shapes: load ``(E,)`` integers.
 
         Args:
-            load: The sum of ``Routing.load`` over all microbatches and ranks of the step, as ``StepStatistics`` has it;
-                the same on all ranks.
+            load: Sum of ``Routing.load`` over all microbatches and ranks of the step, from
+                ``StepStatistics``; the same on all ranks.
         """
         if self.expert_bias is not None and self.config.expert_bias_rate:
             update_bias_(self.expert_bias, load, self.config.expert_bias_rate)
@@ -165,13 +182,13 @@ class Router(nn.Module):
         for name, buffer in before.items():
             after = getattr(self, name)
             if after.dtype.itemsize < buffer.dtype.itemsize:
-                # The steps of biases would be rounded away in a half type.
+                # In a half type the small updates of biases would be rounded away.
                 setattr(self, name, buffer.to(after.device))
         return self
 
     @property
     def _num_parts(self) -> int:
-        # How many ranks have the tokens of one cp rank between them.
+        # Number of ranks that share the tokens of one cp rank.
         return self.mesh.tp.size if self.mesh.sequence_parallel else 1
 
     def _jittered(self, hidden: Tensor) -> Tensor:
@@ -180,19 +197,21 @@ class Router(nn.Module):
         wide = hidden.to(exact_dtype(hidden))
         num_places = wide.shape[0] * self._num_parts
         with self.mesh.random.fork("replicated", "router"):
-            # For the places of all ranks, so that each token's numbers do not depend on who has it.
+            # Draws for the tokens of all ranks make each token's noise independent of the layout.
             uniform = torch.rand(num_places, *wide.shape[1:], dtype=wide.dtype, device=wide.device)
         if self.mesh.sequence_parallel:
             uniform = uniform.chunk(self._num_parts)[self.mesh.tp.rank]
         return wide * (1.0 + self.config.jitter * (2.0 * uniform - 1.0))
 
     def _score(self, hidden: Tensor, kernels: ModuleType | None) -> Scored:
-        config, (length, num_sequences) = self.config, hidden.shape[:2]
+        config = self.config
+        length, num_sequences = hidden.shape[:2]
         logits = exact_linear(self._jittered(hidden), self.weight).flatten(0, 1)
         first_turn = None
         if self.forced_balance:
-            # The ranks that have the other tokens of a sequence deal out the turns before and after.
-            first_turn = length * num_sequences * config.top_k * self.mesh.tp.rank if self._num_parts > 1 else 0
+            # Ranks that share a sequence continue each other's turns.
+            rank = self.mesh.tp.rank if self._num_parts > 1 else 0
+            first_turn = length * num_sequences * config.top_k * rank
         classes = num_sequences if config.aux_loss_scope == "sequence" else 1
         return score_tokens(logits, self.expert_bias, config, classes, first_turn, kernels)
 
@@ -204,7 +223,7 @@ class Router(nn.Module):
         return RouterLosses(*sums, kernels if is_served else None)
 
     def _of_choices(self, scored: Scored, num_tokens: int) -> tuple[Tensor | None, float]:
-        """Return what sums of shares are multiplied by in the auxiliary loss, if there is one, and its coefficient."""
+        """Return the auxiliary loss's factors of ``share_sums``, or None, and its coefficient."""
         config = self.config
         if not (self.training and config.aux_loss):
             return None, 0.0
@@ -212,5 +231,6 @@ class Router(nn.Module):
         if self.step_shares is not None:
             return self.step_shares, coefficient
         load = microbatch_load(scored.unbiased_load, self.mesh)
-        # Every token has as many, so that nothing need be added up to turn counts into shares.
+        # Every token has top_k choices, so the total that turns counts into shares is known without
+        # a sum.
         return load, coefficient / (num_tokens * self.mesh.cp.size * config.top_k / load.shape[0])

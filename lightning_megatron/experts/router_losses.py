@@ -1,4 +1,4 @@
-"""The losses of a router as sums of products, of which their numbers and their gradients are made."""
+"""Router losses, kept as sums over tokens from which values and gradients are computed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from lightning_megatron.experts.balance import balance_loss
 
 @dataclass(frozen=True, eq=False)
 class RouterLosses:
-    """Hold what this rank's parts of a router's losses are made of; the rule of parts is in ``experts.balance``.
+    """This rank's parts of the auxiliary loss and the z-loss of a router.
 
-    Shapes: share_sums ``(C, E)``; of_choices ``(C, E)`` or ``(E,)``; square_sum a number.
+    ``experts.balance`` documents how the parts of ranks are combined.
+
+    Shapes: share_sums ``(C, E)``; of_choices ``(C, E)`` or ``(E,)``; square_sum a scalar.
 
     Args:
-        share_sums: Sums over this rank's tokens of the probabilities of each expert.
-        of_choices: What those are multiplied by in the auxiliary loss; None where there is none.
-        coefficient: What the sum of these products is multiplied by.
-        square_sum: Sum of the squared logarithms of sums of exponentials.
-        square_coefficient: What it is multiplied by in the loss of logits; 0 where there is none.
-        kernels: The fused kernels, if they serve these sums.
+        share_sums: Probabilities of each expert, summed over this rank's tokens.
+        of_choices: Factors of ``share_sums`` in the auxiliary loss; None without this loss.
+        coefficient: Factor of the sum of these products.
+        square_sum: Sum over tokens of the squared logsumexp of their logits.
+        square_coefficient: Factor of ``square_sum`` in the z-loss; 0 without this loss.
+        kernels: Module of the fused kernels, if they support these sums.
     """
 
     share_sums: Tensor
@@ -37,14 +39,15 @@ class RouterLosses:
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None, float, Tensor, float]:
-        """List what the kernels make losses of, in the order in which they take it."""
+        """Return the inputs of the loss kernels, in the order of their parameters."""
         return self.share_sums, self.of_choices, self.coefficient, self.square_sum, self.square_coefficient
 
-    # Who counts a microbatch asks where gradients are off, who attaches losses where they are on: both get one number.
+    # The statistics read a loss with gradients off, and `attach_to` reads it with gradients on.
+    # `enable_grad` makes the cached value usable for both.
     @cached_property
     @torch.enable_grad()
     def balance(self) -> Tensor | None:
-        """Compute the auxiliary loss, coefficient included; None where there is none."""
+        """Return the auxiliary loss times its coefficient; None without this loss."""
         if self.of_choices is None:
             return None
         return balance_loss(self.share_sums, self.of_choices, self.coefficient)
@@ -52,14 +55,14 @@ class RouterLosses:
     @cached_property
     @torch.enable_grad()
     def z(self) -> Tensor | None:
-        """Compute the loss of logits, coefficient included; None where there is none."""
+        """Return the z-loss times its coefficient; None without this loss."""
         return self.square_sum * self.square_coefficient if self.square_coefficient else None
 
     def attach_to(self, x: Tensor, scale: float | Tensor) -> Tensor:
-        """Return ``x``, whose backward pass also starts those of both losses, as :func:`attach_loss` says.
+        """Attach both losses to ``x`` as :func:`attach_loss` does, and return it.
 
         Args:
-            x: What the main loss is computed from.
+            x: Activation that the main loss depends on.
             scale: Factor of the losses in the backward pass.
         """
         if self.of_choices is None and not self.square_coefficient:

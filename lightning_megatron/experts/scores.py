@@ -1,4 +1,4 @@
-"""What a router makes of its logits: scores, choices, their weights, and the sums that balance is measured by."""
+"""Router scores: chosen experts, their probabilities and the sums of the load-balancing losses."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from lightning_megatron.experts.balance import num_choices_of_sequences
 from lightning_megatron.experts.choice import balanced_experts, choose_experts
 from lightning_megatron.plan.experts import ExpertsConfig
 
-#: Keeps scores that are all zero from being divided by zero.
+#: Added to sums of scores, so that a token whose scores are all zero causes no division by zero.
 _TINY = 1e-20
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Hold what a router made of the logits of T tokens.
+    """Router outputs for the logits of T tokens.
 
-    Sums are over the tokens of each of C sequences, or of all (C is 1).
+    Sums are taken over the tokens of each of C sequences, or over all tokens (C is 1).
 
     Args:
-        probabilities: Weights of the chosen experts. Shape ``(T, k)``.
-        experts: The chosen experts, best first. Shape ``(T, k)``, int64.
-        load: How often each expert is chosen. Shape ``(C, E)``, int32.
-        unbiased_load: How often each would be if none had a bias, for the auxiliary loss. Shape ``(C, E)``, int32.
-        share_sums: Sums of scores, each divided by the sum of its token's. Shape ``(C, E)``.
-        square_sum: Sum of the squared logarithms of sums of exponentials. A number.
-        entropy_sum: Sum of the entropies of tokens' scores, without a gradient (nats). A number.
+        probabilities: Probabilities of the chosen experts. Shape ``(T, k)``.
+        experts: Chosen experts, best first. Shape ``(T, k)``, int64.
+        load: Number of choices of each expert. Shape ``(C, E)``, int32.
+        unbiased_load: Number of choices of each expert by scores without biases, for the auxiliary
+            loss. Shape ``(C, E)``, int32.
+        share_sums: Sums of scores that are normalized for each token. Shape ``(C, E)``.
+        square_sum: Sum over tokens of the squared logsumexp of their logits. A scalar.
+        entropy_sum: Sum of the entropies of tokens' scores, without a gradient (nats). A scalar.
     """
 
     probabilities: Tensor
@@ -49,19 +50,19 @@ def score_tokens(
     first_turn: int | None = None,
     kernels: ModuleType | None = None,
 ) -> Scored:
-    """Score all experts for every token, choose the best, and weigh them.
+    """Score all experts for each token, and choose the best.
 
     Shapes: logits ``(T, E)``; bias ``(E,)``.
 
     Args:
-        logits: Of the router, in float32 or wider.
-        bias: What is added to scores where experts are chosen; None stands for nothing.
-        config: How experts are scored and chosen.
-        num_sequences: Sequences whose sums are kept apart, C: token t is of sequence ``t % C``.
-        first_turn: If experts are dealt out in turn, whatever the scores are: the turn of the first choice.
-        kernels: The fused kernels, if they serve the router's input.
+        logits: Logits of the router, in float32 or wider.
+        bias: Values added to the scores for the selection only; None means zeros.
+        config: Settings of the mixture.
+        num_sequences: Number of sequences with separate sums, C; token t belongs to ``t % C``.
+        first_turn: Index of the first choice, if experts are assigned round-robin; else None.
+        kernels: Module of the fused kernels, if they support the router's input.
     """
-    # The auxiliary loss looks at what would be chosen without biases.
+    # The auxiliary loss counts the choices by scores without biases.
     counts_unbiased = bias is not None and first_turn is None and config.aux_loss > 0.0
     if kernels is not None and logits.dtype == torch.float32:
         settings = kernels.RouteSettings(
@@ -84,16 +85,16 @@ def score_tokens(
 def weigh_choices(
     logits: Tensor, chosen: Tensor, unbiased: Tensor, config: ExpertsConfig, num_sequences: int = 1
 ) -> Scored:
-    """Weigh chosen experts, and add up what balances them.
+    """Return the probabilities of chosen experts, and the sums of the router losses.
 
     Shapes: logits ``(T, E)``; choices ``(T, k)``.
 
     Args:
-        logits: Of the router, in float32 or wider.
-        chosen: The experts of every token.
-        unbiased: Those without biases.
-        config: How experts are scored.
-        num_sequences: Sequences whose sums are kept apart.
+        logits: Logits of the router, in float32 or wider.
+        chosen: Chosen experts of each token.
+        unbiased: Experts that each token would choose by scores without biases.
+        config: Settings of the mixture.
+        num_sequences: Number of sequences with separate sums.
     """
     scores = _scores(logits, config)
     shares = scores if config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + _TINY)
@@ -117,11 +118,12 @@ def _scores(logits: Tensor, config: ExpertsConfig) -> Tensor:
 
 
 def _weights(logits: Tensor, scores: Tensor, chosen: Tensor, config: ExpertsConfig) -> Tensor:
-    """Return what the outputs of chosen experts are multiplied by."""
+    """Return the factors of the chosen experts' outputs."""
     if not config.normalize_top_k:
         weights = scores.gather(-1, chosen)
     elif config.scoring == "softmax":
-        # Equal to dividing by the sum, which biases or groups could make zero.
+        # Equal to a division by the sum of the chosen scores, but safe if that sum underflows to
+        # zero.
         weights = logits.gather(-1, chosen).softmax(-1)
     else:
         weights = scores.gather(-1, chosen)

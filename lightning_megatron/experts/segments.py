@@ -1,4 +1,4 @@
-"""A layer as a list of pieces that say what they read and write, and whether their sizes are known in advance."""
+"""Layers as lists of segments with declared inputs and outputs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Segment:
-    """Describe one piece of a layer.
+    """One piece of a layer's forward pass.
 
     Args:
-        name: What it does.
-        run: Takes the values of ``reads`` in their order and returns the one of ``writes``, or a tuple of several.
-        reads: Names of the values that it takes.
-        writes: Names of the values that it makes.
-        is_static: Whether sizes follow from those of its inputs and nothing is read back from the device, so that a
-            CUDA graph can hold it.
+        name: Name of the segment.
+        run: Function from the values of ``reads``, in order, to the value of ``writes``, or to a
+            tuple of several.
+        reads: Names of the input values.
+        writes: Names of the output values.
+        is_static: Whether all sizes follow from input shapes, without a copy from device to host,
+            so that a CUDA graph can capture the segment.
     """
 
     name: str
@@ -28,19 +29,22 @@ class Segment:
 
 
 class SegmentList:
-    """Run segments one after the other, and let go of every value after the last one that reads it.
+    """Sequence of segments that releases every value after its last read.
 
     Args:
-        segments: What to run, in order.
-        inputs: Names of the values that are given.
+        segments: Segments in execution order.
+        inputs: Names of the input values.
         output: Name of the value to return.
 
     Raises:
-        ValueError: If a segment reads what none before it has written, or none writes the output.
+        ValueError: If a segment reads a value that no earlier one writes, or none writes the
+            output.
     """
 
     def __init__(self, segments: Iterable[Segment], inputs: tuple[str, ...], output: str) -> None:
-        self.segments, self.inputs, self.output = tuple(segments), inputs, output
+        self.segments = tuple(segments)
+        self.inputs = inputs
+        self.output = output
         self._check()
         self._dropped = tuple(self._last_reads())
 
@@ -48,10 +52,10 @@ class SegmentList:
         return iter(self.segments)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Return the output.
+        """Run all segments and return the output.
 
         Args:
-            inputs: In the order of their names.
+            inputs: Input values, in the order of their names.
         """
         values = dict(zip(self.inputs, inputs, strict=True))
         for segment, dropped in zip(self.segments, self._dropped, strict=True):
@@ -60,7 +64,7 @@ class SegmentList:
                 values[segment.writes[0]] = found
             else:
                 values.update(zip(segment.writes, found, strict=True))
-            # A value that is left would keep its memory until the end of the layer.
+            # A remaining reference would keep a value's memory until the end of the layer.
             del found
             for name in dropped:
                 del values[name]
@@ -82,7 +86,7 @@ class SegmentList:
             )
 
     def _last_reads(self) -> Iterator[tuple[str, ...]]:
-        """Name the values that are not needed any more after every segment."""
+        """Yield, for each segment, the names of the values that no later segment reads."""
         alive = set(self.inputs)
         for number, segment in enumerate(self.segments):
             alive.update(segment.writes)

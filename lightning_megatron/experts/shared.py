@@ -1,4 +1,4 @@
-"""The MLP beside the experts, which every token goes through."""
+"""Shared expert: an MLP for all tokens, in addition to the routed experts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from lightning_megatron.layers.replicated import ReplicatedLinear
 
 
 class SharedExpert(MLP):
-    """Apply an MLP to every token, and multiply its output by the sigmoid of one projection of the token.
+    """MLP that is applied to every token, with an optional sigmoid gate.
 
-    Equal to ``MLP(x)`` without biases; with a gate to ``sigmoid(gate(x)) * MLP(x)``, as Qwen2-MoE has it.
+    Equal to ``MLP(x)`` without biases. With a gate it equals ``sigmoid(gate(x)) * MLP(x)``, as in
+    Qwen2-MoE, where ``gate`` projects a token to one number.
 
     Shapes: ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output the same.
 
@@ -22,10 +23,10 @@ class SharedExpert(MLP):
         hidden_size: Size of each vector (elements).
         ffn_hidden_size: Inner features (elements).
         mesh: The groups of this rank.
-        has_gate: Whether the output is multiplied.
-        activation: As of ``layers.mlp``.
-        initializer: How the first weight and the gate's start.
-        output_initializer: How the second weight starts.
+        has_gate: Whether the output is multiplied by the gate.
+        activation: Activation, one of those of ``layers.mlp``.
+        initializer: Initializer of the first matrix and of the gate.
+        output_initializer: Initializer of the second matrix.
 
     Raises:
         ParallelPlanError: If the inner features do not divide by tp.
@@ -56,12 +57,12 @@ class SharedExpert(MLP):
         )
         self.gate: ReplicatedLinear | None = None
         if has_gate:
-            # Under sequence parallelism each rank multiplies its own tokens only.
+            # Under sequence parallelism each rank applies the gate to its own tokens only.
             self.gate = ReplicatedLinear(
                 hidden_size, 1, mesh, partial=mesh.sequence_parallel, bias=False, initializer=initializer
             )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the output for every token."""
+        """Return the output for each token."""
         output = super().forward(hidden)
         return output if self.gate is None else F.sigmoid(self.gate(hidden)) * output

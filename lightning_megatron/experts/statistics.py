@@ -1,4 +1,4 @@
-"""How the routers of a stage spread the tokens of a step: counted on the device, added up over ranks at its end."""
+"""Routing statistics of a step, counted on the device and summed over ranks at the step's end."""
 
 from __future__ import annotations
 
@@ -16,37 +16,41 @@ from lightning_megatron.plan.routing_sums import RoutingSum
 
 
 class RouterStatistics:
-    """Add up what a layer's router does with the microbatches of a step on this rank.
+    """Running sums of a layer's routings over the microbatches of a step on this rank.
 
-    The sums stay where they are and are changed in place, and nothing is read back from the device, so that a captured
-    graph can count. It is no module: whatever it holds belongs to a step, and neither moves with the weights of a layer
-    nor is saved with them.
+    The sums are updated in place and never copied to the host, so that a captured CUDA graph can
+    update them. The class is not a module, because its state belongs to a step: it must not move
+    with the weights of a layer, nor be saved with them.
 
-    Shapes: sums ``(5 + E)`` float64, which has every integer below 2 to the power of 53: choices that were dropped,
-    entropies of the tokens (nats), this rank's parts of the balance loss and of the loss of logits, coefficients
-    included, microbatches, and the choices that each expert had, dropped ones included.
+    Shapes: sums ``(5 + E)`` float64, which represents all integers up to 2^53 exactly. The entries
+        are the dropped choices, the entropies of the tokens (nats), this rank's parts of the
+        balance loss and of the z-loss (both times their coefficients), the microbatches, and the
+        choices of each expert, including dropped ones.
 
     Args:
-        config: What the mixture is.
-        device: Where the routings are. A later move of the model is followed when the next one comes.
+        config: Settings of the mixture.
+        device: Device of the sums. They move to the device of the next routing if the model has
+            moved.
     """
 
     def __init__(self, config: ExpertsConfig, device: torch.device) -> None:
         self.config = config
-        # On a device by name: a model may be built on meta.
+        # On an explicit device: the ambient one is meta while a model is built.
         self.sums = torch.zeros(RoutingSum.LOAD + config.num_experts, dtype=torch.float64, device=device)
 
     @property
     def load(self) -> Tensor:
-        """Return the choices that each expert had. Shape ``(E,)``, int64."""
+        """Return the number of choices of each expert. Shape ``(E,)``, int64."""
         return self.sums[RoutingSum.LOAD :].long()
 
     @torch.no_grad()
     def add_(self, routing: Routing) -> None:
-        """Count a microbatch; once, also where its forward pass runs again for the activations.
+        """Add the routing of a microbatch to the sums.
+
+        The caller adds each microbatch once, and not again when its activations are recomputed.
 
         Args:
-            routing: Where its tokens go.
+            routing: Routing of the microbatch's tokens.
         """
         if self.sums.device != routing.load.device:
             self.sums = self.sums.to(routing.load.device)
@@ -70,12 +74,12 @@ class RouterStatistics:
 
 @dataclass(frozen=True, eq=False)
 class StepStatistics:
-    """Say how a layer's router spread the tokens of a step over all ranks. Everything is on the device.
+    """Routing statistics of one layer and step, summed over ranks. All tensors are on the device.
 
     Args:
-        sums: Those of :class:`RouterStatistics` over all ranks that had other tokens.
-        config: What the mixture is.
-        num_parts: Ranks that had the tokens of a microbatch between them, and each counted it.
+        sums: Sums of :class:`RouterStatistics` over all ranks with different tokens.
+        config: Settings of the mixture.
+        num_parts: Number of ranks that share the tokens of a microbatch, each of which counted it.
     """
 
     sums: Tensor
@@ -84,57 +88,57 @@ class StepStatistics:
 
     @property
     def load(self) -> Tensor:
-        """Return the choices that each expert had, dropped ones included. Shape ``(E,)``, int64."""
+        """Return the choices of each expert, including dropped ones. Shape ``(E,)``, int64."""
         return self.sums[RoutingSum.LOAD :].long()
 
     @property
     def dropped(self) -> Tensor:
-        """Return how many choices were dropped. A number, int64."""
+        """Return the number of dropped choices. A scalar, int64."""
         return self.sums[RoutingSum.DROPPED].long()
 
     @property
     def entropy(self) -> Tensor:
-        """Return the mean entropy of a token's scores: the logarithm of E where experts are alike (nats)."""
+        """Return the mean entropy of a token's scores, which is log(E) for equal scores (nats)."""
         num_tokens = self.sums[RoutingSum.LOAD :].sum().clamp(min=1.0) / self.config.top_k
         return self.sums[RoutingSum.ENTROPY] / num_tokens
 
     @property
     def balance_loss(self) -> Tensor:
-        """Return the mean auxiliary loss, without its coefficient: 1 where experts are alike; 0 if there is none."""
+        """Return the mean auxiliary loss over its coefficient: 1 for an even load, 0 if unused."""
         return self._mean(RoutingSum.BALANCE_LOSS) / (self.config.aux_loss or 1.0)
 
     @property
     def z_loss(self) -> Tensor:
-        """Return the same of the loss of logits."""
+        """Return the mean z-loss without its coefficient; 0 if unused."""
         return self._mean(RoutingSum.Z_LOSS) / (self.config.z_loss or 1.0)
 
     def _mean(self, index: int) -> Tensor:
-        """Return the mean of a number over microbatches."""
+        """Return the mean of one of the sums over microbatches."""
         return self.sums[index] * self.num_parts / self.sums[RoutingSum.NUM_MICROBATCHES].clamp(min=1.0)
 
 
 @torch.no_grad()
 def clear_statistics_(layers: Sequence[RouterStatistics]) -> None:
-    """Let all layers begin another step."""
+    """Reset the sums of all layers for the next step."""
     if layers:
         torch._foreach_zero_([layer.sums for layer in layers])
 
 
 @torch.no_grad()
 def step_statistics(layers: Mapping[int, RouterStatistics], mesh: ParallelMesh) -> Mapping[int, StepStatistics]:
-    """Add up what the routers of this stage did in a step over all ranks that have other tokens.
+    """Sum the statistics of this stage's routers over all ranks that have different tokens.
 
-    Nothing is read back from the device.
+    Nothing is copied from the device to the host.
 
     Args:
-        layers: What every layer with experts of this stage counted, by the layer's number in the model.
+        layers: Statistics of each layer with experts of this stage, by its index in the model.
         mesh: The groups of this rank.
 
     Returns:
-        One record for every layer, the same on all ranks of the stage.
+        One record for each layer, the same on all ranks of the stage.
 
-    Communication: for all layers together one all-reduce over tp under sequence parallelism, and one over the data
-        group.
+    Communication: one all-reduce for all layers together over tp (under sequence parallelism), and
+        one over the data group.
     """
     if not layers:
         return {}
