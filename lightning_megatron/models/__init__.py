@@ -1,1 +1,1 @@
-"""Models built from the sharded layers."""
+"""Models built from the sharded layers, and the division of models into pipeline stages."""

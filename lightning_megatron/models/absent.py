@@ -1,4 +1,4 @@
-"""Tensors that another pipeline stage computes: they have a shape here, and no values."""
+"""Placeholders with a shape but no values, for tensors that another pipeline stage computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_megatron.models.forms import Form
 if TYPE_CHECKING:
     from lightning_megatron.models.stage import PipelinedModule
 
-#: Attributes and methods that need a shape and a type alone.
+#: Attributes and methods that need only a shape and a dtype.
 _OF_FORMS = frozenset(
     {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "itemsize", "nbytes"}
     | {"is_cuda", "is_cpu", "is_mps", "is_xla", "is_xpu", "is_meta", "is_sparse", "is_sparse_csr", "is_mkldnn"}
@@ -26,7 +26,7 @@ _OF_FORMS = frozenset(
     | {"nelement", "stride", "is_floating_point", "is_complex", "is_signed", "element_size", "get_device", "is_neg"}
     | {"is_contiguous", "__len__", "storage_offset", "is_inference", "is_conj", "__hash__", "requires_grad_"}
 )  # fmt: skip
-#: Functions that make tensors of a form.
+#: Functions that create a tensor and read only the shape and dtype of their first argument.
 _OF_SHAPES = frozenset(
     {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
     | {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
@@ -36,18 +36,19 @@ _TORCH = Path(torch.__file__).parent
 
 
 class AbsentTensor(Tensor):
-    """Stand for a tensor whose values are on another pipeline stage.
+    """Placeholder for a tensor whose values are on another pipeline stage.
 
-    Functions of it are such tensors, too, until its values have come: then they are computed. What needs values before
-    that raises, so that no number is ever made up.
+    A function of an absent tensor returns an absent tensor until the values have arrived, and is
+    computed after that. An operation that needs values before that raises an error, so that no
+    wrong number is ever computed.
 
     Args:
-        form: Shape, type and device.
-        owner: The model that is cut into stages.
-        name: What it is, for errors.
-        point: Names the value among those that can travel; None if it has no name.
-        recipe: How it is computed from others; None if it is not.
-        leaf: Which leaf of the recipe's result.
+        form: Tensor with the shape, dtype and device.
+        owner: Model that is cut into stages.
+        name: Description of the tensor, for errors.
+        point: Name of the value among those that are sent between stages; None if it has none.
+        recipe: Computation of the tensor from other tensors; None if there is none.
+        leaf: Index of the tensor among the leaves of the recipe's result.
     """
 
     owner: PipelinedModule
@@ -55,9 +56,9 @@ class AbsentTensor(Tensor):
     point: str | None
     recipe: Recipe | None
     leaf: int
-    #: Set where the tensor has come.
+    #: The tensor with values, once it has arrived; None before.
     value: Tensor | None
-    #: Names the block that has written into it; None if none has.
+    #: Name of the block that has written into the tensor in place; None if none has.
     writer: str | None
 
     @classmethod
@@ -70,19 +71,23 @@ class AbsentTensor(Tensor):
         recipe: Recipe | None = None,
         leaf: int = 0,
     ) -> AbsentTensor:
-        """Return a tensor of a form without values."""
+        """Return a placeholder with the shape, dtype and device of a form."""
         device = owner.mesh.device if form.is_meta else form.device
         result: AbsentTensor = Tensor._make_wrapper_subclass(cls, form.shape, dtype=form.dtype, device=device)
-        result.owner, result.title, result.point = owner, name, point
-        result.recipe, result.leaf = recipe, leaf
-        result.value = result.writer = None
+        result.owner = owner
+        result.title = name
+        result.point = point
+        result.recipe = recipe
+        result.leaf = leaf
+        result.value = None
+        result.writer = None
         return result
 
     def settled(self) -> Tensor | None:
-        """Return the tensor if its values have come, or can be computed from those that have.
+        """Return the tensor with values if they have arrived or can be computed; None otherwise.
 
         Raises:
-            UnsupportedError: If random numbers would have to be drawn a second time for it.
+            UnsupportedError: If computing it would draw random numbers a second time.
         """
         cursor = self.owner.cursor
         if self.value is None and cursor is not None and not cursor.probe:
@@ -93,13 +98,13 @@ class AbsentTensor(Tensor):
         return self.value
 
     def settle(self, why: str) -> Tensor:
-        """Return the tensor with its values.
+        """Return the tensor with values.
 
         Args:
-            why: What needs them.
+            why: Reason for which the values are needed, for the error.
 
         Raises:
-            UnsupportedError: If they have not come.
+            UnsupportedError: If the values have not arrived.
         """
         found = self.settled()
         if found is None:
@@ -107,22 +112,22 @@ class AbsentTensor(Tensor):
         return found
 
     def check_unwritten(self) -> None:
-        """Refuse to be read after a block has written into it, because other stages do not see that.
+        """Raise if a block has written into the tensor, because other stages do not see the write.
 
         Raises:
-            UnsupportedError: If so.
+            UnsupportedError: If a block has written into the tensor in place.
         """
         if self.writer is not None:
             refuse(self, f"{self.writer} has written into it in place")
 
     def read_at_end(self, why: str) -> Tensor:
-        """Return the tensor with its values on the last stage, which needs them; elsewhere without.
+        """Return the tensor with values on the last stage, which needs them, and itself elsewhere.
 
         Args:
-            why: What needs them.
+            why: Reason for which the values are needed, for the error.
 
         Raises:
-            UnsupportedError: If they have not come there.
+            UnsupportedError: If the values have not arrived on the last stage.
         """
         cursor = self.owner.cursor
         if cursor is not None and cursor.probe:
@@ -169,7 +174,8 @@ class AbsentTensor(Tensor):
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             self._refuse(f"{name} needs its values")
         if not any(isinstance(leaf, Tensor) for leaf in form.leaves):
-            # Numbers and strings about shapes need nothing else; what is printed must not look like a result.
+            # A result without tensors depends only on shapes. Printed text must not look like a
+            # result with values.
             if name in ("__repr__", "__str__"):
                 return f"a tensor of another pipeline stage ({self.title})"
             if name == "__format__":
@@ -178,15 +184,15 @@ class AbsentTensor(Tensor):
         return filled(form, lambda leaf, n: AbsentTensor.of(leaf, self.owner, self.title, recipe=recipe, leaf=n))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Return its name."""
+        """Return a description that names the tensor."""
         return f"a tensor of another pipeline stage ({self.title})"
 
     def __format__(self, _: str) -> str:
-        """Refuse to be printed as a number."""
+        """Raise, because there is no number to print."""
         return self._refuse("it is printed")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return itself, for there is nothing to copy."""
+        """Return the placeholder itself, which has no values to copy."""
         return self
 
     def _refuse(self, why: str) -> NoReturn:
@@ -198,32 +204,37 @@ class AbsentTensor(Tensor):
 
 
 class Recipe:
-    """Know how tensors are computed from others.
+    """Deferred call of a function with absent tensors among its arguments.
 
     Args:
-        function: What computes them.
-        args: Its arguments.
-        kwargs: Its named arguments.
-        is_random: Whether it draws random numbers.
+        function: Function to call.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        is_random: Whether the function draws random numbers.
     """
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_random: bool
     ) -> None:
-        self.function, self.args, self.kwargs, self.is_random = function, args, kwargs, is_random
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.is_random = is_random
         self._result: Sequence[Any] | None = None
 
     @property
     def sources(self) -> list[AbsentTensor]:
-        """List the tensors without values that it reads."""
+        """Return the absent tensors among the arguments."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         return [leaf for leaf in leaves if isinstance(leaf, AbsentTensor)]
 
     def leaf_of_result(self, wanted: AbsentTensor) -> Tensor | None:
-        """Return a leaf of the result if everything that it is made of has come; None otherwise.
+        """Return a leaf of the result if the values of all arguments are known; None otherwise.
+
+        The function is called once, and its result is kept for the other leaves.
 
         Raises:
-            UnsupportedError: If it is random.
+            UnsupportedError: If the function draws random numbers.
         """
         if self._result is None:
             leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
@@ -239,18 +250,18 @@ class Recipe:
 
 
 def filled(form: Form, absent: Callable[[Tensor, int], Any]) -> Any:
-    """Return a result of a form.
+    """Build a result of a form.
 
     Args:
-        form: The form.
-        absent: Makes what takes the place of a tensor, from its form and the number of the leaf.
+        form: Form of the result.
+        absent: Function from the form and the index of a tensor to its placeholder.
     """
     leaves = [absent(leaf, n) if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(form.leaves)]
     return pytree.tree_unflatten(leaves, form.structure)
 
 
 def check_present(*tensors: Tensor | None) -> None:
-    """Refuse inputs of a model that another stage computes, such as the result of an earlier call.
+    """Raise if another stage computes an input of a model, such as a result of an earlier call.
 
     Raises:
         UnsupportedError: If a tensor has no values.
@@ -261,20 +272,20 @@ def check_present(*tensors: Tensor | None) -> None:
 
 
 def refuse(absent: AbsentTensor, why: str) -> NoReturn:
-    """Raise, with the name of a tensor without values and the line of the user's code.
+    """Raise an error that names an absent tensor and the line of the user's code.
 
     Raises:
         UnsupportedError: Always.
     """
     raise UnsupportedError(
         f"{absent.title} cannot be used here with pp above 1, because another pipeline stage computes it and {why}: "
-        f"{line_of_user()}. What the blocks take and give travels between stages, and so does what is computed from it "
-        "without random numbers and without writing in place. Change that line, or use pp=1."
+        f"{line_of_user()}. Inputs and outputs of the blocks are sent between stages, and so are values computed from "
+        "them without random numbers and in-place writes. Change that line, or use pp=1."
     )
 
 
 def line_of_user() -> str:
-    """Return the innermost line that is neither this package's nor torch's."""
+    """Return the innermost line of the call stack outside of this package and torch."""
     for frame, number in traceback.walk_stack(sys._getframe()):
         path = Path(frame.f_code.co_filename)
         if _HERE not in path.parents and _TORCH not in path.parents and path.name != "contextlib.py":

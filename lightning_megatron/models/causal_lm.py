@@ -1,4 +1,4 @@
-"""A ready LightningModule that trains a GPT: loss, optimizer and learning rate schedule."""
+"""LightningModule that trains a GPT, with loss, optimizer and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -20,26 +20,30 @@ from lightning_megatron.plan.settings import Probability, settled_arguments
 
 
 class CausalLM(TokenModule):
-    """Train, validate and test a GPT on batches of ``{"tokens": (B, S), "labels": (B, S)}``; label -100 is ignored.
+    """Train, validate and test a GPT on batches of ``{"tokens": (B, S), "labels": (B, S)}``.
 
-    Runs under MegatronStrategy in any layout, and unchanged under ``ddp`` or on one device. Logs ``train_loss``,
-    ``val_loss`` and ``test_loss`` (nats a token), and ``val_bits_per_byte`` and ``test_bits_per_byte`` where the bytes
-    of a token are known.
+    Labels of -100 are ignored. The module runs under MegatronStrategy in any layout, and unchanged
+    under ``ddp`` or on one device. It logs ``train_loss``, ``val_loss`` and ``test_loss`` (nats per
+    token). It also logs ``val_bits_per_byte`` and ``test_bits_per_byte`` if the mean bytes per
+    token are known.
 
     Args:
-        config: Shape of the model.
-        label_smoothing: Probability spread evenly over the vocabulary in training; validation and test use none.
-        training: Arguments of `TokenModule`: ``learning_rate``, ``weight_decay``, ``betas``, ``warmup_steps``,
-            ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``, ``token_weighted``.
+        config: Configuration of the model.
+        label_smoothing: Probability that training spreads evenly over the vocabulary; validation
+            and test use none.
+        training: Arguments of ``TokenModule``: ``learning_rate``, ``weight_decay``, ``betas``,
+            ``warmup_steps``, ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``,
+            ``token_weighted``.
 
     Raises:
-        ParallelPlanError: For a value of another type or outside of its range.
+        ParallelPlanError: If a value has a wrong type or is out of range.
     """
 
     def __init__(self, config: GPTConfig, label_smoothing: Probability = 0.0, **training: Any) -> None:
         given = settled_arguments(CausalLM.__init__, locals())
         super().__init__(**training)
-        # A checkpoint stores plain values, so the configuration comes back as a mapping.
+        # `given` has the configuration as a GPTConfig; checkpoints, with plain values only, give a
+        # mapping.
         self.config: GPTConfig = given["config"]
         self.label_smoothing: float = given["label_smoothing"]
         self.save_hyperparameters({"config": asdict(self.config), "label_smoothing": self.label_smoothing})
@@ -51,12 +55,12 @@ class CausalLM(TokenModule):
         return self.config.vocab_size
 
     def configure_model(self) -> None:
-        """Build this rank's part of the model; called once for every fit, validate, test and predict."""
+        """Build this rank's part of the model; called for each fit, validate, test and predict."""
         if self.model is None:
             self.model = GPT(self.config, mesh=self._mesh(), seed=torch.initial_seed())
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, label_smoothing: float = 0.0) -> Tensor:
-        """Return the loss of every token, or the logits when there are no labels.
+        """Return the loss of each token, or the logits if there are no labels.
 
         Shapes: tokens and labels ``(B, S)``; losses ``(B, S)``; logits ``(B, S, V)``.
         """
@@ -66,14 +70,14 @@ class CausalLM(TokenModule):
     @override
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor | dict[str, Tensor]:
         if self.device_mesh is None:
-            # Only MegatronStrategy moves the random streams on by itself.
+            # MegatronStrategy advances the random streams; under other strategies this module does.
             assert self.model is not None, "configure_model builds the model before its first use"
             self.model.mesh.random.device = self.device
             self.model.mesh.random.begin_microbatch(self.global_step, batch_idx)
         return super().training_step(batch, batch_idx)
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of every token, or the logits of a batch without labels."""
+        """Return the loss of each token, or the logits of a batch without labels."""
         return self(batch["tokens"], batch.get("labels"))
 
     @override
@@ -90,5 +94,5 @@ class CausalLM(TokenModule):
                 f"CausalLM cannot be cut by a {type(found).__name__}, because it is built from this package's layers. "
                 "Use MegatronStrategy, ddp or one device."
             )
-        # Every data-parallel process drops other elements, while all start from the same weights.
+        # Initial weights are the same on all data-parallel processes, but dropout must differ.
         return single_mesh(derive_seed(torch.initial_seed(), self.global_rank))

@@ -1,4 +1,4 @@
-"""The shape of a GPT: one frozen record for every family of decoders."""
+"""Configuration of GPT, for all supported families of decoders."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from lightning_megatron.plan.settings import Count, Index, NotNegative, Positive
 from lightning_megatron.plan.shards import attention_ranges, even_range
 from lightning_megatron.plan.stages import split_layers
 
-#: The lookup is a copy; this is what it, the position sum and the dropout weigh against one layer.
+#: Cost of the embedding (lookup, sum of positions, dropout) relative to one layer, to balance
+#: stages.
 _EMBEDDING_COST = 0.1
-#: Which activation needs the same memory.
+#: Activation with the same memory use, among those that the memory estimate knows.
 _MEMORY_OF: Mapping[Activation, Literal["gelu", "relu", "swiglu", "geglu"]] = {
     "gelu": "gelu",
     "gelu_tanh": "gelu",
@@ -35,47 +36,52 @@ _MEMORY_OF: Mapping[Activation, Literal["gelu", "relu", "swiglu", "geglu"]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Describe a decoder-only Transformer.
+    """Configuration of a decoder-only Transformer.
 
     Args:
-        vocab_size: Tokens of the vocabulary, without padding (tokens).
+        vocab_size: Size of the vocabulary, without padding (tokens).
         max_seq_length: Longest sequence (tokens).
-        num_layers: Transformer blocks (layers).
+        num_layers: Number of Transformer blocks (layers).
         hidden_size: Size D of the residual stream (elements).
-        num_heads: Query heads (heads).
-        num_kv_heads: Key/value heads, a divisor of num_heads; None means num_heads (heads).
+        num_heads: Number of query heads (heads).
+        num_kv_heads: Number of key/value heads, a divisor of num_heads; None means num_heads
+            (heads).
         head_dim: Size of a head; None means hidden_size / num_heads (elements).
         ffn_hidden_size: Inner features of the MLP; None means 4 hidden_size (elements).
-        activation: ``gelu`` (exact), ``gelu_tanh``, ``relu``; with a gate ``swiglu``, ``geglu``, ``geglu_tanh``.
-        norm: ``layernorm`` or ``rmsnorm``.
-        norm_eps: Added to variances.
-        norm_position: ``pre`` (norms before the residual sums, and a final one) or ``post`` (after them, and no final
-            one).
-        position: ``learned`` or ``rotary``.
+        activation: Activation of the MLP: ``gelu`` (exact), ``gelu_tanh`` or ``relu``, or with a
+            gate ``swiglu``, ``geglu`` or ``geglu_tanh``.
+        norm: Kind of the norms: ``layernorm`` or ``rmsnorm``.
+        norm_eps: Constant added to variances.
+        norm_position: Position of the norms: ``pre`` (before each sublayer, with a final norm) or
+            ``post`` (after each residual sum, without a final norm).
+        position: Kind of position encoding: ``learned`` or ``rotary``.
         rotary_base: Ratio of the longest to the shortest rotary wavelength.
-        rotary_dim: Elements of a head that are rotated, the first ones; None means all (elements).
-        rotary_scaling: How rotary angles are stretched for longer sequences; None means not at all.
+        rotary_dim: Number of rotated elements of a head, from the first; None means all (elements).
+        rotary_scaling: Scaling of rotary angles for longer sequences; None means no scaling.
         bias: Whether linear layers and LayerNorms have biases.
-        qkv_bias: Whether the projections to queries, keys and values have; None means ``bias``.
-        output_bias: Whether the attention's output projection has; None means ``bias``.
-        mlp_bias: Whether both projections of the MLP have; None means ``bias``.
-        qk_norm: Whether every query and key head goes through an RMSNorm before it is rotated.
-        norm_offset: RMSNorms multiply by their weight plus this.
-        padding_id: Token whose vector is not trained by its lookups; None means every one is.
-        embedding_scale: Token vectors are multiplied by it, rounded to the model's dtype.
-        attention_scale: Scores are multiplied by it; None means head_dim to the power of -0.5.
-        sliding_window: How many positions one sees, itself and those before it; None means all (tokens).
-        window_layers: Which layers have the window; None means all.
-        experts: The mixture of experts in place of the MLP of all or some layers; None means there is none.
-        parallel_residual: Whether attention and MLP of a block both read the same residual stream.
+        qkv_bias: Whether the query, key and value projections have biases; None means ``bias``.
+        output_bias: Whether the attention's output projection has a bias; None means ``bias``.
+        mlp_bias: Whether both projections of the MLP have biases; None means ``bias``.
+        qk_norm: Whether an RMSNorm is applied to each query and key head before the rotation.
+        norm_offset: Constant added to the weights of RMSNorms.
+        padding_id: Token whose vector gets no gradient from lookups; None means no such token.
+        embedding_scale: Factor of token vectors, rounded to the model's dtype.
+        attention_scale: Factor of attention scores; None means head_dim to the power of -0.5.
+        sliding_window: Number of positions that a query attends to, itself included; None means all
+            earlier ones (tokens).
+        window_layers: Flag for each layer that is true if it has the window; None means all have
+            it.
+        experts: Mixture of experts that replaces the MLP of all or some layers; None means none.
+        parallel_residual: Whether attention and MLP of a block read the same residual stream.
         tie_embeddings: Whether the output head shares the token embedding's weight.
-        hidden_dropout: Probability that an element is dropped after the embedding and before each residual sum.
-        attention_dropout: Probability that an attention weight is dropped.
+        hidden_dropout: Dropout probability after the embedding and before each residual sum.
+        attention_dropout: Dropout probability of attention weights.
         init_std: Standard deviation of initial weights.
-        vocab_multiple: The vocabulary is padded to a multiple of this times tp (tokens).
+        vocab_multiple: Divisor of the padded vocabulary of each tp rank (tokens).
 
     Raises:
-        ParallelPlanError: If a value is of another type or outside of its range, or sizes contradict each other.
+        ParallelPlanError: If a value has a wrong type or is out of range, or sizes are
+            inconsistent.
     """
 
     vocab_size: Count
@@ -119,7 +125,7 @@ class GPTConfig:
 
     @classmethod
     def gpt2(cls, **sizes: Any) -> GPTConfig:
-        """Describe a model of the GPT-2 family; without arguments GPT-2 small without dropout."""
+        """Return a configuration of the GPT-2 family, by default GPT-2 small without dropout."""
         small: dict[str, Any] = {
             "vocab_size": 50257,
             "max_seq_length": 1024,
@@ -131,7 +137,7 @@ class GPTConfig:
 
     @classmethod
     def llama(cls, **sizes: Any) -> GPTConfig:
-        """Describe a model of the Llama family; without arguments Llama 3 8B."""
+        """Return a configuration of the Llama family; the default is Llama 3 8B."""
         kind: dict[str, Any] = {
             "activation": "swiglu",
             "norm": "rmsnorm",
@@ -153,7 +159,7 @@ class GPTConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Count key/value heads."""
+        """Return the number of key/value heads."""
         return self.num_kv_heads or self.num_heads
 
     @property
@@ -168,41 +174,42 @@ class GPTConfig:
 
     @property
     def rotary_size(self) -> int:
-        """Return how many elements of a head are rotated, 0 for learned positions (elements)."""
+        """Return the number of rotated elements of a head, 0 for learned positions (elements)."""
         return (self.rotary_dim or self.head_size) if self.position == "rotary" else 0
 
     @property
     def is_gated(self) -> bool:
-        """Tell whether the first projection of the MLP has a gate beside it."""
+        """Return whether the MLP has a gate."""
         return self.activation in ("swiglu", "geglu", "geglu_tanh")
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Tell whether the projections to queries, keys and values add biases."""
+        """Return whether the query, key and value projections have biases."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
 
     @property
     def has_output_bias(self) -> bool:
-        """Tell whether the attention's output projection adds a bias."""
+        """Return whether the attention's output projection has a bias."""
         return self.bias if self.output_bias is None else self.output_bias
 
     @property
     def has_mlp_bias(self) -> bool:
-        """Tell whether both projections of the MLP add biases."""
+        """Return whether both projections of the MLP have biases."""
         return self.bias if self.mlp_bias is None else self.mlp_bias
 
     def window_of(self, layer: int) -> int | None:
-        """Return how many positions one sees in a layer, itself included; None means all before it (tokens)."""
+        """Return the sliding window of a layer; None means no window (tokens)."""
         return self.sliding_window if self.window_layers is None or self.window_layers[layer] else None
 
     def has_experts_in(self, layer: int) -> bool:
-        """Tell whether a layer has a mixture of experts in place of its MLP."""
+        """Return whether a layer has a mixture of experts instead of an MLP."""
         return self.experts is not None and self.experts.is_in(layer)
 
     def stage_layers(self, layout: ParallelLayout) -> tuple[tuple[range, ...], ...]:
-        """Return ``layers[stage][chunk]``, the global indices of the layers that each virtual stage holds.
+        """Return the global indices of each virtual stage's layers, as ``layers[stage][chunk]``.
 
-        Layers that divide evenly are cut evenly; otherwise embedding and head weigh in, by their work.
+        If the number of layers is divisible, all virtual stages get the same number. Otherwise the
+        costs of the embedding and the head are taken into account.
 
         Raises:
             ParallelPlanError: If there are fewer layers than virtual stages.
@@ -212,7 +219,7 @@ class GPTConfig:
         return split_layers(self.num_layers, layout.pp, layout.vpp, *costs)
 
     def memory_shape(self) -> ModelShape:
-        """Return what the model's memory depends on, for :func:`~lightning_megatron.plan.budget.estimate_memory`."""
+        """Return the sizes that :func:`~lightning_megatron.plan.budget.estimate_memory` needs."""
         return ModelShape(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -243,15 +250,15 @@ class GPTConfig:
     def check_layout(
         self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
     ) -> None:
-        """Refuse a layout that cannot hold this model; needs no process group.
+        """Raise if this model cannot be divided over a layout. No process group is needed.
 
         Args:
             layout: Sizes of the axes.
-            sequence_parallel: Whether activations are cut along the sequence.
+            sequence_parallel: Whether activations are sharded along the sequence.
             seq_length: Length of the sequences, if it is known (tokens).
 
         Raises:
-            ParallelPlanError: If sizes do not fit together.
+            ParallelPlanError: If a size of the model does not divide over the layout.
             UnsupportedError: If the model cannot be cut along an axis of the layout.
         """
         attention_ranges(self.num_heads, self.kv_heads, self.head_size, layout.tp, 0)
@@ -262,19 +269,19 @@ class GPTConfig:
             self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1)
 
     def check_seq_length(self, seq_length: int, sequence_shards: int = 1) -> None:
-        """Refuse sequences that are too long, or that do not divide over the ranks that share them.
+        """Raise if sequences are too long, or do not divide over the ranks that share them.
 
         Args:
             seq_length: Length of the sequences (tokens).
-            sequence_shards: tp under sequence parallelism, else 1 (ranks).
+            sequence_shards: Size of tp under sequence parallelism, else 1 (ranks).
 
         Raises:
-            ParallelPlanError: If the length does not fit.
+            ParallelPlanError: If the length is too large or not divisible.
         """
         check_length(seq_length, self.max_seq_length, sequence_shards)
 
     def _head_cost(self) -> float:
-        """Return the multiplications of the output head over those of one layer, per token."""
+        """Return the cost of the output head relative to one layer (multiplications per token)."""
         heads = (2 * self.num_heads + 2 * self.kv_heads) * self.head_size
         ffn = (3 if self.is_gated else 2) * self.ffn_size
         core = self.max_seq_length * self.num_heads * self.head_size

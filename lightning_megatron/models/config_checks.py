@@ -1,4 +1,4 @@
-"""Which values and combinations of a GPT's settings can be."""
+"""Validation of configurations, layouts and sequence lengths."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh
 
 
 def check_config(config: GPTConfig) -> None:
-    """Refuse settings that contradict each other.
+    """Raise if settings of a configuration are inconsistent.
 
     Raises:
-        ParallelPlanError: If they do.
+        ParallelPlanError: If two settings contradict each other.
     """
     padding = config.padding_id
     rule = f"lie in [0, {config.vocab_size}) or be None"
@@ -30,16 +30,17 @@ def check_config(config: GPTConfig) -> None:
 
 
 def check_axes(layout: ParallelLayout, model: str, experts: ExpertsConfig | None = None) -> None:
-    """Refuse axes along which a model of equal blocks with whole sequences cannot be cut.
+    """Raise if a layout needs expert or context parallelism that the model does not support.
 
     Args:
         layout: Sizes of the axes.
-        model: What the model is, for errors.
-        experts: Its mixture of experts; None means that it has none.
+        model: Name of the kind of model, for errors.
+        experts: Mixture of experts of the model; None means none.
 
     Raises:
-        ParallelPlanError: If experts do not divide by the layout, or there are none.
-        UnsupportedError: If sequences are to be cut.
+        ParallelPlanError: If experts do not divide by the layout, or the layout has expert axes and
+            the model has no experts.
+        UnsupportedError: If cp is above 1.
     """
     check_expert_axes(layout, experts)
     if layout.cp > 1:
@@ -49,14 +50,14 @@ def check_axes(layout: ParallelLayout, model: str, experts: ExpertsConfig | None
 
 
 def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> None:
-    """Refuse axes that experts cannot be divided over.
+    """Raise if the experts cannot be divided over the expert axes of a layout.
 
     Args:
         layout: Sizes of the axes.
-        experts: The mixture of experts; None means that there is none.
+        experts: Mixture of experts of the model; None means none.
 
     Raises:
-        ParallelPlanError: If sizes do not divide, or there are no experts.
+        ParallelPlanError: If sizes do not divide, or the layout has expert axes without experts.
     """
     if experts is not None:
         even_range(experts.num_experts, layout.ep, 0, what="num_experts", axis="ep")
@@ -73,15 +74,15 @@ def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> 
 
 
 def check_length(seq_length: int, max_seq_length: int, sequence_shards: int) -> None:
-    """Refuse sequences that are too long, or that do not divide over the ranks that share them.
+    """Raise if sequences are too long, or do not divide over the ranks that share them.
 
     Args:
         seq_length: Length of the sequences (tokens).
-        max_seq_length: The longest that the model knows (tokens).
-        sequence_shards: tp under sequence parallelism, else 1 (ranks).
+        max_seq_length: Longest sequence that the model supports (tokens).
+        sequence_shards: Size of tp under sequence parallelism, else 1 (ranks).
 
     Raises:
-        ParallelPlanError: If the length does not fit.
+        ParallelPlanError: If the length is too large or not divisible.
     """
     if seq_length > max_seq_length:
         raise ParallelPlanError(
@@ -140,9 +141,9 @@ def _check_combinations(config: GPTConfig) -> None:
         config.experts.check_num_layers(config.num_layers)
         why = "experts have none, and layers without experts are like them"
         _require(not config.has_mlp_bias, "mlp_bias", config.has_mlp_bias, "be False with experts", why)
-    offset, norm = config.norm_offset, config.norm
-    why = f"norm ({norm}) has a bias for such things"
-    _require(not offset or norm == "rmsnorm", "norm_offset", offset, "be 0", why)
+    is_legal = not config.norm_offset or config.norm == "rmsnorm"
+    why = f"norm ({config.norm}) adds no offset to its weight, only a bias to its output"
+    _require(is_legal, "norm_offset", config.norm_offset, "be 0", why)
     if config.parallel_residual:
         why = "norms after the residual sums have an order"
         _require(config.norm_position == "pre", "norm_position", config.norm_position, "be pre", why)

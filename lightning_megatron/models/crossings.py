@@ -1,4 +1,4 @@
-"""Which values of a step cross the boundaries between pipeline stages, for a list of blocks that other code calls."""
+"""Values that cross boundaries between pipeline stages, for blocks that the user's code calls."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from lightning_megatron.models.step_plan import Made, StepPlan
 
 
 class Crossings:
-    """Find, name and take the values that cross boundaries.
+    """Record, in probes, the values that cross boundaries, and receive them in runs.
 
     Args:
-        starts: The first block of every virtual stage, in order.
-        num_blocks: Blocks of all stages.
+        starts: Index of the first block of each virtual stage, in order.
+        num_blocks: Number of blocks of all stages.
     """
 
     def __init__(self, starts: Sequence[int], num_blocks: int) -> None:
-        self.starts, self.num_blocks = tuple(starts), num_blocks
+        self.starts = tuple(starts)
+        self.num_blocks = num_blocks
 
     @property
     def last(self) -> int:
-        """Return the last virtual stage."""
+        """Return the index of the last virtual stage."""
         return len(self.starts) - 1
 
     def stage_of(self, index: int) -> int:
-        """Return the virtual stage that holds a block."""
+        """Return the index of the virtual stage of a block."""
         return bisect_right(self.starts, index) - 1
 
     def open(self, cursor: StageCursor, here: int) -> None:
-        """Take what has come beside the inputs of blocks, once in a step."""
+        """Register the received values that are not inputs of blocks, once in a step."""
         if cursor.probe or cursor.plan is None or cursor.has_arrived or not cursor.received:
             return
         names = cursor.plan.extras.get(here, ())
@@ -47,32 +48,35 @@ class Crossings:
     def make(
         self, cursor: StageCursor, point: str, tensor: AbsentTensor, stage: int, *, at_start: bool = False
     ) -> None:
-        """Note, in a probe, that a virtual stage makes a value, now or before the step."""
+        """Record, in a probe, that a virtual stage computes a value, now or before the step."""
         if cursor.probe:
             cursor.known[point] = tensor
             if cursor.plan is None:
-                cursor.found.made[point] = Made(
-                    stage, *((0, 0) if at_start else (cursor.calls, cursor.turn)), line_of_user()
-                )
+                call = 0 if at_start else cursor.calls
+                turn = 0 if at_start else cursor.turn
+                cursor.found.made[point] = Made(stage, call, turn, line_of_user())
 
     def enter(
         self, cursor: StageCursor, here: int, prefix: str, leaves: Sequence[Any], stage: int, starts: bool
     ) -> None:
-        """Note, in a probe, what a block takes.
+        """Record, in a probe, the inputs of a block.
 
         Args:
-            cursor: That of the probe.
-            here: The virtual stage that is probed.
-            prefix: Name of the inputs of the block.
-            leaves: The leaves of its arguments.
-            stage: The virtual stage of the block.
-            starts: Whether it is the first block of a stage that is not the first.
+            cursor: Cursor of the probe.
+            here: Virtual stage that is probed.
+            prefix: Name of the block's inputs.
+            leaves: Leaves of the block's arguments.
+            stage: Virtual stage of the block.
+            starts: Whether the block is the first of a virtual stage other than the first one.
 
         Raises:
-            StageDone: If it is the first block of the virtual stage that is probed, in the last call.
+            StageDone: If the block is the first of the probed virtual stage, in the last call.
+            UnsupportedError: If the block reads values that the first step did not read.
         """
         numbers = tuple(n for n, leaf in enumerate(leaves) if isinstance(leaf, AbsentTensor))
         if cursor.plan is None:
+            # The previous stage sends the inputs of a stage's first block, so it must have their
+            # values.
             for n in numbers:
                 self.need(cursor, leaves[n], stage - 1 if starts else stage)
             if starts:
@@ -96,12 +100,14 @@ class Crossings:
                 raise StageDone
 
     def arrive(self, cursor: StageCursor, prefix: str, leaves: Sequence[Any], stage: int) -> list[Any]:
-        """Return the leaves of the arguments of a stage's first block, with those that have been received."""
+        """Return the argument leaves of a stage's first block, with received tensors filled in."""
         assert cursor.plan is not None, "only a probe has no plan"
-        inputs, found = cursor.plan.inputs, list(leaves)
+        inputs = cursor.plan.inputs
+        found = list(leaves)
         before = sum(len(inputs[call, stage]) for call in range(1, cursor.calls))
-        for place, n in enumerate(inputs[cursor.calls, stage], before):
-            leaf, value = leaves[n], cursor.received[place]
+        for position, n in enumerate(inputs[cursor.calls, stage], before):
+            leaf = leaves[n]
+            value = cursor.received[position]
             if isinstance(leaf, AbsentTensor):
                 leaf.value = value
             cursor.known[f"{prefix}:{n}"] = found[n] = value
@@ -109,7 +115,7 @@ class Crossings:
         return found
 
     def keep(self, cursor: StageCursor, prefix: str, leaves: Sequence[Any]) -> None:
-        """Keep those leaves that later stages will read."""
+        """Keep the leaves that later stages will read."""
         if cursor.plan is None or not cursor.plan.extras:
             return
         for n, leaf in enumerate(leaves):
@@ -120,10 +126,13 @@ class Crossings:
                 cursor.known[point] = leaf
 
     def need(self, cursor: StageCursor, leaf: Any, stage: int) -> None:
-        """Note, in a probe without a plan, that a virtual stage reads a value.
+        """Record, in a probe without a plan, that a virtual stage reads a value.
+
+        A value that has no name is recomputed on the stage that reads it, from values that have
+        one.
 
         Raises:
-            UnsupportedError: If the value cannot travel there.
+            UnsupportedError: If the value can neither be sent to the stage nor recomputed there.
         """
         found = cursor.found
         if not isinstance(leaf, AbsentTensor) or id(leaf) in found.bound.get(stage, {}):
@@ -138,7 +147,7 @@ class Crossings:
             if made.stage < stage:
                 found.needs.add((stage, leaf.point))
         elif leaf.recipe is None:
-            refuse(leaf, "this value has no way to travel")
+            refuse(leaf, "this value cannot be sent to other stages")
         else:
             if leaf.recipe.is_random:
                 self._refuse_random(cursor, leaf, stage)
@@ -146,7 +155,7 @@ class Crossings:
                 self.need(cursor, source, stage)
 
     def _refuse_later(self, leaf: AbsentTensor) -> None:
-        """Refuse what an earlier stage reads of a later one; a weight can be moved."""
+        """Raise an error for a value of a later stage; for a weight, it names a plan that works."""
         kind, _, name = (leaf.point or "").partition(":")
         if kind != "parameter":
             refuse(leaf, "an earlier stage reads it")
@@ -157,38 +166,43 @@ class Crossings:
         )
 
     def _refuse_random(self, cursor: StageCursor, leaf: AbsentTensor, stage: int) -> None:
-        """Refuse to draw numbers on two stages; one alone may."""
+        """Raise if random numbers for a value would be drawn on more than one stage."""
         makers = {cursor.found.made[p].stage for p in _points(leaf) if p in cursor.found.made}
         bound = cursor.found.bound.get(stage, {})
         if not makers <= {stage} and not any(id(source) in bound for source in _sources(leaf)):
             refuse(leaf, "random numbers are drawn for it, which a later stage reads, too")
 
     def plan(self, cursor: StageCursor, result: Sequence[Any], in_force: Mapping[str, str]) -> StepPlan:
-        """Return what a probe has found out.
+        """Return the plan that follows from a probe.
 
         Args:
-            cursor: That of the probe.
-            result: Leaves of what the step returned.
-            in_force: The pipeline_plan that is in force.
+            cursor: Cursor of the probe.
+            result: Leaves of the step's result.
+            in_force: The current ``pipeline_plan``.
 
         Raises:
-            UnsupportedError: If a stage needs what an earlier one has not computed when it passes on.
+            UnsupportedError: If a stage reads a value that an earlier one computes after its sends.
         """
         for leaf in result:
             self.need(cursor, leaf, self.last)
-        found, extras = cursor.found, dict[int, list[str]]()
+        found = cursor.found
+        extras: dict[int, list[str]] = {}
         for stage, point in sorted(found.needs):
             made = found.made[point]
             border = self.starts[made.stage + 1]
+            # A stage sends its values when the first block of the next stage is reached in the last
+            # call.
             if made.call == cursor.calls and made.turn > border:
                 module, _, use = point.partition("#")
                 if use and not use.startswith("1:"):
                     raise called_twice(module, next(iter(in_force), "blocks"))
                 raise UnsupportedError(
                     f"{cursor.known[point].title} is made after the blocks of the stage that makes it: {made.line}. "  # type: ignore[attr-defined]
-                    "That stage has passed on by then. Use the pipeline_plan "
+                    "That stage has sent its values to the next one by then. Use the pipeline_plan "
                     f"{dict(in_force) | {point.partition('#')[0]: 'last'}}, or pp=1."
                 )
+            # Stages send to the next one only, so every stage in between receives the value and
+            # sends it on.
             for boundary in range(made.stage + 1, stage + 1):
                 names = extras.setdefault(boundary, [])
                 if point not in names:

@@ -1,4 +1,4 @@
-"""Encoder: BERT and RoBERTa, cut over tensor and pipeline axes."""
+"""BERT and RoBERTa encoders with tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from lightning_megatron.models.layered import LayeredModule, dtype_of_products
 
 @dataclass(frozen=True, eq=False)
 class EncoderResult:
-    """Hold what an encoder computes; what its head does not compute is None.
+    """Outputs of an encoder. Outputs that its head does not compute are None.
 
     Args:
         hidden: Output of the last layer ``(S, B, D)``, or this rank's part of it ``(S/tp, B, D)``.
         pooled: Output of the pooler ``(B, D)``.
-        logits: Of a classifier ``(B, num_labels)``; of a masked language model this rank's columns
-            ``(S, B, padded V/tp)``.
-        losses: Of a masked language model with labels ``(B, S)``, 0 where they are ignored.
+        logits: Logits of a classifier ``(B, num_labels)``, or this rank's columns of the logits of
+            a masked language model ``(S, B, padded V/tp)``.
+        losses: Losses of a masked language model with labels ``(B, S)``, 0 for ignored labels.
     """
 
     hidden: Tensor | None = None
@@ -49,16 +49,16 @@ class EncoderResult:
 
 @dataclass(frozen=True, eq=False)
 class EncoderInput:
-    """Describe the rows of a batch; all but tokens or vectors may be left out.
+    """Inputs of an encoder: either tokens or vectors, and optional masks and indices.
 
-    Shapes: all ``(B, S)`` but vectors ``(B, S, D)``.
+    Shapes: vectors ``(B, S, D)``; all others ``(B, S)``.
 
     Args:
-        tokens: Token ids; None where vectors are given.
-        vectors: What replaces the tokens' vectors.
-        valid: False at padding, which nobody sees; None means no padding.
-        positions: Position of every token; None means those of the configuration.
-        token_types: Kind of every token; None means 0.
+        tokens: Token ids; None if vectors are given.
+        vectors: Vectors that replace the token embeddings.
+        valid: Mask that is false at padding, which no token attends to; None means no padding.
+        positions: Position of each token; None means the default of the configuration.
+        token_types: Type of each token; None means 0.
     """
 
     tokens: Tensor | None = None
@@ -69,10 +69,10 @@ class EncoderInput:
 
     @property
     def given(self) -> Tensor:
-        """Return tokens or vectors.
+        """Return the tokens or the vectors.
 
         Raises:
-            UnsupportedError: If there are neither, or both.
+            UnsupportedError: If neither or both are given.
         """
         found = self.vectors if self.tokens is None else self.tokens
         if found is None or (self.tokens is not None and self.vectors is not None):
@@ -84,18 +84,18 @@ class EncoderInput:
 
 
 class Encoder(LayeredModule):
-    """Read whole sequences in both directions; hold only this rank's shards of this rank's layers.
+    """Bidirectional encoder. Each rank has only its shards of the layers of its stages.
 
-    Equal to Hugging Face's BertModel and RobertaModel, and their models for masked language and for classes of
-    sequences, with the same weights, under every layout.
+    Equal to Hugging Face's BertModel and RobertaModel, and to their models for masked language
+    modeling and sequence classification, with the same weights, under every layout.
 
     Args:
-        config: Shape of the model.
-        mesh: The groups of this rank; None means one process that holds everything.
+        config: Configuration of the model.
+        mesh: The groups of this rank; None means a single process with the whole model.
         seed: Seed of the initial weights, equal on all ranks; None means ``torch.initial_seed()``.
 
     Raises:
-        ParallelPlanError: If the layout cannot hold the model.
+        ParallelPlanError: If the model cannot be divided over the layout.
     """
 
     config: EncoderConfig
@@ -118,18 +118,19 @@ class Encoder(LayeredModule):
                 self.head = MaskedLMHead(config, mesh, holds_copy=mesh.pp.size > 1)
 
     def forward(self, rows: EncoderInput, labels: Tensor | None = None, ignore_index: int = -100) -> EncoderResult:
-        """Return what the layers and the head compute.
+        """Return the outputs of the layers and the head.
 
         Shapes: labels ``(B, S)``.
 
         Args:
-            rows: The batch, equal on every stage.
-            labels: Tokens that a masked language model should have found, or ``ignore_index``.
+            rows: Inputs, equal on every stage.
+            labels: Target tokens of a masked language model, or ``ignore_index``.
             ignore_index: Label whose loss is zero.
 
         Raises:
-            ParallelPlanError: If the sequence is too long, or does not divide by tp under sequence parallelism.
-            UnsupportedError: If there are neither tokens nor vectors, or both.
+            ParallelPlanError: If the sequence is too long, or does not divide by tp under sequence
+                parallelism.
+            UnsupportedError: If neither or both of tokens and vectors are given.
             IndexError: If an id is outside its table (on CPU; a CUDA kernel asserts).
             StageDone: On pipeline stages that do not compute the result.
 
@@ -139,7 +140,7 @@ class Encoder(LayeredModule):
         check_present(rows.tokens, rows.vectors, rows.valid, rows.positions, rows.token_types)
         self.check_callable_whole()
         check_recompute(self.recompute)
-        # Positions that are given, or that leave padding out, may be few in a long row.
+        # A row may be longer than the position table if its positions are given or skip padding.
         is_counted = rows.positions is None and (self.config.positions == "row" or rows.tokens is None)
         longest = self.config.max_seq_length if is_counted else given.shape[1]
         check_length(given.shape[1], longest, self.mesh.tp.size if self.mesh.sequence_parallel else 1)
@@ -154,8 +155,9 @@ class Encoder(LayeredModule):
         return result
 
     def _unknown(self, num_sequences: int, length: int, has_losses: bool) -> EncoderResult:
-        """Return a result without values."""
-        size, wide = self.config.hidden_size, torch.promote_types(self.dtype, torch.float32)
+        """Return a result of placeholders without values."""
+        size = self.config.hidden_size
+        wide = torch.promote_types(self.dtype, torch.float32)
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
         hidden = self.absent((length // shards, num_sequences, size), self.dtype, "the hidden states")
         if self.config.head == "classifier":
@@ -170,9 +172,10 @@ class Encoder(LayeredModule):
         return EncoderResult(logits=logits, losses=losses)
 
     def whole(self, hidden: Tensor) -> Tensor:
-        """Return the last layer's output on every tensor-parallel rank, for what all of them compute alike.
+        """Return the last layer's whole output on every tp rank, for computation that all repeat.
 
-        Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, S, D)``.
+        Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B,
+            S, D)``.
         Communication: under sequence parallelism an all-gather over tp forward, none backward.
         """
         if isinstance(hidden, AbsentTensor) and self.mesh.sequence_parallel:
@@ -194,7 +197,8 @@ class Encoder(LayeredModule):
             assert padding is not None, "a configuration that counts tokens names their padding"
             counted = (rows.tokens != padding).long()
             return counted.cumsum(1) * counted + padding
-        first, (num_sequences, length) = self.config.first_position, given.shape[:2]
+        first = self.config.first_position
+        num_sequences, length = given.shape[:2]
         return torch.arange(first, first + length, device=given.device).expand(num_sequences, length)
 
     def _run_layers(self, hidden: Tensor, chunk: int, valid: Tensor | None) -> Tensor:
@@ -221,7 +225,8 @@ class Encoder(LayeredModule):
 
 
 def _embedding(config: EncoderConfig, mesh: ParallelMesh) -> EncoderEmbedding:
-    drawn, size = Initializer.normal(config.init_std), config.hidden_size
+    drawn = Initializer.normal(config.init_std)
+    size = config.hidden_size
     untrained = config.padding_id if config.positions == "tokens" else None
     return EncoderEmbedding(
         VocabParallelEmbedding(
@@ -241,7 +246,9 @@ def _embedding(config: EncoderConfig, mesh: ParallelMesh) -> EncoderEmbedding:
 
 
 def _block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
-    size, drawn, layer = config.hidden_size, Initializer.normal(config.init_std), index + 1
+    size = config.hidden_size
+    drawn = Initializer.normal(config.init_std)
+    layer = index + 1
     attention = SelfAttention(
         size,
         config.num_heads,

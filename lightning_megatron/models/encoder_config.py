@@ -1,4 +1,4 @@
-"""The shape of an encoder: one frozen record for BERT and RoBERTa with their heads."""
+"""Configuration of BERT and RoBERTa encoders with their heads."""
 
 from __future__ import annotations
 
@@ -18,35 +18,39 @@ EncoderHead = Literal["none", "pooler", "masked_lm", "classifier"]
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """Describe an encoder-only Transformer with norms after the residual sums, and what follows it.
+    """Configuration of an encoder-only Transformer with post-norm blocks, and of its head.
 
     Args:
-        vocab_size: Tokens of the vocabulary, without padding (tokens).
-        num_positions: Rows of the position embedding.
-        num_layers: Transformer blocks (layers).
+        vocab_size: Size of the vocabulary, without padding (tokens).
+        num_positions: Number of rows of the position embedding.
+        num_layers: Number of Transformer blocks (layers).
         hidden_size: Size D of the residual stream (elements).
-        num_heads: Attention heads (heads).
+        num_heads: Number of attention heads (heads).
         ffn_hidden_size: Inner features of the MLP (elements).
-        activation: ``gelu`` (exact), ``gelu_tanh`` or ``relu``.
-        norm_eps: Added to variances.
-        num_token_types: Kinds of tokens.
-        padding_id: The token of padding, whose vector gets no gradient where it is looked up; None means none.
-        positions: ``row`` counts from 0 along the row. ``tokens`` counts tokens other than padding from
-            ``padding_id + 1``; padding has the position ``padding_id``, whose vector gets no gradient.
-        hidden_dropout: Probability that an element is dropped after the embedding and before each residual sum.
-        attention_dropout: Probability that an attention weight is dropped.
-        head: ``none``; ``pooler`` (a dense layer and tanh of the first place); ``masked_lm`` (a dense layer,
-            activation and norm, then the embedding's weight and a bias); ``classifier`` (a dense layer and tanh of the
-            first place, then a linear one).
+        activation: Activation of the MLP: ``gelu`` (exact), ``gelu_tanh`` or ``relu``.
+        norm_eps: Constant added to variances.
+        num_token_types: Number of token types.
+        padding_id: Padding token, whose vector gets no gradient from lookups; None means no such
+            token.
+        positions: Numbering of positions. ``row`` counts from 0 along the row. ``tokens`` counts
+            tokens other than padding from ``padding_id + 1``; padding has the position
+            ``padding_id``, whose vector gets no gradient.
+        hidden_dropout: Dropout probability after the embedding and before each residual sum.
+        attention_dropout: Dropout probability of attention weights.
+        head: Kind of the head. ``none`` has no layer. ``pooler`` applies a dense layer and tanh to
+            the first token. ``masked_lm`` applies a dense layer, an activation and a norm, and
+            multiplies by the token embedding. ``classifier`` applies a dense layer, tanh and a
+            linear layer to the first token.
         head_activation: Activation in the ``masked_lm`` head.
-        num_labels: Outputs of the ``classifier``.
-        head_dropout: Probability that an element is dropped before the last layer of the ``classifier``.
-        drops_first: Whether elements are dropped before its first layer, too.
+        num_labels: Number of outputs of the ``classifier``.
+        head_dropout: Dropout probability before the last layer of the ``classifier``.
+        drops_first: Whether dropout also precedes the first layer of the ``classifier``.
         init_std: Standard deviation of initial weights.
-        vocab_multiple: The vocabulary is padded to a multiple of this times tp (tokens).
+        vocab_multiple: Divisor of the padded vocabulary of each tp rank (tokens).
 
     Raises:
-        ParallelPlanError: If a value is of another type or outside of its range, or sizes contradict each other.
+        ParallelPlanError: If a value has a wrong type or is out of range, or sizes are
+            inconsistent.
     """
 
     vocab_size: Count
@@ -78,12 +82,12 @@ class EncoderConfig:
 
     @property
     def experts(self) -> None:
-        """Tell that no layer has a mixture of experts."""
+        """Return ``None``: no layer has a mixture of experts."""
         return None
 
     @property
     def tie_embeddings(self) -> bool:
-        """Tell whether an output head shares the token embedding's weight."""
+        """Return whether the output head shares the token embedding's weight."""
         return self.head == "masked_lm"
 
     @property
@@ -102,7 +106,7 @@ class EncoderConfig:
         return self.hidden_size // self.num_heads
 
     def stage_layers(self, layout: ParallelLayout) -> tuple[tuple[range, ...], ...]:
-        """Return ``layers[stage][chunk]``, the global indices of the layers that each virtual stage holds.
+        """Return the global indices of each virtual stage's layers, as ``layers[stage][chunk]``.
 
         Raises:
             ParallelPlanError: If there are fewer layers than virtual stages.
@@ -112,15 +116,15 @@ class EncoderConfig:
     def check_layout(
         self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
     ) -> None:
-        """Refuse a layout that cannot hold this model; needs no process group.
+        """Raise if this model cannot be divided over a layout. No process group is needed.
 
         Args:
             layout: Sizes of the axes.
-            sequence_parallel: Whether activations are cut along the sequence.
+            sequence_parallel: Whether activations are sharded along the sequence.
             seq_length: Length of the sequences, if it is known (tokens).
 
         Raises:
-            ParallelPlanError: If sizes do not fit together.
+            ParallelPlanError: If a size of the model does not divide over the layout.
             UnsupportedError: If the model cannot be cut along an axis of the layout.
         """
         attention_ranges(self.num_heads, self.num_heads, self.head_size, layout.tp, 0)
@@ -131,14 +135,14 @@ class EncoderConfig:
             self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1)
 
     def check_seq_length(self, seq_length: int, sequence_shards: int = 1) -> None:
-        """Refuse sequences that are too long, or that do not divide over the ranks that share them.
+        """Raise if sequences are too long, or do not divide over the ranks that share them.
 
         Args:
             seq_length: Length of the sequences (tokens).
-            sequence_shards: tp under sequence parallelism, else 1 (ranks).
+            sequence_shards: Size of tp under sequence parallelism, else 1 (ranks).
 
         Raises:
-            ParallelPlanError: If the length does not fit.
+            ParallelPlanError: If the length is too large or not divisible.
         """
         check_length(seq_length, self.max_seq_length, sequence_shards)
 

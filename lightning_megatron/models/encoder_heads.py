@@ -1,4 +1,4 @@
-"""What follows the layers of an encoder: a pooler, a classifier, or a masked language model."""
+"""Heads of encoders: pooler, classifier and masked language model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from lightning_megatron.layers.replicated import ReplicatedLinear, first_place
 from lightning_megatron.models.encoder_config import EncoderActivation, EncoderConfig
 from lightning_megatron.plan.shards import padded_vocab_size, vocab_range
 
-#: The parameter that the output layer of a masked language model shares.
+#: Name of the parameter that the head of a masked language model shares.
 WORD_EMBEDDING = "embedding.word.weight"
 
 
 class Pooler(nn.Module):
-    """Transform the first place of every sequence, the same on all tensor-parallel ranks.
+    """Pooler of the first token of each sequence, computed on all tp ranks.
 
     Equal to Hugging Face's BertPooler.
 
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, D)``.
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B,
+        D)``.
 
     Args:
-        config: Shape of the model.
+        config: Configuration of the model.
         mesh: The groups of this rank.
     """
 
@@ -39,20 +40,21 @@ class Pooler(nn.Module):
         self.dense = _dense(config, config.hidden_size, mesh, partial=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return a vector for each sequence."""
+        """Return one vector for each sequence."""
         return torch.tanh(self.dense(first_place(hidden, self.mesh)))
 
 
 class Classifier(nn.Module):
-    """Score the labels of every sequence from its first place, the same on all tensor-parallel ranks.
+    """Classifier of sequences by their first token, computed on all tp ranks.
 
-    Equal to the pooler, dropout and classifier of Hugging Face's BertForSequenceClassification; with
-    ``config.drops_first`` to its RobertaClassificationHead.
+    Equal to the pooler, dropout and classifier of Hugging Face's BertForSequenceClassification;
+    with ``config.drops_first`` to its RobertaClassificationHead.
 
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, num_labels)``.
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B,
+        num_labels)``.
 
     Args:
-        config: Shape of the model.
+        config: Configuration of the model.
         mesh: The groups and random streams of this rank.
     """
 
@@ -63,7 +65,7 @@ class Classifier(nn.Module):
         self.output = _dense(config, config.num_labels, mesh, partial=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return a number for each label of each sequence."""
+        """Return the logits of each sequence."""
         self.mesh.random.seek(self.config.num_layers + 1)
         first = first_place(hidden, self.mesh)
         if self.config.drops_first:
@@ -79,18 +81,20 @@ class Classifier(nn.Module):
 
 
 class MaskedLMHead(nn.Module):
-    """Compute this rank's columns of the logits of every place.
+    """Head of a masked language model, which computes this rank's columns of the logits.
 
     Equal to Hugging Face's BertLMPredictionHead and RobertaLMHead with tied weights.
 
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(S, B, padded V/tp)``.
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(S, B,
+        padded V/tp)``.
 
     Args:
-        config: Shape of the model.
+        config: Configuration of the model.
         mesh: The groups of this rank.
-        holds_copy: Whether it has a copy of the token embedding's weight, which is on another stage.
+        holds_copy: Whether the head has a copy of the token embedding's weight, because the
+            embedding is on another stage.
 
-    Communication: see ``column_linear``.
+    Communication: that of ``column_linear``.
     """
 
     def __init__(self, config: EncoderConfig, mesh: ParallelMesh, *, holds_copy: bool) -> None:
@@ -98,7 +102,9 @@ class MaskedLMHead(nn.Module):
         self.config, self.mesh = config, mesh
         self.dense = _dense(config, config.hidden_size, mesh, partial=mesh.sequence_parallel)
         self.norm = LayerNorm(config.hidden_size, mesh, eps=config.norm_eps)
-        vocabulary, multiple, tp = config.vocab_size, config.vocab_multiple, mesh.tp
+        vocabulary = config.vocab_size
+        multiple = config.vocab_multiple
+        tp = mesh.tp
         self.bias = sharded_parameter(
             (vocabulary,),
             [vocab_range(vocabulary, tp.size, tp.rank, multiple)],
@@ -115,8 +121,8 @@ class MaskedLMHead(nn.Module):
         """Return the logits.
 
         Args:
-            hidden: The last layer's output.
-            embedding: The token embedding's weight; None where the head holds a copy.
+            hidden: Output of the last layer.
+            embedding: Weight of the token embedding; None if the head has a copy.
         """
         weight = embedding if self.weight is None else self.weight
         assert weight is not None, "a head without a copy is on the embedding's rank"

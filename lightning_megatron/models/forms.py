@@ -1,4 +1,4 @@
-"""Shapes and types of what functions and modules return, inferred from those of their inputs."""
+"""Inference of the shapes and dtypes that functions and modules return, without values."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: Values that can be part of a key as they are.
+#: Types whose values can be part of a cache key.
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size, type(None), type(Ellipsis))
 
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """Describe a result.
+    """Description of a function's result without the values of its tensors.
 
     Args:
-        leaves: Its leaves; tensors have a shape, a type and a device, and no values.
-        structure: How leaves make the result.
-        is_random: Whether random numbers were drawn for it.
-        problem: What keeps other stages from knowing all that the function does; empty where nothing does.
-        written: Which leaves of the arguments it writes in place.
+        leaves: Leaves of the result; tensors have a shape, a dtype and a device, and no values.
+        structure: Tree structure of the result.
+        is_random: Whether the function draws random numbers.
+        problem: Effect of the function that other stages cannot know; empty if there is none.
+        written: Indices of the argument leaves that the function writes in place.
     """
 
     leaves: tuple[Any, ...]
@@ -38,40 +38,41 @@ class Form:
 
 
 class Forms:
-    """Infer and remember forms of results."""
+    """Inference and cache of the forms of results."""
 
     def __init__(self) -> None:
         self._mode: FakeTensorMode | None = None
         self._known: dict[Any, Form] = {}
-        #: By the number of a block, which leaves of its arguments it writes in place.
+        #: Indices of the argument leaves that a block writes in place, by the index of the block.
         self.written: dict[int, tuple[int, ...]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forms:
-        """Return an empty one: what is remembered belongs to the modules that were called."""
+        """Return an empty cache, because cached forms belong to the modules that were called."""
         return Forms()
 
     def clear(self) -> None:
-        """Forget everything, because modules have changed."""
+        """Clear the cache, because modules have changed."""
         self._known.clear()
 
     def of_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Form:
-        """Return the form of what a function returns.
+        """Return the form of a function's result.
 
         Raises:
-            RuntimeError: If it depends on values, or the function fails.
+            RuntimeError: If the form depends on values, or the function fails.
         """
         return self._of(function, function, args, kwargs)
 
     def of_module(self, module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Form:
-        """Return the form of what a module without values returns, as if its parameters were on a device.
+        """Return the form of the result of a meta module, as if the module were on a device.
 
         Raises:
-            RuntimeError: If it depends on values, or the module fails.
+            RuntimeError: If the form depends on values, or the module fails.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            # A buffer on the CPU may hold values that choose shapes.
+            # Tensors on other devices than meta are kept, because a buffer's values may determine
+            # shapes.
             empty = {
                 name: torch.empty(one.shape, dtype=one.dtype, device=device)
                 for name, one in tensors.items()
@@ -81,7 +82,8 @@ class Forms:
 
         form = self._of((id(module), module.training), call, args, kwargs)
         if any(isinstance(value, FakeTensor) for part in module.modules() for value in vars(part).values()):
-            # What it leaves in itself has the shapes of the last call.
+            # The module has stored a tensor of this call. Forms of later calls may depend on its
+            # shape.
             self._known.clear()
         return form
 
@@ -107,7 +109,7 @@ class Forms:
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a value, and how they make it; dataclasses are containers, too."""
+    """Return the leaves and the tree structure of a value. Dataclasses count as containers."""
     leaves, structure = pytree.tree_flatten(value)
     kinds = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
     if not kinds:
@@ -125,7 +127,7 @@ def _items_of(value: Any) -> tuple[list[Any], tuple[str, ...]]:
 def _with_items(kind: type, items: Iterable[Any], names: tuple[str, ...]) -> Any:
     result: Any = object.__new__(kind)
     for name, item in zip(names, items, strict=True):
-        # Frozen ones, too.
+        # Works for frozen dataclasses, too.
         object.__setattr__(result, name, item)
     return result
 
@@ -146,7 +148,7 @@ def _problem_of(leaves: Sequence[Any]) -> str:
 
 
 class _Draws(TorchDispatchMode):
-    """Notice whether random numbers are drawn."""
+    """Dispatch mode that records whether random numbers are drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +165,7 @@ def _without_values(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
         return leaf
     if type(leaf) is Tensor and leaf.numel() == 1 and leaf.device.type == "cpu":
-        # Single numbers choose sizes and places.
+        # Single numbers on the CPU often determine sizes and indices, so they keep their values.
         return leaf
     return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 

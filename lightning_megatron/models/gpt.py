@@ -1,4 +1,4 @@
-"""GPT: decoders of many families, cut over tensor and pipeline axes."""
+"""GPT: decoders of many families with tensor, pipeline and expert parallelism."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ _WORD_EMBEDDING = "embedding.word.weight"
 
 
 class GPT(LayeredModule):
-    """Predict the next token; hold only this rank's shards of this rank's layers.
+    """Decoder that predicts the next token. Each rank has only its shards of its stages' layers.
 
-    Equal to Hugging Face's models of the families that its settings describe (GPT-2, Llama, Mistral, Qwen, Gemma,
-    Phi-3, GPT-NeoX, Mixtral, Qwen3-MoE) with the same weights, under every layout. Built on the
-    meta device, then initialised one tensor at a time on the mesh's device, so no rank ever holds the full model; under
-    an ambient meta device it stays there, and ``layers.init.initialize_`` fills it later. Layers are named by their
-    index in the whole model, so names do not depend on the layout.
+    Equal to Hugging Face's models of the supported families (GPT-2, Llama, Mistral, Qwen, Gemma,
+    Phi-3, GPT-NeoX, Mixtral, Qwen3-MoE) with the same weights, under every layout.
+
+    The model is built on the meta device and then initialised one tensor at a time on the mesh's
+    device, so that no rank ever holds the full model. Under an ambient meta device it stays on meta
+    until ``layers.init.initialize_`` fills it. Layers are named by their index in the whole model,
+    so names do not depend on the layout.
 
     Args:
-        config: Shape of the model.
-        mesh: The groups of this rank; None means one process that holds everything.
+        config: Configuration of the model.
+        mesh: The groups of this rank; None means a single process with the whole model.
         seed: Seed of the initial weights, equal on all ranks; None means ``torch.initial_seed()``.
 
     Raises:
-        ParallelPlanError: If the layout cannot hold the model.
+        ParallelPlanError: If the model cannot be divided over the layout.
     """
 
     config: GPTConfig
@@ -54,7 +56,8 @@ class GPT(LayeredModule):
     def __init__(self, config: GPTConfig, mesh: ParallelMesh | None = None, seed: int | None = None) -> None:
         super().__init__(config, mesh, seed)
         self._rotary = RotaryTables(config.rotary_size, config.rotary_base, config.rotary_scaling)
-        #: Where a call puts the input of every layer and the output of the last norm; None keeps none of them.
+        #: List to which a call appends the input of each layer and the output of the last norm, or
+        #: None.
         self.hidden_states: list[Tensor] | None = None
 
     def _build(self) -> None:
@@ -78,7 +81,7 @@ class GPT(LayeredModule):
         self.layers = nn.ModuleDict({str(index): build_block(config, mesh, index) for index in indices})
         if self.is_last_stage():
             self.final_norm = build_norm(config, mesh) if config.norm_position == "pre" else None
-            # With both ends on one rank, a tied head has no weight of its own: it reads the embedding's.
+            # On one stage a tied head has no parameter: it reads the embedding's weight.
             if not (config.tie_embeddings and mesh.pp.size == 1):
                 tied_to = _WORD_EMBEDDING if config.tie_embeddings else None
                 self.head = VocabParallelHead(config.vocab_size, config.hidden_size, mesh, tied_to=tied_to, **padding)
@@ -93,25 +96,28 @@ class GPT(LayeredModule):
         span: AttentionSpan | None = None,
         embeddings: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss of every token, or the logits when there are no labels.
+        """Return the loss of each token, or the logits if there are no labels.
 
-        Shapes: tokens and labels ``(B, S)``; embeddings ``(B, S, D)``; losses ``(B, S)``; logits ``(B, S, V)``.
+        Shapes: tokens and labels ``(B, S)``; embeddings ``(B, S, D)``; losses ``(B, S)``; logits
+            ``(B, S, V)``.
 
         Args:
-            tokens: Token ids; None where embeddings are given.
-            labels: The id that follows each token, or ``ignore_index``.
+            tokens: Token ids; None if embeddings are given.
+            labels: Id of the token that follows each token, or ``ignore_index``.
             label_smoothing: Probability spread evenly over the vocabulary.
             ignore_index: Label whose loss is zero.
-            span: Padding, positions and documents of the rows, equal on every stage; None means rows of one document
-                without padding.
-            embeddings: Vectors in place of those of the tokens, not scaled; whole on every rank.
+            span: Padding, positions and documents of the rows, equal on every stage; None means
+                rows of one document without padding.
+            embeddings: Vectors that replace the token embeddings and are not scaled, complete on
+                every rank.
 
         Returns:
             Losses in float32 (float64 for a float64 model), or logits in the model's dtype.
 
         Raises:
-            ParallelPlanError: If the sequence is too long, or does not divide by tp under sequence parallelism.
-            UnsupportedError: If there are neither tokens nor embeddings, or both.
+            ParallelPlanError: If the sequence is too long, or does not divide by tp under sequence
+                parallelism.
+            UnsupportedError: If neither or both of tokens and embeddings are given.
             StageDone: On pipeline stages that do not compute the result.
 
         Communication: that of the layers; without labels an all-gather of the logits over tp.
@@ -136,7 +142,7 @@ class GPT(LayeredModule):
         )
 
     def _unknown(self, num_sequences: int, length: int, has_losses: bool) -> Any:
-        """Return losses or logits without values."""
+        """Return a placeholder without values for the losses or logits."""
         if has_losses:
             return self.absent((num_sequences, length), torch.promote_types(self.dtype, torch.float32), "the losses")
         return self.absent((num_sequences, length, self.config.vocab_size), self.dtype, "the logits")
@@ -148,7 +154,7 @@ class GPT(LayeredModule):
     def _run_layers(self, hidden: Tensor, chunk: int, seq_length: int, span: AttentionSpan | None) -> Tensor:
         positions = None if span is None else span.positions
         rotary = self._rotary(seq_length, hidden, positions) if self.config.position == "rotary" else None
-        # All layers that see equally far share a mask.
+        # Layers with the same window share a mask.
         masks: dict[int | None, Tensor | None] = {}
         for index in self._layers_of_chunk[chunk]:
             window = self.config.window_of(index)

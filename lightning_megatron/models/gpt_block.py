@@ -1,4 +1,4 @@
-"""The blocks and norms of a GPT, from its settings."""
+"""Construction of the blocks and norms of a GPT."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_norm(config: GPTConfig, mesh: ParallelMesh) -> nn.Module:
 
 
 def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
-    """Build this rank's part of the block ``index`` of the whole model."""
+    """Build this rank's part of the block with index ``index`` in the whole model."""
     drawn = Initializer.normal(config.init_std)
     residual = Initializer.residual(config.init_std, config.num_layers)
     attention = SelfAttention(

@@ -1,4 +1,4 @@
-"""Configuration and model of a Hugging Face folder, with errors that name the folder and what is wrong in it."""
+"""Loading of Hugging Face folders, with errors that name the folder."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from lightning_megatron.strict_json import read_json
 
 _CONFIG = "config.json"
 _REMEDY = "Copy the folder again."
-#: Room for the names of a hundred thousand classes (bytes).
+#: Size limit of a configuration, enough for the names of a hundred thousand classes (bytes).
 _LARGEST_CONFIG = 1 << 23
-#: What has its reason already, or is no fault of the folder.
+#: Errors that pass unchanged: they name their reason already, or are no fault of the folder.
 _OTHERS = (CheckpointMismatchError, CorruptDataError, ParallelPlanError, UnsupportedError, ImportError, MemoryError)
 
 
 def read_config(path: str) -> Any:
-    """Return the configuration that ``AutoConfig`` reads; no code of the folder runs.
+    """Read the configuration of a folder with ``AutoConfig``. No code of the folder runs.
 
     Raises:
         UnsupportedError: If there is no such folder.
-        CorruptDataError: If ``config.json`` is no JSON.
-        CheckpointMismatchError: If the library refuses it.
+        CorruptDataError: If ``config.json`` is not valid JSON.
+        CheckpointMismatchError: If transformers rejects the configuration.
         MissingExtraError: If transformers is not installed.
     """
-    # Unlike pathlib, this takes names of any length and with any character.
+    # Unlike pathlib, os.path returns False for names that are too long or have illegal characters.
     if not os.path.isfile(os.path.join(path, _CONFIG)):
         raise UnsupportedError(
             f"path must be a local folder with config.json: {shown(path)} is none. Nothing is downloaded. Use a folder "
@@ -44,16 +44,18 @@ def read_config(path: str) -> Any:
 
 
 def load_model(path: str, config: Any, dtype: str) -> nn.Module:
-    """Return the model of a folder with its weights, which a MegatronStrategy may leave to its ranks to read.
+    """Load the model of a folder with its weights.
+
+    Under MegatronStrategy the weights may be left unread, so that each rank later reads its part.
 
     Args:
-        path: The folder.
-        config: What :func:`read_config` has returned.
-        dtype: Of the weights; ``auto`` is that of the folder.
+        path: Path of the folder.
+        config: Configuration from :func:`read_config`.
+        dtype: Dtype of the weights; ``auto`` means that of the folder.
 
     Raises:
-        CheckpointMismatchError: If the library refuses the folder, or weights of the model are missing in it, which
-            the library would draw at random.
+        CheckpointMismatchError: If transformers rejects the folder, or weights are missing, which
+            transformers would initialise at random.
     """
     with naming_folder(path, "a folder must hold a model that transformers loads"):
         model, found = _library().AutoModelForCausalLM.from_pretrained(
@@ -71,10 +73,10 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
 
 
 def draw_model(path: str, config: Any, dtype: str) -> nn.Module:
-    """Return the model of a configuration with random weights.
+    """Build the model of a configuration with random weights.
 
     Raises:
-        CheckpointMismatchError: If the library refuses the configuration.
+        CheckpointMismatchError: If transformers rejects the configuration.
     """
     with naming_folder(path, "config.json must describe a model that transformers builds"):
         chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
@@ -86,15 +88,15 @@ def draw_model(path: str, config: Any, dtype: str) -> nn.Module:
 
 @contextmanager
 def naming_folder(path: str, rule: str) -> Iterator[None]:
-    """Turn what the library raises into an error that names the folder.
+    """Convert errors of transformers into errors that name the folder.
 
     Args:
-        path: The folder.
-        rule: What must hold of it, as the beginning of a sentence.
+        path: Path of the folder.
+        rule: Requirement on the folder, as the beginning of a sentence.
 
     Raises:
-        CorruptDataError: If ``config.json`` is no JSON.
-        CheckpointMismatchError: If it is, and the library refuses what is in it.
+        CorruptDataError: If ``config.json`` is not valid JSON.
+        CheckpointMismatchError: If it is valid JSON, and transformers rejects its contents.
     """
     try:
         yield

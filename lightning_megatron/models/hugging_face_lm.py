@@ -1,4 +1,4 @@
-"""A ready LightningModule that trains a Hugging Face language model: from a local folder, or anew by its shape."""
+"""LightningModule that trains a Hugging Face language model, pretrained or from scratch."""
 
 from __future__ import annotations
 
@@ -17,30 +17,36 @@ from lightning_megatron.plan.settings import settled_arguments
 
 
 class HuggingFaceCausalLM(TokenModule):
-    """Train, validate and test a Hugging Face decoder on batches of ``{"tokens": (B, S), "labels": (B, S)}``.
+    """Train, validate and test a Hugging Face decoder.
 
-    Labels are those of the next tokens, as `TokenDataModule` gives them; label -100 is ignored. Under MegatronStrategy
-    a model of a known family is cut in any layout, and every rank reads only its part of the weights; others need one
-    pipeline stage. Under ``ddp`` or on one device it is Hugging Face's own model. Logs what `CausalLM` logs.
+    Batches are ``{"tokens": (B, S), "labels": (B, S)}``. Labels are the next tokens, as
+    ``TokenDataModule`` provides them; labels of -100 are ignored. Under MegatronStrategy a model of
+    a supported family works in any layout, and each rank reads only its part of the weights. Other
+    models need one pipeline stage. Under ``ddp`` or on one device the module trains Hugging Face's
+    own model. It logs the same values as ``CausalLM``.
 
     Args:
-        path: Local folder with ``config.json`` and, unless ``from_scratch``, the weights in safetensors files.
-        from_scratch: Whether to begin with random weights of the shape in ``config.json``. Under MegatronStrategy they
-            depend on the seed and not on the layout; they are not those that Hugging Face's own model draws.
-        dtype: In which the weights are kept before the Trainer's ``precision`` converts them; ``auto`` is that of the
-            folder.
-        expert_settings: What keeps the experts of a mixture evenly loaded in training, beside what ``config.json``
-            says: some of ``aux_loss``, ``aux_loss_scope``, ``z_loss``, ``jitter`` and ``capacity_factor`` of
-            `ExpertsConfig`. Needs MegatronStrategy.
-        training: Arguments of `TokenModule`: ``learning_rate``, ``weight_decay``, ``betas``, ``warmup_steps``,
-            ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``, ``token_weighted``.
+        path: Local folder with ``config.json`` and, unless ``from_scratch``, the weights in
+            safetensors files.
+        from_scratch: Whether to start from random weights. Under MegatronStrategy they depend on
+            the seed and not on the layout, and differ from those of Hugging Face's own
+            initialisation.
+        dtype: Dtype of the weights before the Trainer's ``precision`` converts them; ``auto`` means
+            that of the folder.
+        expert_settings: Load-balancing settings of a mixture of experts that replace those of
+            ``config.json``: any of ``aux_loss``, ``aux_loss_scope``, ``z_loss``, ``jitter`` and
+            ``capacity_factor`` of ``ExpertsConfig``. Needs MegatronStrategy.
+        training: Arguments of ``TokenModule``: ``learning_rate``, ``weight_decay``, ``betas``,
+            ``warmup_steps``, ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``,
+            ``token_weighted``.
 
     Raises:
-        ParallelPlanError: For a value of another type or outside of its range.
-        CorruptDataError: If ``config.json`` is no JSON.
-        CheckpointMismatchError: If transformers refuses the folder, or it lacks weights of its model (in
-            ``configure_model``).
-        UnsupportedError: If there is no such folder, or another strategy is to train with ``expert_settings``.
+        ParallelPlanError: If a value has a wrong type or is out of range.
+        CorruptDataError: If ``config.json`` is not valid JSON.
+        CheckpointMismatchError: If transformers rejects the folder, or weights are missing in it
+            (in ``configure_model``).
+        UnsupportedError: If there is no such folder, or ``expert_settings`` are used with another
+            strategy.
         MissingExtraError: If transformers is not installed.
     """
 
@@ -58,10 +64,11 @@ class HuggingFaceCausalLM(TokenModule):
         self.from_scratch, self.dtype_name = from_scratch, dtype
         self.expert_settings = expert_settings
         self.save_hyperparameters()
-        # The strategy can spare ranks the whole model if the library is imported before configure_model.
+        # This imports transformers before configure_model, so that the strategy can prevent loading
+        # the whole model on each rank.
         self.config: Any = read_config(self.path)
         if expert_settings is not None:
-            # Where the family's rules look for them.
+            # The rules of the model's family read the settings from the configuration.
             self.config.expert_settings = expert_settings
         self.model: nn.Module | None = None
 
@@ -72,16 +79,16 @@ class HuggingFaceCausalLM(TokenModule):
 
     @property
     def architecture(self) -> str | None:
-        """Name the class of Hugging Face's model; None if this version of transformers has none for the folder."""
+        """Return the name of Hugging Face's class; None if transformers has none for the folder."""
         classes = import_extra("transformers.models.auto.modeling_auto", "hf").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         found: str | None = classes.get(self.config.model_type)
         return found
 
     def configure_model(self) -> None:
-        """Build the model; called once for every fit, validate, test and predict."""
+        """Build the model. Lightning calls this for each fit, validate, test and predict."""
         if self.model is None:
             build = draw_model if self.from_scratch else load_model
-            # What is loaded comes without dropout.
+            # `from_pretrained` returns a model in evaluation mode, without dropout.
             self.model = build(self.path, self.config, self.dtype_name).train()
 
     @override
@@ -89,7 +96,7 @@ class HuggingFaceCausalLM(TokenModule):
         if self.expert_settings and not isinstance(self.device_mesh, ParallelMesh):
             raise UnsupportedError(
                 f"expert_settings ({self.expert_settings}) need MegatronStrategy: Hugging Face's own model is trained "
-                "here, which knows nothing of them. Use MegatronStrategy, or leave expert_settings out."
+                "here, which does not read them. Use MegatronStrategy, or leave expert_settings out."
             )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -109,7 +116,8 @@ class HuggingFaceCausalLM(TokenModule):
     def mean_loss(self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool) -> Tensor:
         assert self.model is not None, "configure_model builds the model before its first use"
         labels = batch["labels"]
-        # Hugging Face's models compute a loss where there are labels, and of the shifted ones where these are given.
+        # `labels` makes Hugging Face's models return a loss. `shift_labels` keeps them from
+        # shifting the labels, which are those of the next tokens already.
         loss: Tensor = self.model(
             input_ids=batch["tokens"],
             labels=labels,

@@ -1,4 +1,4 @@
-"""What models of numbered layers have in common: how they are built, cut into stages, and draw random numbers."""
+"""Base class of models with numbered layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 
 
 class LayeredConfig(Protocol):
-    """Name what is asked of the settings of a model of numbered layers."""
+    """Interface of the configurations of models with numbered layers."""
 
     @property
     def hidden_size(self) -> int:
@@ -29,7 +29,7 @@ class LayeredConfig(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Count the layers."""
+        """Return the number of layers."""
 
     @property
     def experts(self) -> ExpertsConfig | None:
@@ -38,25 +38,26 @@ class LayeredConfig(Protocol):
     def check_layout(
         self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
     ) -> None:
-        """Refuse a layout that cannot hold the model."""
+        """Raise if the model cannot be divided over a layout."""
 
     def stage_layers(self, layout: ParallelLayout) -> tuple[tuple[range, ...], ...]:
-        """Return ``layers[stage][chunk]``, the global indices of the layers that each virtual stage holds."""
+        """Return the global indices of each virtual stage's layers, as ``layers[stage][chunk]``."""
 
 
 class LayeredModule(PipelinedModule):
-    """Hold this rank's shards of this rank's layers, named by their index in the whole model.
+    """Model with numbered layers, of which each rank has its shards of the layers of its stages.
 
-    Built on the meta device, then initialised one tensor at a time on the mesh's device, so no rank ever holds the full
-    model; under an ambient meta device it stays there, and ``layers.init.initialize_`` fills it later.
+    The model is built on the meta device and then initialised one tensor at a time on the mesh's
+    device, so that no rank ever holds the full model. Under an ambient meta device it stays on meta
+    until ``layers.init.initialize_`` fills it. Layers are named by their index in the whole model.
 
     Args:
-        config: Shape of the model.
-        mesh: The groups of this rank; None means one process that holds everything.
+        config: Configuration of the model.
+        mesh: The groups of this rank; None means a single process with the whole model.
         seed: Seed of the initial weights, equal on all ranks; None means ``torch.initial_seed()``.
 
     Raises:
-        ParallelPlanError: If the layout cannot hold the model.
+        ParallelPlanError: If the model cannot be divided over the layout.
     """
 
     def __init__(self, config: LayeredConfig, mesh: ParallelMesh | None = None, seed: int | None = None) -> None:
@@ -65,7 +66,8 @@ class LayeredModule(PipelinedModule):
         config.check_layout(self.mesh.layout, self.mesh.sequence_parallel)
         self.config = config
         self._recompute: Recompute = "none"
-        self._owns_mesh, self._num_calls = mesh is None, 0
+        self._owns_mesh = mesh is None
+        self._num_calls = 0
         self._dtype = torch.get_default_dtype()
         self._layers_of_chunk = config.stage_layers(self.mesh.layout)[self.mesh.pp.rank]
         with torch.device("meta"):
@@ -76,7 +78,7 @@ class LayeredModule(PipelinedModule):
 
     @property
     def recompute(self) -> Recompute:
-        """Say which activations the backward pass computes again."""
+        """Return which activations the backward pass recomputes."""
         return self._recompute
 
     @recompute.setter
@@ -86,7 +88,7 @@ class LayeredModule(PipelinedModule):
             layer.recomputes_experts = value == "experts"
 
     def mixtures(self) -> dict[int, MixtureOfExperts]:
-        """Return the layers of experts of this rank by their index in the whole model."""
+        """Return this rank's mixture-of-experts layers by their index in the whole model."""
         return dict(self._mixtures)
 
     def _find_mixtures(self) -> dict[int, MixtureOfExperts]:
@@ -98,13 +100,17 @@ class LayeredModule(PipelinedModule):
 
     @cached_property
     def has_shared_experts(self) -> bool:
-        """Tell whether tokens of other data come to experts of this rank, on all stages alike."""
-        # Ranks of one tp group have the same sequences. A later run of this module has the same layout.
+        """Return whether this rank's experts get tokens of other data-parallel ranks.
+
+        The result is the same on all pipeline stages.
+        """
+        # Ranks of one tp group have the same sequences. The cached result stays valid, because the
+        # layout of a module never changes.
         data_ranks = {self.mesh.layout.coordinates(rank)["dp"] for rank in self.mesh.experts_cpu.ranks}
         return self.config.experts is not None and len(data_ranks) > 1
 
     def _check_tokens(self, num_tokens: int) -> None:
-        """Refuse microbatches of different sizes where ranks gather each other's tokens."""
+        """Raise if token counts differ between ranks that gather each other's tokens."""
         is_needed = any(layer.choice.dispatcher.needs_equal_counts for layer in self._mixtures.values())
         if is_needed and self.has_shared_experts:
             check_equal_counts(num_tokens, self.mesh)
@@ -113,10 +119,10 @@ class LayeredModule(PipelinedModule):
         raise NotImplementedError
 
     def boundary(self, tokens: Tensor) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and dtype of the hidden between stages.
+        """Return shape and dtype of the hidden states between stages.
 
-        Shapes: tokens ``(B, S)``, or embeddings ``(B, S, D)``; the hidden is ``(S, B, D)``, or ``(S/tp, B, D)`` under
-        sequence parallelism.
+        Shapes: tokens ``(B, S)``, or embeddings ``(B, S, D)``; hidden states ``(S, B, D)``, or
+            ``(S/tp, B, D)`` under sequence parallelism.
         """
         num_sequences, seq_length = tokens.shape[:2]
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
@@ -124,17 +130,17 @@ class LayeredModule(PipelinedModule):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of parameters and activations."""
+        """Return the dtype of parameters and activations."""
         first = next(self.parameters(), None)
         return self._dtype if first is None else first.dtype
 
     def absent(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
-        """Return a tensor without values for a result that another stage computes.
+        """Return a placeholder for a result that another stage computes.
 
         Args:
-            shape: Its shape.
-            dtype: Its type.
-            name: What it is, for errors.
+            shape: Shape of the result.
+            dtype: Dtype of the result.
+            name: Description of the result, for errors.
         """
         form = torch.empty(shape, dtype=dtype, device="meta")
         return AbsentTensor.of(form, self, f"{name} of an earlier call of the model")
@@ -148,8 +154,8 @@ class LayeredModule(PipelinedModule):
         return 0 if kind == "embedding" else self.num_chunks - 1
 
     def _advance_own_streams(self, device: torch.device) -> None:
-        # Without a strategy nobody else moves the random streams on, and every step would drop the same elements. The
-        # user may also have moved the model since it was built.
+        # Without a strategy no other code advances the random streams, and every step would use the
+        # same dropout masks. The device is set again because the user may have moved the model.
         if self._owns_mesh and self.training:
             self.mesh.random.device = device
             self.mesh.random.begin_microbatch(self._num_calls, 0)
@@ -157,13 +163,13 @@ class LayeredModule(PipelinedModule):
 
 
 def dtype_of_products(hidden: Tensor) -> torch.dtype:
-    """Return the dtype in which matrices are multiplied."""
+    """Return the dtype of matrix products with ``hidden``, which autocast may change."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def single_mesh(seed: int) -> ParallelMesh:
-    """Return the mesh of one process on the ambient default device, or on the CPU where that is meta.
+    """Return the mesh of a single process on the default device, or on the CPU if that is meta.
 
     Args:
         seed: Seed of the random streams.

@@ -1,4 +1,4 @@
-"""A call of a whole model whose stages are on several ranks: each runs its part in turn and passes the hidden on."""
+"""Calls of a pipelined model outside of a schedule, stage after stage."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ T = TypeVar("T")
 
 
 def run_in_turn(model: PipelinedModule, call: Callable[[], T]) -> T | None:
-    """Call a model that is cut over pp, outside of a training or evaluation step and without gradients.
+    """Call a pipelined model outside of a training or evaluation step, without gradients.
 
-    Equal to the call of a model that is not cut. One stage works at a time: it is meant for what is rare, such as
-    generating text, and not for throughput, which the schedule of steps gives.
+    The result equals that of the model on one rank. Only one stage works at a time, so this is
+    meant for rare calls such as text generation. Steps overlap their stages by a schedule instead.
 
     Args:
-        model: The model; no step may be running.
-        call: Calls it with this rank's inputs, which are the same on all stages.
+        model: Pipelined model; no step may be running.
+        call: Function that calls the model with inputs that are the same on all stages.
 
     Returns:
-        What the call returns, on the last stage; None on others.
+        The result of ``call`` on the last stage; None on others.
 
-    Communication: one hidden from each virtual stage to the next; call it on all ranks of pp.
+    Communication: hidden states from each virtual stage to the next. All ranks of pp must call
+        this.
     """
-    axis, device = model.mesh.pp, model.mesh.device
+    axis = model.mesh.pp
+    device = model.mesh.device
     last = model.num_chunks - 1
     try:
         for chunk in range(model.num_chunks):

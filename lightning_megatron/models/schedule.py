@@ -1,4 +1,4 @@
-"""The learning rate over the steps of a training."""
+"""Learning rate schedules with a linear warm-up."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lightning_megatron.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class WarmupSchedule:
-    """Describe a learning rate that rises linearly, then falls to a lowest value and stays there.
+    """Learning rate with a linear warm-up and a decay to a lowest value, which it keeps.
 
     Args:
-        shape: Shape of the fall: ``cosine``, ``linear``, or ``constant`` for none.
-        warmup_steps: Length of the rise (steps).
-        num_steps: Step at which the fall ends; ``constant`` needs none (steps).
-        min_ratio: Lowest value, as a part of the highest.
+        shape: Shape of the decay: ``cosine``, ``linear``, or ``constant`` for no decay.
+        warmup_steps: Length of the warm-up (steps).
+        num_steps: Step at which the decay ends; not needed for ``constant`` (steps).
+        min_ratio: Lowest learning rate as a fraction of the highest.
 
     Raises:
-        UnsupportedError: If the shape is unknown, or the fall has no known end.
+        UnsupportedError: If the shape is unknown, or the end of the decay is not known.
     """
 
     shape: Literal["cosine", "linear", "constant"]
@@ -39,10 +39,10 @@ class WarmupSchedule:
             )
 
     def factor(self, step: int) -> float:
-        """Return the learning rate as a part of the highest one; the first step of a warm-up already learns.
+        """Return the learning rate as a fraction of the highest, positive from the first step on.
 
         Args:
-            step: Optimizer steps done (steps).
+            step: Number of completed optimizer steps (steps).
         """
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)

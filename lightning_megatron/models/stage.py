@@ -1,4 +1,4 @@
-"""How a model that is cut into pipeline stages runs one piece of itself at a time."""
+"""Base class of models that are cut into pipeline stages, and the cursor that selects a stage."""
 
 from __future__ import annotations
 
@@ -22,31 +22,38 @@ from lightning_megatron.models.step_plan import Found, StepPlan, wrong_calls
 
 
 class StageDone(BaseException):
-    """End the user's step on a stage that does not compute the loss; the pipeline executor catches it.
+    """Signal that ends the user's step on a stage that does not compute the loss.
 
-    Not an Exception, so that a user's ``except Exception`` around the model lets it pass.
+    The pipeline executor catches it. It is not an ``Exception``, so that an ``except Exception`` in
+    the user's step does not catch it.
     """
 
 
 @dataclass
 class StageCursor:
-    """Tell a pipelined module which virtual stage to run, and take what it gives to the next.
+    """Selection of the virtual stage that a pipelined module runs, and the state of that run.
+
+    A "staged module" below is one whose blocks the user's code calls.
 
     Args:
-        chunk: The chunk of this stage to run.
-        received: What the previous virtual stage sent, call after call; nothing on the first.
-        probe: Whether to compute nothing, and report what this stage will receive.
-        plan: How often the step calls the model, and what it passes on; None finds that out, in a probe that goes
-            on behind the first call.
-        sent: Set by the module: what the next virtual stage receives.
-        forms: Set by the module when probed: shapes and types of what this stage receives.
-        calls: Counted by the module: calls that have begun.
-        turn: Counted by a module whose blocks are called by other code: the block that comes next.
-        known: Set by such a module: values that have come from other stages, or will go there, by name.
-        has_arrived: Whether any value of another stage is here.
-        may_stop: Whether a probe may end where the step needs a value, because all boundaries have been crossed.
-        found: What a probe without a plan finds out.
-        uses: Counted by such a module: how often each module beside the blocks has been called.
+        chunk: Index of this rank's chunk to run.
+        received: Tensors from the previous virtual stage, call after call; empty on the first.
+        probe: Whether to run without values, and only report the tensors that this stage will
+            receive.
+        plan: Plan of the step. None means that a probe finds the plan, and runs past the first
+            call.
+        sent: Tensors for the next virtual stage; set by the module.
+        forms: Shapes and dtypes of the tensors that this stage receives; set by the module in a
+            probe.
+        calls: Number of model calls that have begun; counted by the module.
+        turn: Index of the block that must be called next; counted by a staged module.
+        known: Values that have arrived from other stages or will be sent there, by name; set by a
+            staged module.
+        has_arrived: Whether values of other stages have arrived.
+        may_stop: Whether a probe may end when the step needs a value, because all boundaries have
+            been crossed.
+        found: Findings of a probe without a plan.
+        uses: Number of calls of each module outside of the blocks; counted by a staged module.
     """
 
     chunk: int
@@ -64,15 +71,15 @@ class StageCursor:
     uses: Counter[str] = field(default_factory=Counter)
 
     def use_of(self, name: str) -> str:
-        """Count a call of a module beside the blocks, and return the name of its result."""
+        """Count a call of a module outside of the blocks, and return the name of its result."""
         self.uses[name] += 1
         return f"{name}#{self.uses[name]}:out"
 
     def stop_probe(self) -> None:
-        """End a probe that has seen enough, where the step needs a value.
+        """End a probe that has passed all boundaries, because the step needs a value.
 
         Raises:
-            StageDone: If so.
+            StageDone: If the probe may end.
         """
         if self.probe and self.plan is None and self.may_stop:
             raise StageDone
@@ -81,7 +88,7 @@ class StageCursor:
         """Count a call of the model.
 
         Raises:
-            UnsupportedError: If the step has made all the calls that were expected.
+            UnsupportedError: If the step makes more calls than expected.
         """
         self.calls += 1
         if self.plan is not None and self.calls > self.plan.num_calls:
@@ -90,7 +97,7 @@ class StageCursor:
 
     @property
     def is_last_call(self) -> bool:
-        """Return whether the step will not call the model again."""
+        """Return whether this is the last call of the model in the step."""
         return self.plan is not None and self.calls == self.plan.num_calls
 
 
@@ -99,14 +106,14 @@ def _value(leaf: Any) -> Any:
 
 
 def _nothing() -> None:
-    """Do nothing: parameters are whole."""
+    """Do nothing, because all parameters are complete."""
 
 
 class PipelinedModule(nn.Module):
-    """Run as a whole, or one virtual stage at a time when a cursor is set.
+    """Module that runs as a whole, or one virtual stage at a time if a cursor is set.
 
-    A subclass holds the layers of this rank's virtual stages and ends its forward with ``run_stage``, or follows the
-    cursor by itself.
+    A subclass has the layers of this rank's virtual stages. Its ``forward`` ends with a call of
+    ``run_stage``, or follows the cursor by itself.
 
     Args:
         mesh: The groups of this rank.
@@ -117,25 +124,26 @@ class PipelinedModule(nn.Module):
         self.mesh = mesh
         self.num_chunks: int = mesh.layout.vpp
         self.cursor: StageCursor | None = None
-        #: Waits until all parameters are whole, where a training gathers them behind its steps.
+        #: Waits for all parameters to be complete, if training gathers them asynchronously after
+        #: each step.
         self.wait_for_parameters: Callable[[], None] = _nothing
         self.forms = Forms()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
-        """Return a copy whose parameters know how they are cut, too; torch copies their values alone."""
+        """Return a copy that keeps the attributes of parameters, which torch does not copy."""
         result = type(self).__new__(type(self))
         memo[id(self)] = result
         result.__dict__ = deepcopy(self.__dict__, memo)
         for parameter, twin in zip(self.parameters(), result.parameters(), strict=True):
             vars(twin).update(vars(parameter))
-            # The copy does not take part in a training that may be running.
+            # The copy is not trained: its gradients must not reach the original's slots.
             set_slot(twin, None)
         return result
 
     def units(self) -> list[nn.Module]:
-        """List the modules that together read all parameters, in parts that each read only their own.
+        """Return modules that partition the parameters, such that each reads only its own.
 
-        A unit may also read what an earlier one of the same forward pass has read.
+        A module may also read parameters that an earlier one in the same forward pass has read.
         """
         units: list[nn.Module] = []
         for child in self.children():
@@ -143,23 +151,27 @@ class PipelinedModule(nn.Module):
         return units
 
     def chunk_of(self, name: str) -> int | None:
-        """Return the chunk of this stage that reads a parameter; None if several may.
+        """Return the chunk of this stage that reads a parameter; None if several may read it.
 
         Args:
-            name: The parameter's name in this module.
+            name: Name of the parameter in this module.
         """
         return 0 if self.num_chunks == 1 else None
 
     def stage_parameters(self) -> Iterator[nn.Parameter]:
-        """List the parameters that belong to this stage alone."""
+        """Return the parameters that belong to this stage only."""
         return self.parameters()
 
     def is_first_stage(self, chunk: int = 0) -> bool:
-        """Tell whether ``chunk`` of this rank is the first virtual stage, which holds the embedding."""
+        """Return whether this rank's ``chunk`` is the first virtual stage, with the embedding."""
         return self.mesh.pp.is_first and chunk == 0
 
     def is_last_stage(self, chunk: int | None = None) -> bool:
-        """Tell whether ``chunk`` of this rank (None: its last one) is the last virtual stage, which holds the head."""
+        """Return whether this rank's ``chunk`` is the last virtual stage, with the head.
+
+        Args:
+            chunk: Index of the chunk; None means the last one of this rank.
+        """
         return self.mesh.pp.is_last and chunk in (None, self.num_chunks - 1)
 
     def run_stage(
@@ -170,22 +182,22 @@ class PipelinedModule(nn.Module):
         boundary: Callable[[], tuple[torch.Size, torch.dtype]],
         unknown: Callable[[], Any],
     ) -> Any:
-        """Run the whole model, or the virtual stage that the cursor names.
+        """Run the whole model, or the virtual stage that the cursor selects.
 
         Args:
-            enter: Computes the hidden from the inputs; called on the first virtual stage.
-            middle: Runs the layers of a chunk.
-            leave: Computes the result from the hidden; called on the last virtual stage.
-            boundary: Returns shape and dtype of the hidden between stages.
-            unknown: Returns the result with tensors that have no values.
+            enter: Function from the inputs to hidden states; called on the first virtual stage.
+            middle: Function that runs the layers of a chunk.
+            leave: Function from hidden states to the result; called on the last virtual stage.
+            boundary: Function that returns shape and dtype of the hidden states between stages.
+            unknown: Function that returns the result with placeholders instead of tensors.
 
         Returns:
-            The result of ``leave`` on the last virtual stage; that of ``unknown`` on others, where the step will
-            call the model again.
+            The result of ``leave`` on the last virtual stage. On other stages, the result of
+            ``unknown`` if the step will call the model again.
 
         Raises:
-            StageDone: On every other virtual stage, and when probed, at the last call of a step.
-            UnsupportedError: If a model that is cut into stages is called without a cursor, or too often.
+            StageDone: At the last call of a step, on all other virtual stages and in probes.
+            UnsupportedError: If the step calls the model too often.
         """
         cursor = self.cursor
         if cursor is None:
@@ -206,26 +218,29 @@ class PipelinedModule(nn.Module):
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Let nothing beside the blocks compute that is of another virtual stage, and nothing at all in a probe."""
+        """Skip computation outside of the blocks that belongs to other virtual stages.
+
+        In a probe, all computation is skipped.
+        """
         yield
 
     def plan_of(self, cursor: StageCursor, result: Any) -> StepPlan:
-        """Return what a probe has found out.
+        """Return the plan that follows from a probe.
 
         Args:
-            cursor: That of the probe.
-            result: What the step returned; None if it came to no end.
+            cursor: Cursor of the probe.
+            result: Result of the step; None if the step did not run to its end.
         """
         return StepPlan(cursor.calls)
 
     def note_use(self, tensor: AbsentTensor) -> None:
-        """Note, in a probe, that the last stage needs the values of a tensor."""
+        """Record, in a probe, that the last stage needs the values of a tensor."""
 
     def settled(self, result: Any) -> Any:
-        """Return what a step returned, with values for all tensors in it.
+        """Return the result of a step, with values for all its tensors.
 
         Raises:
-            UnsupportedError: If one is on another stage.
+            UnsupportedError: If the values of a tensor are on another stage.
         """
         if not any(isinstance(leaf, AbsentTensor) for leaf in pytree.tree_leaves(result)):
             return result
@@ -237,7 +252,7 @@ class PipelinedModule(nn.Module):
         return hidden
 
     def check_callable_whole(self) -> None:
-        """Refuse a call of the whole model where this rank holds only some of its stages.
+        """Raise if the whole model is called and this rank has only some of its stages.
 
         Raises:
             UnsupportedError: If the model is cut over pp and no cursor is set.
@@ -249,17 +264,18 @@ class PipelinedModule(nn.Module):
             )
 
 
-#: Attribute of a module that computes with a pipelined module which is not among its children.
+#: Attribute of a module that names the pipelined module it computes with, which is not its child.
 _COMPUTED_BY = "computed_by"
 
 
 def pipelined_modules(root: nn.Module) -> Iterator[tuple[str, PipelinedModule]]:
-    """List the pipelined modules inside a module, with the name of each or of the module that computes with it.
+    """Yield the pipelined modules inside a module, with their names.
 
-    A model that has taken over another's tree of modules and names keeps its own layers out of that tree.
+    A pipelined module may have replaced the computation of another module, whose names it keeps. It
+    is then no child of that module, and is listed under that module's name.
 
     Args:
-        root: Where to look.
+        root: Module to search.
     """
     for name, part in root.named_modules():
         if isinstance(part, PipelinedModule):
@@ -269,10 +285,10 @@ def pipelined_modules(root: nn.Module) -> Iterator[tuple[str, PipelinedModule]]:
 
 
 def named_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """List all modules inside a module, those of pipelined modules outside of its tree included, by name.
+    """Yield all modules inside a module by name, including those inside its pipelined modules.
 
     Args:
-        root: Where to look.
+        root: Module to search.
     """
     yield from root.named_modules()
     for name, model in pipelined_modules(root):
@@ -282,11 +298,11 @@ def named_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def computed_by(module: nn.Module) -> PipelinedModule | None:
-    """Return the pipelined module that a module computes with and does not hold among its children, if any."""
+    """Return the pipelined module that a module computes with and that is not its child, if any."""
     found = vars(module).get(_COMPUTED_BY)
     return found if isinstance(found, PipelinedModule) else None
 
 
 def set_computed_by(module: nn.Module, model: PipelinedModule) -> None:
-    """Say that a module computes with a pipelined module whose parameters it has under names of its own."""
+    """Record that a module computes with a pipelined module, whose parameters it has renamed."""
     vars(module)[_COMPUTED_BY] = model

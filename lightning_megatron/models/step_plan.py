@@ -1,4 +1,4 @@
-"""What a step passes between pipeline stages: how often it calls the model, and which values cross each boundary."""
+"""Plans of the values that a step sends between pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Say how often a step calls the model, and what crosses each boundary; the same on all ranks and for all batches.
+    """Number of model calls in a step, and the values that cross each boundary between stages.
+
+    A plan is the same on all ranks and for all batches.
 
     Args:
-        num_calls: Calls of the model in one step.
-        inputs: Which leaves of the arguments of the first block of a virtual stage come from the stage before, by call
-            (from 1) and virtual stage; empty for a model whose stages pass one hidden.
-        extras: Names of further values that a virtual stage receives after those.
+        num_calls: Number of calls of the model in one step.
+        inputs: Argument leaves of a virtual stage's first block that come from the previous stage,
+            by call (from 1) and virtual stage. Empty for a model that sends one tensor of hidden
+            states.
+        extras: Names of the additional values that each virtual stage receives after the inputs.
     """
 
     num_calls: int = 1
@@ -25,18 +28,18 @@ class StepPlan:
 
     @cached_property
     def travellers(self) -> frozenset[str]:
-        """Return the names of all further values that cross a boundary."""
+        """Return the names of all additional values that cross a boundary."""
         return frozenset(name for names in self.extras.values() for name in names)
 
 
 class Made(NamedTuple):
-    """Say where and when a step makes a value that can travel.
+    """Origin of a value that can be sent between stages.
 
     Args:
-        stage: The virtual stage that computes it.
-        call: Calls of the model that had begun.
-        turn: The block whose turn it was.
-        line: The user's line that made it.
+        stage: Virtual stage that computes the value.
+        call: Number of model calls that had begun.
+        turn: Index of the block that was to be called next.
+        line: Line of the user's code that computed the value.
     """
 
     stage: int
@@ -47,14 +50,14 @@ class Made(NamedTuple):
 
 @dataclass
 class Found:
-    """Collect what a probe of a step finds out.
+    """Findings of a probe of a step.
 
     Args:
-        inputs: As in StepPlan.
-        made: The values that can travel, by name.
-        needs: Virtual stages, and the names of the values of earlier ones that they read.
-        bound: By virtual stage, the tensors that it receives as inputs of its first block.
-        seen: Virtual stages, and tensors of which is known what they need.
+        inputs: Inputs of virtual stages, as in :class:`StepPlan`.
+        made: Origins of the values that can be sent between stages, by name.
+        needs: Pairs of a virtual stage and the name of a value of an earlier stage that it reads.
+        bound: Tensors that a virtual stage receives as inputs of its first block, by virtual stage.
+        seen: Tensors whose needs have been recorded already, by virtual stage and identity.
     """
 
     inputs: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
@@ -65,7 +68,7 @@ class Found:
 
 
 def wrong_calls(expected: int, found: object) -> str:
-    """Return the message for a step that calls the model another number of times than expected."""
+    """Return the message for a step with an unexpected number of model calls."""
     return (
         "with more than one pipeline stage, every step must call the pipelined model, and equally often: "
         f"{found} calls were made, {expected} expected. The calls are counted once, in the first step, up to a "

@@ -1,4 +1,4 @@
-"""What LightningModules that train on tokens share: mean loss, logging, optimizer and learning rate schedule."""
+"""Base class of LightningModules that train on tokens, with logging, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -18,33 +18,36 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.schedule import WarmupSchedule
 from lightning_megatron.plan.settings import Count, Index, NotNegative, Positive, Probability, Range, settled_arguments
 
-#: The label that is no token.
+#: Label of positions without a target token.
 IGNORED = -100
 
 
 class TokenModule(LightningModule):
-    """Train, validate and test on batches of ``{"tokens": (B, S), "labels": (B, S)}``; label -100 is ignored.
+    """Train, validate and test on batches of ``{"tokens": (B, S), "labels": (B, S)}``.
 
-    Logs ``train_loss``, ``val_loss`` and ``test_loss`` (nats a token), and ``val_bits_per_byte`` and
-    ``test_bits_per_byte`` where the bytes of a token are known. A subclass says how many tokens it knows and computes
-    the loss.
+    Labels of -100 are ignored. The module logs ``train_loss``, ``val_loss`` and ``test_loss`` (nats
+    per token). It also logs ``val_bits_per_byte`` and ``test_bits_per_byte`` if the mean bytes per
+    token are known. A subclass provides the vocabulary size and the mean loss.
 
     Args:
         learning_rate: Highest learning rate, reached after the warm-up.
-        weight_decay: Decay of matrices; biases and norms (one-dimensional parameters) do not decay.
+        weight_decay: Weight decay of matrices; one-dimensional parameters (biases, norms) have
+            none.
         betas: Decay rates of AdamW's moments.
-        warmup_steps: Optimizer steps over which the learning rate rises from 0 (steps).
-        max_steps: Optimizer steps after which the learning rate is lowest; None takes the length of the training
-            (steps).
-        schedule: How the learning rate falls after the warm-up: ``cosine``, ``linear`` or ``constant``.
-        min_lr_ratio: Lowest learning rate, as a part of the highest.
-        bytes_per_token: Mean length of a token, for bits per byte; None asks the data module (bytes).
-        token_weighted: Whether the gradients of a step under MegatronStrategy are those of the mean over all its
-            tokens, whichever rank and microbatch they are on; else microbatches and ranks weigh by their samples, as
-            ranks do under every other strategy. The two differ where samples have ignored labels.
+        warmup_steps: Length of the learning rate's rise from 0 (optimizer steps).
+        max_steps: Step at which the learning rate reaches its lowest value; None means the end of
+            the training (optimizer steps).
+        schedule: Shape of the decay after the warm-up: ``cosine``, ``linear`` or ``constant``.
+        min_lr_ratio: Lowest learning rate as a fraction of the highest.
+        bytes_per_token: Mean length of a token, for bits per byte; None asks the data module
+            (bytes).
+        token_weighted: Whether a step under MegatronStrategy computes the gradient of the mean over
+            all its tokens, on all ranks and in all microbatches. Otherwise microbatches and ranks
+            are weighted by their samples, as ranks are under other strategies. The two differ if
+            samples have ignored labels.
 
     Raises:
-        ParallelPlanError: For a value of another type or outside of its range.
+        ParallelPlanError: If a value has a wrong type or is out of range.
     """
 
     def __init__(
@@ -75,20 +78,20 @@ class TokenModule(LightningModule):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Count the tokens that the model knows."""
+        """Return the size of the model's vocabulary."""
 
     @abstractmethod
     def mean_loss(self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool) -> Tensor:
-        """Return the mean loss of a batch over its labels that are not ignored, 0 if all are.
+        """Return the mean loss over the labels of a batch that are not ignored, 0 if all are.
 
         Args:
             batch: Tokens and labels.
-            num_tokens: Labels that are not ignored, on the device.
-            is_trained: Whether the loss is one to learn from, or one to judge by.
+            num_tokens: Number of labels that are not ignored, as a tensor on the device.
+            is_trained: Whether the loss is for training; otherwise it is for evaluation.
         """
 
     def setup(self, stage: str) -> None:
-        """Refuse data whose token ids the model does not have; the data module is set up when this is called.
+        """Raise if the vocabulary of the data, whose module is set up already, exceeds the model's.
 
         Raises:
             ParallelPlanError: If the vocabulary of the data is larger than that of the model.
@@ -102,7 +105,7 @@ class TokenModule(LightningModule):
             )
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor | dict[str, Tensor]:
-        """Return the mean loss of the batch's tokens, and how many they are."""
+        """Return the mean loss of the batch's tokens and, if ``token_weighted``, their number."""
         num_tokens = _count(batch)
         loss = self.mean_loss(batch, num_tokens, is_trained=True)
         self.log(
@@ -119,28 +122,33 @@ class TokenModule(LightningModule):
         self._evaluate(batch, "test")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW and the schedule of its learning rate, by step."""
+        """Return AdamW and its learning rate schedule, which advances with each optimizer step."""
         decayed = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
         others = [p for p in self.parameters() if p.requires_grad and p.dim() <= 1]
-        # Both groups exist on every rank, also on one that holds no parameter of a kind, so that checkpoints line up.
+        # Both groups exist on every rank, even if empty, so that optimizer checkpoints of all ranks
+        # match.
         groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(
             groups, lr=self.learning_rate, betas=(self.betas[0], self.betas[1]), fused=self._is_fused() or None
         )
         schedule = WarmupSchedule(self.schedule, self.warmup_steps, self._num_steps(), self.min_lr_ratio)
-        # A lambda is not saved with the scheduler, so a resumed training follows the settings it is given.
+        # LambdaLR does not save a lambda, so that a resumed training uses the current settings.
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.factor(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _is_fused(self) -> bool:
-        """Tell whether one kernel updates all parameters: on GPUs, except where Lightning cannot clip for it."""
+        """Return whether to use fused AdamW: on GPUs, where MegatronStrategy clips gradients.
+
+        Lightning's own precision plugins cannot clip gradients for a fused optimizer.
+        """
         on_gpu = all(parameter.is_cuda for parameter in self.parameters())
         return on_gpu and isinstance(self.device_mesh, ParallelMesh)
 
     def _evaluate(self, batch: Mapping[str, Tensor], name: str) -> None:
         num_tokens = _count(batch)
         loss = self.mean_loss(batch, num_tokens, is_trained=False)
-        # A mean over batches and ranks weighs by this; a number would have to be read from the device.
+        # The weight of this batch in the mean over batches and ranks, as a tensor to avoid a host
+        # read.
         weight: Any = num_tokens.to(loss.dtype)
         self.log(f"{name}_loss", loss, prog_bar=True, sync_dist=True, batch_size=weight)
         length = self._bytes_per_token()
@@ -153,7 +161,7 @@ class TokenModule(LightningModule):
         return getattr(getattr(self.trainer, "datamodule", None), "bytes_per_token", None)
 
     def _num_steps(self) -> int | None:
-        """Return the optimizer steps until the learning rate is lowest; None if training has no known end."""
+        """Return the step at which the decay ends; None if the training has no known end."""
         if self.max_steps is not None:
             return self.max_steps
         if self.schedule == "constant":
@@ -167,7 +175,7 @@ def _count(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _vocab_size_of(data: Any) -> int | None:
-    """Return the vocabulary of a data module; None if it has none, or cannot know which tokenizer wrote its files."""
+    """Return the vocabulary size of a data module; None if it is not known."""
     with suppress(UnsupportedError):
         found = getattr(data, "vocab_size", None)
         return found if isinstance(found, int) else None

@@ -1,1 +1,1 @@
-"""Microbatches, and the executor that runs any schedule over the stages."""
+"""Microbatches and the executor of pipeline schedules."""

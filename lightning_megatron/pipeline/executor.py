@@ -1,4 +1,4 @@
-"""Run any schedule: one loop over a stage's instructions, without knowledge of the schedule behind them."""
+"""Executor of pipeline schedules: one loop over a stage's instructions, for any schedule."""
 
 from __future__ import annotations
 
@@ -24,34 +24,38 @@ from lightning_megatron.plan.transfers import Compute, Program, Transfer, plan_t
 
 
 class BackwardObserver(Protocol):
-    """Be told when the gradients of a chunk are about to be complete, and when they are."""
+    """Interface that is notified of the last backward pass of each chunk in a step."""
 
     def begin_last_backward(self, chunk: int) -> None:
-        """Take note that the next backward pass of ``chunk`` is the last one of the step."""
+        """Prepare for the last backward pass of ``chunk`` in this step, which runs next."""
 
     def start_reduction(self, chunk: int) -> None:
-        """Do what can be done with the gradients of ``chunk``, which are complete."""
+        """Start the reduction of the gradients of ``chunk``, which are now complete."""
 
 
 StepFn = Callable[[Any], Any]
 LossOf = Callable[[Any, int], Tensor | None]
 WeightOf = Callable[[int], float | Tensor]
 RunBackward = Callable[[Tensor], None]
+#: One forward or backward pass: (chunk, microbatch).
 _Unit = tuple[int, int]
+#: Reduction points by the number of compute actions that precede them.
 Points = Mapping[int, Sequence[ReductionPoint]]
 
 
 class PipelineExecutor:
     """Run the forward and backward passes of one step's microbatches on this rank's stage.
 
-    Equal to calling ``step_fn`` on every microbatch and running backward from the sum of their losses in one process.
+    The result equals that of one process that calls ``step_fn`` on every microbatch and runs the
+    backward pass from the sum of the losses.
 
     Args:
-        mesh: Groups of this rank; ``mesh.pp`` is the pipeline.
-        model: The module that is cut into stages; None with one stage, where ``step_fn`` may do anything.
-        schedule: ``1f1b``, ``interleaved`` or ``gpipe``.
-        microbatch_group_size: Microbatches that run through one chunk before the next chunk has its turn; None means
-            one for each stage (interleaved only).
+        mesh: The groups of this rank; ``mesh.pp`` is the pipeline.
+        model: Module that is cut into stages; None with one stage, where ``step_fn`` is
+            unrestricted.
+        schedule: Name of the schedule: ``1f1b``, ``interleaved`` or ``gpipe``.
+        microbatch_group_size: Number of microbatches that run through one chunk before the next
+            chunk runs; None means one for each stage (interleaved only).
     """
 
     def __init__(
@@ -61,13 +65,16 @@ class PipelineExecutor:
         schedule: str = "1f1b",
         microbatch_group_size: int | None = None,
     ) -> None:
-        self.mesh, self.model = mesh, model
-        self._schedule, self._group_size = schedule, microbatch_group_size
-        #: Told of the last backward pass of every chunk, if the optimizer steps after this run.
+        self.mesh = mesh
+        self.model = model
+        self._schedule = schedule
+        self._group_size = microbatch_group_size
+        #: Notified of the last backward pass of each chunk, if the optimizer steps after this run.
         self.observer: BackwardObserver | None = None
-        #: Read by layers that attach losses; None if there are none.
+        #: Factor of the main loss, for layers that attach losses; None if there are none.
         self.loss_weight: LossWeight | None = None
-        #: Shown the node of the graph where a backward pass is about to start, and whether that is of the loss.
+        #: Called before each backward pass with its first graph node, and whether that node
+        #: computed the loss.
         self.inspector: Callable[[Any, bool], None] | None = None
         self._programs: dict[tuple[int, bool], tuple[Program, Points]] = {}
         self.plans = StepPlans(self.call)
@@ -87,31 +94,36 @@ class PipelineExecutor:
         """Run all microbatches.
 
         Args:
-            step_fn: Called with a microbatch's data; calls the model, equally often every time, and returns anything.
-            microbatches: The same on all ranks of one data-parallel rank.
-            backward: Whether to run the backward passes; they accumulate into ``.grad``.
-            loss_of: Takes what ``step_fn`` returned and the microbatch's number; returns the scalar to run backward
-                from, already weighted, or None for a microbatch without a loss.
-            weight_of: Takes a microbatch's number and returns what ``loss_of`` has multiplied its loss by, for losses
-                that layers attach; asked on the last stage.
-            run_backward: Runs the backward pass from what ``loss_of`` returned, on the last stage.
-            step: Number of this run, for the random streams; every batch has its own (batches).
-            trial: Names what ``step_fn`` does. In the first run of a name, and in every run without one, the step is
-                tried out once without values, to find out how often it calls the model, and what each stage needs of
-                those before.
+            step_fn: Function of a microbatch's data. It calls the model the same number of times
+                for every microbatch, and may return any value.
+            microbatches: Microbatches, the same on all ranks of one data-parallel rank.
+            backward: Whether to run the backward passes, which accumulate into ``.grad``.
+            loss_of: Function from a result of ``step_fn`` and the microbatch's number to the
+                weighted scalar loss, or to None for a microbatch without a loss.
+            weight_of: Function from a microbatch's number to the factor that ``loss_of`` has
+                applied, for losses that layers attach; called on the last stage.
+            run_backward: Function that runs the backward pass from a result of ``loss_of``; called
+                on the last stage.
+            step: Number of this run, which selects the random streams (batches).
+            trial: Name of the kind of step that ``step_fn`` is. The first run of each name, and
+                every run without a name, first probes the step without values. The probe counts the
+                calls of the model, and finds the values that each stage needs from earlier ones.
 
         Returns:
-            What ``step_fn`` returned for each microbatch, on the last stage; an empty list on the others.
+            Results of ``step_fn`` for each microbatch on the last stage; an empty list on the
+            others.
 
-        Communication: the point-to-point transfers of :func:`~lightning_megatron.plan.transfers.plan_transfers`; where
-        layers attach losses, the weight of a microbatch's loss beside every gradient.
+        Communication: the point-to-point transfers of
+            :func:`~lightning_megatron.plan.transfers.plan_transfers`. If layers attach losses, each
+            gradient is accompanied by the weight of its microbatch.
         """
         run = _Run(self, step_fn, microbatches, loss_of, weight_of, run_backward, step, backward)
         if self.model is not None and self.mesh.pp.size > 1:
             run.seek(0)
             run.plan = self.plans.of(trial or Trial(), self.model, step_fn, microbatches[0])
         program, points = self._program(len(microbatches), backward)
-        observer, num_actions = self.observer if backward else None, 0
+        observer = self.observer if backward else None
+        num_actions = 0
         for instruction in program.instructions(self.mesh.pp.rank):
             if isinstance(instruction, Compute):
                 here = points.get(num_actions, ()) if observer is not None else ()
@@ -144,16 +156,18 @@ class PipelineExecutor:
 
     @property
     def runs_to_end(self) -> bool:
-        """Tell whether the step that is running now will get past the call of the model, and is not tried out."""
+        """Return whether the running call is of the last virtual stage, and not a probe."""
         if self.model is None or self.model.cursor is None:
             return True
         return not self.model.cursor.probe and self.model.is_last_stage(self.model.cursor.chunk)
 
     @property
     def is_repeated(self) -> bool:
-        """Return whether another call runs this part of the step for the same microbatch, whose effects are to stay.
+        """Return whether the side effects of the running call must be discarded.
 
-        Those of one call stay: on the last stage that of the last chunk, on others that of the first chunk.
+        The step runs once for each chunk and probe, but its side effects must happen once for each
+        microbatch. They stay for the last chunk on the last stage, and for the first chunk
+        elsewhere.
         """
         if self.model is None or self.model.cursor is None:
             return False
@@ -161,12 +175,17 @@ class PipelineExecutor:
         return cursor.probe or cursor.chunk != (self.model.num_chunks - 1 if self.mesh.pp.is_last else 0)
 
     def call(self, step_fn: StepFn, microbatch: Microbatch, cursor: StageCursor | None) -> tuple[Any, bool]:
-        """Call the user's step with the model set to one stage; return its result and whether it ran to its end."""
+        """Call the user's step with the model set to one stage.
+
+        Returns:
+            The result of the step, and whether the step ran to its end.
+        """
         if self.model is None or cursor is None:
             return step_fn(microbatch.data), True
         self.model.cursor = cursor
         try:
-            # All stages and chunks, and a trial, run what precedes the model, with the same draws.
+            # All stages, chunks and probes run the code before the model, and must draw the same
+            # random numbers.
             with self.mesh.random.fork_default(), self.model.hidden():
                 result = step_fn(microbatch.data)
                 return result if cursor.probe else self.model.settled(result), True
@@ -189,7 +208,7 @@ def _reduce(points: Sequence[ReductionPoint], observer: BackwardObserver | None)
 
 
 class _Run:
-    """Hold what is in flight during one step: inputs, outputs and gradients by (chunk, microbatch)."""
+    """State of one run: inputs, outputs and gradients in flight, by (chunk, microbatch)."""
 
     def __init__(
         self,
@@ -202,9 +221,14 @@ class _Run:
         step: int,
         backward: bool,
     ) -> None:
-        self.executor, self.step_fn, self.microbatches = executor, step_fn, microbatches
+        self.executor = executor
+        self.step_fn = step_fn
+        self.microbatches = microbatches
+        self.loss_of = loss_of
+        self.weight_of = weight_of
         self.run_backward = run_backward
-        self.loss_of, self.weight_of, self.step, self.backward = loss_of, weight_of, step, backward
+        self.step = step
+        self.backward = backward
         self.results: list[Any] = []
         self._axis = executor.mesh.pp
         self._last_chunk = executor.model.num_chunks - 1 if executor.model is not None else 0
@@ -213,14 +237,14 @@ class _Run:
         self._losses: dict[_Unit, Tensor | None] = {}
         self._outputs: dict[_Unit, list[Tensor]] = {}
         self._edges: dict[_Unit, list[GradientEdge | None]] = {}
-        #: Shapes and types of the gradients that will come.
+        #: Shapes and dtypes of the sent outputs, whose gradients will arrive.
         self._sent: dict[_Unit, Sequence[BoundaryForm]] = {}
         self._gradients: dict[_Unit, list[Tensor]] = {}
         self._arrivals: dict[tuple[str, _Unit], PendingExchange] = {}
         self._boundaries: dict[Any, list[BoundaryForm]] = {}
         self._pending: list[PendingExchange] = []
-        told = executor.loss_weight if backward else None
-        self._weights = MicrobatchWeights(told, executor.mesh.device)
+        loss_weight = executor.loss_weight if backward else None
+        self._weights = MicrobatchWeights(loss_weight, executor.mesh.device)
 
     def compute(self, action: Action) -> None:
         """Run one forward or backward pass."""
@@ -233,12 +257,15 @@ class _Run:
             raise UnsupportedError(f"the executor runs forward (F) and backward (B) actions: {action.kind!r}.")
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Start the transfers of one exchange; whoever needs a received tensor waits for it."""
+        """Start a batch of transfers. The pass that reads a received tensor waits for it."""
         outgoing = [(tensor, transfer.peer) for transfer in sends for tensor in self._outgoing(transfer)]
         buffers = [self._buffers(transfer) for transfer in receives]
         incoming = [(one, transfer.peer) for transfer, made in zip(receives, buffers, strict=True) for one in made]
         weights = self._weights
-        pending = exchange(outgoing + weights.beside(sends), incoming + weights.beside(receives), self._axis)
+        outgoing += weights.messages(sends)
+        incoming += weights.messages(receives)
+        pending = exchange(outgoing, incoming, self._axis)
+        # Keep sends that are not done, because their tensors must stay alive.
         self._pending = [one for one in self._pending if not one.is_done()] + [pending]
         for transfer, made in zip(receives, buffers, strict=True):
             unit = (transfer.chunk, transfer.microbatch)
@@ -267,7 +294,8 @@ class _Run:
             raise UnsupportedError(wrong_calls(self.plan.num_calls, cursor.calls))
         if is_last:
             self.results.append(result)
-            self._losses[unit] = self.loss_of(result, number) if self.backward and self.loss_of is not None else None
+            if self.backward and self.loss_of is not None:
+                self._losses[unit] = self.loss_of(result, number)
             if self.backward:
                 self._weights.fill(number, self.weight_of(number))
         elif cursor is not None:
@@ -276,7 +304,7 @@ class _Run:
             self._inputs.pop(unit, None)
 
     def _backward(self, unit: _Unit) -> None:
-        # A layer that runs again for its activations attaches its losses again.
+        # A layer whose activations are recomputed attaches its losses again, and reads the weight.
         self._weights.begin(unit[1])
         loss = self._losses.pop(unit, None)
         if loss is not None:
@@ -284,7 +312,8 @@ class _Run:
             self.run_backward(loss)
         gradients = self._arrived("B", unit, self._gradients)
         self._gradients.pop(unit, None)
-        # The output of a stage whose parameters are all frozen needs no gradient.
+        # An edge is None if its output needs no gradient, as on a stage whose parameters are all
+        # frozen.
         both = zip(self._edges.pop(unit, ()), gradients, strict=True)
         pairs = [(edge, gradient) for edge, gradient in both if edge is not None]
         for edge, _ in pairs:
@@ -302,7 +331,8 @@ class _Run:
         unit = (transfer.chunk, transfer.microbatch)
         if transfer.kind == "B":
             return [gradient.contiguous() for gradient in self._gradients.pop(unit)]
-        # The graph needs the outputs' places in it, never their values: the next stage has those now.
+        # The backward pass starts from graph edges. It does not need the outputs' values, so their
+        # memory is released as soon as the transfer is done.
         outputs = self._outputs.pop(unit)
         if self.backward:
             floating = [output for output in outputs if output.is_floating_point()]
@@ -311,13 +341,15 @@ class _Run:
         return [output.detach().contiguous() for output in outputs]
 
     def _buffers(self, transfer: Transfer) -> list[Tensor]:
-        device, unit = self.executor.mesh.device, (transfer.chunk, transfer.microbatch)
+        device = self.executor.mesh.device
+        unit = (transfer.chunk, transfer.microbatch)
         forms = self._sent.pop(unit) if transfer.kind == "B" else self._forms(transfer)
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
 
     def _forms(self, transfer: Transfer) -> Sequence[BoundaryForm]:
         microbatch = self.microbatches[transfer.microbatch]
-        # Not kept for the next run: that may be another step, or call the model with another part of such a batch.
+        # Cached for this run only: the next run may have another step function, or one that gives
+        # the model another part of an equally shaped batch.
         key = transfer.chunk, form_of(microbatch.data)
         if key not in self._boundaries:
             self.seek(transfer.microbatch)

@@ -1,4 +1,4 @@
-"""What the losses of microbatches are multiplied by, for losses that layers attach, on every stage."""
+"""Loss weights of microbatches, made available to layers with attached losses on every stage."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ from lightning_megatron.plan.transfers import Transfer
 
 
 class MicrobatchWeights:
-    """Hold a weight for each microbatch of a step, which the last stage knows and tells the others with gradients.
+    """Loss weights of a step's microbatches.
+
+    Only the last stage knows the weights. It sends each of them to the earlier stages, together
+    with the gradients of the microbatch.
 
     Args:
-        told: What layers read; None where no layer attaches a loss, and then nothing is held or sent.
-        device: Where the weights are.
+        loss_weight: Record that layers read; None if no layer attaches a loss, so that nothing is
+            sent.
+        device: Device of the weights.
     """
 
-    def __init__(self, told: LossWeight | None, device: torch.device) -> None:
-        self._told, self._device = told, device
+    def __init__(self, loss_weight: LossWeight | None, device: torch.device) -> None:
+        self._loss_weight = loss_weight
+        self._device = device
         self._weights: dict[int, Tensor] = {}
 
     def begin(self, number: int) -> None:
-        """Let layers read the weight of a microbatch from now on; it may be filled in until its backward pass."""
-        if self._told is not None:
-            self._told.value = self._weight(number)
+        """Make a microbatch current. Its weight may be filled in until its backward pass."""
+        if self._loss_weight is not None:
+            self._loss_weight.value = self._weight(number)
 
     def fill(self, number: int, value: float | Tensor) -> None:
         """Set the weight of a microbatch."""
-        if self._told is not None:
+        if self._loss_weight is not None:
             self._weight(number).fill_(value)
 
-    def beside(self, transfers: Sequence[Transfer]) -> list[tuple[Tensor, int]]:
-        """List the weights that go with gradients, and the position of the stage at the other end."""
-        if self._told is None:
+    def messages(self, transfers: Sequence[Transfer]) -> list[tuple[Tensor, int]]:
+        """Return the weights that accompany gradients, each with the index of the peer stage."""
+        if self._loss_weight is None:
             return []
         return [(self._weight(transfer.microbatch), transfer.peer) for transfer in transfers if transfer.kind == "B"]
 

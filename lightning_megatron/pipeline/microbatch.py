@@ -1,4 +1,4 @@
-"""Cut a batch, whatever nest of containers it is, into microbatches."""
+"""Division of a batch, a nest of any containers, into microbatches."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _WAYS_OUT = (
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Hold the part of a batch that one forward pass sees.
+    """Part of a batch that one forward pass processes.
 
     Args:
-        data: The part, in the same containers as the batch.
-        num_samples: Samples in it; its loss weighs by this (samples).
+        data: Part of the batch, in the same containers.
+        num_samples: Number of its samples, which weights its loss (samples).
     """
 
     data: Any
@@ -33,24 +33,26 @@ class Microbatch:
 
 
 def is_cut(batch: Any) -> bool:
-    """Return whether a batch is a list of :class:`Microbatch`, as a collate function may return it."""
+    """Return whether a batch is already a list of :class:`Microbatch`, from a collate function."""
     return isinstance(batch, Sequence) and bool(batch) and all(isinstance(part, Microbatch) for part in batch)
 
 
 def split_batch(batch: Any, microbatch_size: int | Callable[[int], int] | None) -> list[Microbatch]:
     """Cut every tensor of ``batch`` along its first dimension.
 
-    Tensors and arrays, and lists or tuples of plain values, whose first dimension is the batch are cut; everything else
-    is passed to every microbatch as it is. The last microbatch is smaller when the batch does not divide. A batch that
-    is one microbatch is passed on untouched, and one that is a list of :class:`Microbatch` is taken as cut already.
+    Tensors, arrays, and lists or tuples of plain values are cut if their first dimension is the
+    batch. All other values are passed to every microbatch unchanged. The last microbatch is smaller
+    if the batch does not divide evenly. A batch that fits into one microbatch is not copied. A list
+    of :class:`Microbatch` is returned as it is.
 
     Args:
-        batch: Any nest of tensors, mappings, sequences, named tuples and dataclasses.
-        microbatch_size: Samples in a microbatch, or a function that returns it for the samples of the batch; None
-            leaves the batch whole (samples).
+        batch: Nest of tensors, mappings, sequences, named tuples and dataclasses.
+        microbatch_size: Samples in a microbatch, or a function from the samples of the batch to it;
+            None leaves the batch whole (samples).
 
     Raises:
-        ParallelPlanError: If the batch must be cut and no tensor tells its size, or two tensors disagree on it.
+        ParallelPlanError: If the batch must be cut and has no tensor, or two tensors differ in
+            size.
     """
     if is_cut(batch):
         return list(batch)
@@ -62,11 +64,11 @@ def split_batch(batch: Any, microbatch_size: int | Callable[[int], int] | None) 
 
 
 def cut_batch(batch: Any, num_samples: int, microbatch_size: int) -> list[Microbatch]:
-    """Cut a batch whose tensors agree on its size, as :func:`split_batch` does.
+    """Cut a batch of known size, as :func:`split_batch` does.
 
     Args:
-        batch: Any nest of tensors, mappings, sequences, named tuples and dataclasses.
-        num_samples: The first dimension of its tensors (samples).
+        batch: Nest of tensors, mappings, sequences, named tuples and dataclasses.
+        num_samples: First dimension of all its tensors (samples).
         microbatch_size: Samples in a microbatch (samples).
     """
     if microbatch_size >= num_samples:
@@ -80,14 +82,15 @@ def cut_batch(batch: Any, num_samples: int, microbatch_size: int) -> list[Microb
 
 
 def joined_parts(batch: Any, microbatches: Sequence[Microbatch], groups: Sequence[range]) -> list[Microbatch]:
-    """Cut microbatches that follow each other as one.
+    """Return groups of consecutive microbatches, each joined to one.
 
     Args:
-        batch: The batch that was cut; not a list of :class:`Microbatch`, whose parts cannot be joined.
-        microbatches: Its first microbatches.
-        groups: Which of them to join.
+        batch: Batch that was cut; not a list of :class:`Microbatch`, whose parts cannot be joined.
+        microbatches: First microbatches of the batch.
+        groups: Ranges of the microbatches to join.
     """
-    total, joined = _agreed_size(batch), []
+    total = _agreed_size(batch)
+    joined = []
     for group in groups:
         start = sum(part.num_samples for part in microbatches[: group.start])
         num_samples = sum(microbatches[number].num_samples for number in group)
@@ -97,19 +100,19 @@ def joined_parts(batch: Any, microbatches: Sequence[Microbatch], groups: Sequenc
 
 
 def ignored_in(batch: Any) -> int:
-    """Return how many integers of a batch are -100, which losses of torch ignore as labels."""
+    """Return how many integers of a batch are -100, the label that torch's losses ignore."""
     tensors = [tensor for _, tensor in _tensors(batch, "") if tensor.dtype in (torch.int32, torch.int64)]
     return sum(int((tensor == -100).sum()) for tensor in tensors)
 
 
 def samples_in(batch: Any) -> int:
-    """Return the first dimension of a batch's first tensor; 1 for a scalar, and where there is none."""
+    """Return the first dimension of a batch's first tensor; 1 for a scalar or without a tensor."""
     first = next((tensor for _, tensor in _tensors(batch, "")), None)
     return 1 if first is None or first.dim() == 0 else first.shape[0]
 
 
 def own_containers(batch: Any) -> Any:
-    """Return a batch in containers of its own, with the same tensors, for a step that may take entries out of them."""
+    """Return a batch in new containers with the same tensors, so that a step may modify them."""
     if isinstance(batch, Mapping):
         return _rebuilt_mapping(batch, own_containers)
     if _is_sequence(batch):
@@ -178,7 +181,7 @@ def _rebuilt_mapping(node: Mapping[Any, Any], function: Callable[[Any], Any]) ->
         return parts
     if not isinstance(node, MutableMapping):
         return type(node)(parts)  # type: ignore[call-arg]
-    # Some mappings, such as a defaultdict, cannot be made of their items alone.
+    # The constructor of some mappings, such as defaultdict, takes more than the items.
     rebuilt = copy(node)
     for key, value in parts.items():
         rebuilt[key] = value

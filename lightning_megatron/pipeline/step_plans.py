@@ -1,4 +1,4 @@
-"""What steps pass between pipeline stages, found by trying them out without values."""
+"""Step plans, found by probes: runs of the user's step on tensors without values."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ BoundaryForm = tuple[torch.Size, torch.dtype]
 
 @dataclass(frozen=True)
 class Trial:
-    """Say how a step is tried out.
+    """Settings for the probe of a step.
 
     Args:
-        name: Names what the step does, alike in every run.
-        keeps: Undoes, after the trial, what the step has changed beside the model.
+        name: Name of the kind of step, such that steps of one name have the same plan; None has
+            none.
+        keeps: Context manager that undoes the side effects of the step outside of the model.
     """
 
     name: Hashable = None
@@ -33,11 +34,11 @@ class Trial:
 
 
 class StepPlans:
-    """Find out, and remember by the names of steps, what they pass on.
+    """Step plans, cached by the names of steps.
 
     Args:
-        call: Calls a step on a microbatch with the model set to a cursor; returns its result and whether it ran to its
-            end.
+        call: Function that calls a step on a microbatch with the model set to a cursor. It returns
+            the step's result, and whether the step ran to its end.
     """
 
     def __init__(self, call: Callable[[StepFn, Microbatch, StageCursor], tuple[Any, bool]]) -> None:
@@ -45,16 +46,17 @@ class StepPlans:
         self._known: dict[Hashable, StepPlan] = {}
 
     def of(self, trial: Trial, model: PipelinedModule, step_fn: StepFn, microbatch: Microbatch) -> StepPlan:
-        """Return what stages pass on in a step; every rank finds it out by itself, without communication.
+        """Return the plan of a step. Every rank derives it alone, without communication.
 
         Args:
-            trial: Names the step; one without a name is tried out every time.
-            model: The model that is cut into stages.
-            step_fn: The step.
-            microbatch: What it is tried out on.
+            trial: Settings of the probe. A step without a name is probed every time.
+            model: Model that is cut into stages.
+            step_fn: The user's step.
+            microbatch: Microbatch for the probe.
 
         Raises:
-            UnsupportedError: If the step does not call the model, or a stage reads what cannot travel.
+            UnsupportedError: If the step does not call the model, or a stage reads a value that
+                cannot be sent between stages.
         """
         if trial.name is None or trial.name not in self._known:
             cursor = StageCursor(chunk=0, probe=True, plan=None)
@@ -73,17 +75,18 @@ class StepPlans:
         try:
             return self._call(step_fn, microbatch, cursor)[0]
         except Exception as error:
-            # Code behind the model may do anything to tensors without values. The last stage will run it with values,
-            # and refuse whatever has not been seen here.
+            # Code after the model may fail on tensors without values, which is no fault. The last
+            # stage will run it with values, and raise if it reads a value of another stage that the
+            # probe has not seen.
             if isinstance(error, UnsupportedError) or not cursor.may_stop:
                 raise
             return None
 
     def forms(self, step_fn: StepFn, microbatch: Microbatch, plan: StepPlan, chunk: int) -> list[BoundaryForm]:
-        """Return shapes and types of what a chunk of this stage receives for a microbatch.
+        """Return shapes and dtypes of the tensors that a chunk receives for a microbatch.
 
-        The step is called up to the last call of the model, without values. Every rank can do so by itself because
-        every rank of a data-parallel rank has the same microbatch.
+        The step runs without values up to its last call of the model. This needs no communication,
+        because all ranks of a data-parallel rank have the same microbatch.
         """
         cursor = StageCursor(chunk, probe=True, plan=plan)
         with torch.no_grad():
@@ -94,7 +97,7 @@ class StepPlans:
 
 
 def form_of(node: Any) -> Any:
-    """Describe the shapes and numbers in a nest of containers by a hashable value."""
+    """Return a hashable description of the shapes and numbers in a nest of containers."""
     if isinstance(node, Tensor):
         return tuple(node.shape)
     if hasattr(node, "items"):
