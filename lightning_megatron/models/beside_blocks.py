@@ -1,4 +1,4 @@
-"""What is beside a list of blocks that is cut into stages: modules and parameters of the first or the last stage."""
+"""Modules and parameters next to staged blocks, which only the first or the last stage has."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ if TYPE_CHECKING:
 
 
 class Elsewhere(nn.Module):
-    """Stand for a module beside the blocks whose parameters another stage holds.
+    """Proxy of a module next to the blocks whose parameters another stage has.
 
-    It gives tensors without values, in the shapes of the module's results.
+    A call returns placeholders with the shapes of the module's results.
 
     Args:
         name: Name of the module, for errors.
-        source: The module, on the meta device.
-        blocks: The list.
-        is_before: Whether it is to be called before the blocks.
-        end: Name of the module beside the blocks that it is in, where it is not that one.
+        source: Copy of the module on the meta device.
+        blocks: List of staged blocks.
+        is_before: Whether the module is called before the blocks, so that the first stage has it.
+        end: Name of the outermost module next to the blocks that contains this one; empty if it is
+            this one.
     """
 
     def __new__(cls, name: str = "", source: nn.Module | None = None, *_: Any) -> Elsewhere:
-        """Return a stand-in that can be listed for a module that can, and for no other."""
+        """Return a proxy that can be iterated if and only if the module can."""
         is_list = cls is Elsewhere and hasattr(type(source), "__iter__")
         return super().__new__(ElsewhereList if is_list else cls)
 
     def __init__(self, name: str, source: nn.Module, blocks: StagedBlocks, is_before: bool, end: str = "") -> None:
         super().__init__()
-        self.name, self.is_before, self.end = name, is_before, end or name
-        # Not registered: they are not parts of this module.
+        self.name = name
+        self.is_before = is_before
+        self.end = end or name
+        # In a tuple, so that nn.Module does not register them as children.
         self._others: tuple[nn.Module, StagedBlocks] = (source, blocks)
 
     @override
@@ -54,7 +57,7 @@ class Elsewhere(nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module; a tensor of it has no values here."""
+        """Return an attribute of the module: a proxy for a module, a placeholder for a tensor."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -69,22 +72,28 @@ class Elsewhere(nn.Module):
         return found
 
     def _tensor(self, name: str, form: Tensor, blocks: StagedBlocks) -> Tensor:
-        """Return a parameter or buffer without values, or with those that have come."""
-        point, cursor = f"parameter:{name}", blocks.cursor
+        """Return a parameter or buffer if it has arrived, and a placeholder otherwise."""
+        point = f"parameter:{name}"
+        cursor = blocks.cursor
         if cursor is not None and point in cursor.known:
             return cursor.known[point]
         result = AbsentTensor.of(form, blocks, f"the tensor {name!r}", point)
         if cursor is not None:
-            blocks.crossings.make(cursor, point, result, 0 if self.is_before else blocks.crossings.last, at_start=True)
+            stage = 0 if self.is_before else blocks.crossings.last
+            blocks.crossings.make(cursor, point, result, stage, at_start=True)
         return result
 
     @property
     def source(self) -> nn.Module:
-        """Return the module without values."""
+        """Return the copy of the module on the meta device."""
         return self._others[0]
 
     def foresee(self, name: str) -> None:
-        """Know the form of a tensor of the module in a step, by its name in the whole; pass over others."""
+        """Register a placeholder for a tensor that the step will receive, if it is in this module.
+
+        Args:
+            name: Name of the tensor in the whole model.
+        """
         source, blocks = self._others
         prefix, _, key = name.rpartition(".")
         if f"{prefix}.".startswith(f"{self.name}."):
@@ -92,10 +101,11 @@ class Elsewhere(nn.Module):
             self._tensor(name, getattr(source.get_submodule(inner), key), blocks)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return tensors without values in the shapes of the module's results.
+        """Return placeholders with the shapes of the module's results.
 
         Raises:
-            UnsupportedError: If it is called on the other side of the blocks than it was taken for, or between them.
+            UnsupportedError: If the call is between the blocks, or on the side of the blocks where
+                another stage would have to have the module.
         """
         source, blocks = self._others
         cursor = blocks.current()
@@ -107,7 +117,9 @@ class Elsewhere(nn.Module):
                 for leaf in leaves:
                     blocks.crossings.need(cursor, leaf, stage)
             except UnsupportedError as error:
-                raise self._wrong_side(blocks, "after") if cursor.turn and self.is_before else error from None
+                if cursor.turn and self.is_before:
+                    raise self._wrong_side(blocks, "after") from None
+                raise error from None
         form = blocks.form_of(self.name, source, args, kwargs)
         return blocks.absent(form, cursor.use_of(self.name), f"the result of {self.name!r}", stage)
 
@@ -119,9 +131,11 @@ class Elsewhere(nn.Module):
                 "alone holds its parameters. Make a module of every block and what belongs to it, and name the list of "
                 "those in pipeline_plan, or use pp=1."
             )
-        is_over = cursor.turn == len(blocks) and (cursor.is_last_call and not cursor.probe)
-        if is_over if self.is_before else cursor.turn == 0:
-            raise self._wrong_side(blocks, "after" if self.is_before else "before")
+        if self.is_before:
+            if cursor.turn == len(blocks) and cursor.is_last_call and not cursor.probe:
+                raise self._wrong_side(blocks, "after")
+        elif cursor.turn == 0:
+            raise self._wrong_side(blocks, "before")
 
     def _wrong_side(self, blocks: StagedBlocks, side: str) -> UnsupportedError:
         here = "last" if side == "after" else "first"
@@ -143,14 +157,14 @@ def called_twice(name: str, blocks: str) -> UnsupportedError:
 
 
 class ElsewhereList(Elsewhere):
-    """Stand for a list of modules beside the blocks whose parameters another stage holds."""
+    """Proxy of a list or dictionary next to the blocks whose parameters another stage has."""
 
     def __len__(self) -> int:
-        """Count the parts of a list."""
+        """Return the length of the list."""
         return len(self._others[0])  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        """List stand-ins for the parts of a list."""
+        """Iterate over proxies for the items of a list, or over the keys of a dictionary."""
         source = self._others[0]
         if isinstance(source, (nn.ModuleDict, nn.ParameterDict)):
             yield from source
@@ -158,19 +172,19 @@ class ElsewhereList(Elsewhere):
             yield from (self[index] for index in range(len(source)))  # type: ignore[arg-type]
 
     def keys(self) -> Iterator[str]:
-        """List the names of the parts of a dictionary."""
+        """Return the keys of a dictionary."""
         return iter(self)
 
     def values(self) -> Iterator[Any]:
-        """List stand-ins for the parts of a dictionary."""
+        """Return proxies for the values of a dictionary."""
         return (self[key] for key in self)
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """List the names of the parts of a dictionary with stand-ins for them."""
+        """Return the keys of a dictionary, each with a proxy for its value."""
         return ((key, self[key]) for key in self)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a stand-in for a part of a list, or several."""
+        """Return a proxy for an item, or a list of proxies for a slice."""
         source, blocks = self._others
         if isinstance(key, slice):
             return list(self)[key]
@@ -183,17 +197,20 @@ class ElsewhereList(Elsewhere):
 
 
 class HeldModule:
-    """Know a module beside the blocks that this stage holds, and what stands for it in a probe.
+    """Module next to the blocks that this stage has, with a proxy that replaces it in probes.
 
     Args:
-        parent: The module around it.
-        key: Its name there.
-        stand_in: What gives tensors without values.
-        blocks: The list.
+        parent: Parent of the module.
+        key: Name of the module in its parent.
+        stand_in: Proxy of the module.
+        blocks: List of staged blocks.
     """
 
     def __init__(self, parent: nn.Module, key: str, stand_in: Elsewhere, blocks: StagedBlocks) -> None:
-        self._parent, self._key, self._stand_in, self._blocks = parent, key, stand_in, blocks
+        self._parent = parent
+        self._key = key
+        self._stand_in = stand_in
+        self._blocks = blocks
         self.stage = 0 if stand_in.is_before else blocks.crossings.last
         module: Any = parent._modules[key]
         self._module: nn.Module = module
@@ -201,25 +218,30 @@ class HeldModule:
         module.register_forward_hook(self._keep)
 
     def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Take the type that a conversion gives to others."""
+        """Apply a conversion of the model's dtype to the proxy."""
         self._stand_in._apply(fn)
 
     def hide(self) -> None:
-        """Let the stand-in be called."""
+        """Replace the module by its proxy."""
         self._parent._modules[self._key] = self._stand_in
 
     def show(self) -> None:
-        """Let the module be called again."""
+        """Put the module back into its parent."""
         self._parent._modules[self._key] = self._module
 
     def tensor(self, name: str) -> Tensor | None:
-        """Return a parameter or buffer by its name in the whole; None if it is not in the module, or not whole."""
+        """Return a parameter or buffer; None if it is not in the module, or is sharded.
+
+        Args:
+            name: Name of the tensor in the whole model.
+        """
         prefix, _, key = name.rpartition(".")
         if not f"{prefix}.".startswith(f"{self._stand_in.name}."):
             return None
         inner = prefix.removeprefix(self._stand_in.name).removeprefix(".")
         found: Any = getattr(self._module.get_submodule(inner), key)
-        return found if found.shape == getattr(self._stand_in.source.get_submodule(inner), key).shape else None
+        whole: Any = getattr(self._stand_in.source.get_submodule(inner), key)
+        return found if found.shape == whole.shape else None
 
     def _settle(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         why = f"{self._stand_in.name!r} reads it"
@@ -236,19 +258,23 @@ class HeldModule:
 
 
 class LooseParameter:
-    """Know a parameter of a module around the blocks, which the first stage holds.
+    """Parameter of a module that contains the blocks; only the first stage has it.
 
     Args:
-        owner: The module.
-        key: Its name there.
-        name: Its name in the whole.
-        blocks: The list.
-        is_held: Whether this stage is the first.
+        owner: Module that contains the parameter.
+        key: Name of the parameter in this module.
+        name: Name of the parameter in the whole model.
+        blocks: List of staged blocks.
+        is_held: Whether this rank is on the first stage.
     """
 
     def __init__(self, owner: nn.Module, key: str, name: str, blocks: StagedBlocks, is_held: bool) -> None:
-        self._owner, self._key, self._blocks, self._is_held = owner, key, blocks, is_held
-        self.point, self.stage = f"parameter:{name}", 0
+        self._owner = owner
+        self._key = key
+        self._blocks = blocks
+        self._is_held = is_held
+        self.point = f"parameter:{name}"
+        self.stage = 0
         self._order: list[tuple[str, nn.Parameter | None]] = []
         parameter: Any = owner._parameters[key]
         self._form = torch.empty_like(parameter.detach(), device="meta")
@@ -264,13 +290,14 @@ class LooseParameter:
         return found
 
     def follow(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Take the type that a conversion gives to others."""
+        """Apply a conversion of the model's dtype to the placeholder."""
         self._form = self._form.to(fn(torch.empty(0, dtype=self._form.dtype)).dtype)
         if not self._is_held:
             self.hide()
 
     def hide(self) -> None:
-        """Let code that reads the parameter find a tensor without values."""
+        """Replace the parameter by a placeholder."""
+        # The order of the parameters must survive `show`, because optimizers number them by it.
         if self._is_held:
             self._order = list(self._owner._parameters.items())
         self._owner._parameters.pop(self._key, None)
@@ -278,7 +305,7 @@ class LooseParameter:
         self._owner.__dict__[self._key] = self.absent
 
     def show(self) -> None:
-        """Let the parameter be found again."""
+        """Put the parameter back into its module."""
         if self._is_held:
             del self._owner.__dict__[self._key]
             self._owner._parameters.clear()
@@ -286,12 +313,12 @@ class LooseParameter:
 
 
 def follow(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Give a module without values the types that a conversion gives to others, and leave it where it is."""
+    """Apply a conversion's dtype change to the meta tensors of a module, which stay on meta."""
     module._apply(lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype) if tensor.is_meta else tensor)
 
 
 def twin_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a module without values, which costs no memory."""
+    """Return a copy of a module on the meta device, which needs no memory."""
     memo: dict[int, Any] = {}
     for part in module.modules():
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -300,6 +327,6 @@ def twin_of(module: nn.Module) -> nn.Module:
             elif tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = torch.empty_like(tensor, device="meta")
         if hasattr(part, "config"):
-            # Shared by all blocks, and only read.
+            # All blocks share the configuration and only read it, so the copy shares it, too.
             memo[id(part.config)] = part.config
     return deepcopy(module, memo)

@@ -1,4 +1,4 @@
-"""A list of blocks of any model, whose stages are on several ranks while the model's own code calls them."""
+"""Pipeline stages for a list of blocks of any model, which the model's own code calls."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from lightning_megatron.models.turns import Turn, Turns, check_checkpoint, check
 
 
 class StagedBlocks(PipelinedModule):
-    """Stand in the place of a torch.nn.ModuleList or torch.nn.Sequential, and hold only this rank's blocks of it.
+    """Replacement of a ``ModuleList`` or ``Sequential`` that has only this rank's blocks.
 
-    The code around it runs on every stage, as it was written. Blocks of other stages give tensors without values. The
-    arguments of a stage's first block travel to it from the stage before, which ends its step there. Whatever else a
-    stage reads of earlier ones travels with them, if a probe of the first step has found it.
-
-    Blocks are named by their index, as before.
+    The code around the list runs unchanged on every stage. Blocks of other stages return
+    placeholders. The arguments of a stage's first block are received from the previous stage, which
+    ends its step there. Other values that a stage reads from earlier stages are sent along, if the
+    probe of the first step has found them. Blocks keep their indices as names.
 
     Args:
         name: Name of the list, for errors.
-        source: The list; the blocks of other stages lose their values.
-        twins: A copy of every block on the meta device.
-        layers: The blocks of each chunk of each stage, by index.
+        source: List to replace; its blocks of other stages move to the meta device.
+        twins: Copies of all blocks on the meta device.
+        layers: Ranges of block indices, as ``layers[stage][chunk]``.
         mesh: The groups of this rank.
-        ends: Modules beside the list that this stage alone holds, and whether with all that is in them.
+        ends: Modules next to the list that only this stage has, and whether with their submodules.
     """
 
     def __init__(
@@ -50,16 +49,15 @@ class StagedBlocks(PipelinedModule):
         ends: Sequence[tuple[nn.Module, bool]] = (),
     ) -> None:
         super().__init__(mesh)
-        self.name, self.layers, self.calls_in_turn = (
-            name,
-            tuple(layers[mesh.pp.rank]),
-            isinstance(source, nn.Sequential),
-        )
+        self.name = name
+        self.layers = tuple(layers[mesh.pp.rank])
+        self.calls_in_turn = isinstance(source, nn.Sequential)
         order = [layers[rank][chunk] for chunk in range(self.num_chunks) for rank in range(mesh.pp.size)]
         self.crossings = Crossings([blocks.start for blocks in order], len(source))
-        # Not registered: neither are parameters of this list.
-        self.ends, self.elsewhere = tuple(ends), dict(enumerate(twins))
-        #: What would cut the module as it is cut, for errors.
+        # In a tuple and a dictionary, so that nn.Module does not register them as children.
+        self.ends = tuple(ends)
+        self.elsewhere = dict(enumerate(twins))
+        #: The pipeline_plan that cuts the model in this way, for errors.
         self.plan = {name: "blocks"}
         self.held: list[HeldModule] = []
         self.stand_ins: list[Elsewhere] = []
@@ -68,26 +66,26 @@ class StagedBlocks(PipelinedModule):
             if any(index in chunk for chunk in self.layers):
                 self.add_module(str(index), block)
             else:
-                # Whoever else holds the block shall not keep its values alive.
+                # Other references to the block must not keep its values in memory.
                 block.to("meta")
         self.train(source.training)
 
     def __len__(self) -> int:
-        """Count the blocks of all stages."""
+        """Return the number of blocks of all stages."""
         return len(self.elsewhere)
 
     def __iter__(self) -> Iterator[Turn]:
-        """List the blocks of all stages."""
+        """Iterate over proxies of the blocks of all stages."""
         return (Turn(self, index) for index in range(len(self)))
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Return a block, or a list of them."""
+        """Return a proxy of a block, or a list of proxies."""
         found = list(self)[index]
         return Turns(found) if isinstance(found, list) and self.calls_in_turn else found
 
     @override
     def named_children(self) -> Iterator[tuple[str, Any]]:
-        # Code of a step calls the blocks of all stages.
+        # The user's step calls the blocks of all stages.
         if self.cursor is None:
             yield from super().named_children()
         else:
@@ -100,7 +98,7 @@ class StagedBlocks(PipelinedModule):
         yield from super().named_modules(*args, **kwargs)
 
     def block(self, index: int) -> nn.Module:
-        """Return a block; one of another stage has no values."""
+        """Return a block; a block of another stage is on the meta device."""
         found = self._modules.get(str(index))
         return self.elsewhere[index] if found is None else found
 
@@ -134,7 +132,7 @@ class StagedBlocks(PipelinedModule):
             yield from end.parameters(recurse=is_whole)
 
     def forward(self, hidden: Any) -> Any:
-        """Run all blocks in turn, where the list was a torch.nn.Sequential."""
+        """Run all blocks one after the other, if the list was a ``torch.nn.Sequential``."""
         if not self.calls_in_turn:
             raise NotImplementedError("a torch.nn.ModuleList cannot be called.")
         for block in self:
@@ -148,28 +146,26 @@ class StagedBlocks(PipelinedModule):
         return self.cursor.chunk * self.mesh.pp.size + self.mesh.pp.rank
 
     def current(self) -> StageCursor:
-        """Return what is to be run.
-
-        Raises:
-            UnsupportedError: If nothing is, because the model is called outside of a step.
-        """
+        """Return the cursor of the running step, or raise if no step runs."""
         self.check_callable_whole()
         assert self.cursor is not None, "lists are cut only where there are several stages"
         self.crossings.open(self.cursor, self.here)
         return self.cursor
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block if it is one of the current virtual stage.
+        """Run a block if it is on the current virtual stage; otherwise return placeholders.
 
         Raises:
-            UnsupportedError: If it is not its turn, or needs what is on another stage.
-            StageDone: At the first block of the next stage in the last call, and when probed, at that of this stage.
+            UnsupportedError: If the blocks are called out of order, or values are on another stage.
+            StageDone: At the next stage's first block in the last call; in a probe, at this
+                stage's.
         """
         if self.cursor is None and is_recomputing():
             return self._run_again(index, args, kwargs)
         cursor = self.current()
         self._count(cursor, index)
-        stage, starts = self.crossings.stage_of(index), index in self.crossings.starts[1:]
+        stage = self.crossings.stage_of(index)
+        starts = index in self.crossings.starts[1:]
         leaves, structure = flatten((args, kwargs))
         name = f"{cursor.calls}:{self.name}.{index}"
         for leaf in leaves:
@@ -184,7 +180,7 @@ class StagedBlocks(PipelinedModule):
             leaves = self.crossings.arrive(cursor, f"{name}:in", leaves, stage) if starts else leaves
             leaves = self._values(index, leaves)
             for n in self.forms.written.get(index, ()) if starts else ():
-                # What has been received is a leaf of the graph.
+                # A received tensor is a leaf of the graph, which the block must not write in place.
                 leaves[n] = leaves[n].clone()
             args, kwargs = pytree.tree_unflatten(leaves, structure)
         elif starts and stage == self.here + 1:
@@ -205,7 +201,7 @@ class StagedBlocks(PipelinedModule):
         return result
 
     def _run_again(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block in a backward pass, because code around it has put it into a checkpoint of torch."""
+        """Run a block again in a backward pass, because the user's code has checkpointed it."""
         found, structure = flatten((args, kwargs))
         leaves = [leaf.settled() if isinstance(leaf, AbsentTensor) else leaf for leaf in found]
         is_known = all((value is None) == (leaf is None) for value, leaf in zip(leaves, found, strict=True))
@@ -218,24 +214,25 @@ class StagedBlocks(PipelinedModule):
         return self._run(index, args, kwargs)
 
     def weight(self, index: int, path: str, found: nn.Parameter) -> Tensor:
-        """Return a parameter of a block as it is for the code around the blocks: elsewhere it has a form alone."""
+        """Return a parameter of a block, or a placeholder if another stage has the block."""
         if self.cursor is None or (not self.cursor.probe and str(index) in self._modules):
             return found
         name = f"the parameter '{self.name}.{index}.{path}', which is read at {line_of_user()},"
         return AbsentTensor.of(found.detach(), self, name)
 
     def left_behind(self, index: int, path: str, found: Tensor) -> Tensor:
-        """Return a tensor that a block has left in itself, as it is for the code around the blocks.
+        """Return a tensor that a block stores in itself, or a placeholder if another stage has it.
 
         Args:
-            index: The block.
+            index: Index of the block.
             path: Name of the tensor in the block.
-            found: The tensor of the block, or of its copy without values.
+            found: Tensor of the block, or of its copy on the meta device.
 
         Raises:
             UnsupportedError: If the block has not run in this call of the model.
         """
-        cursor, name = self.cursor, f"'{self.name}.{index}.{path}'"
+        cursor = self.cursor
+        name = f"'{self.name}.{index}.{path}'"
         if cursor is None:
             return found
         owner, _, key = path.rpartition(".")
@@ -244,7 +241,8 @@ class StagedBlocks(PipelinedModule):
                 f"{name} is read before block {index} has run in this call of the model: {line_of_user()}. What the "
                 "last call has left is on one stage alone. Read it after the block, or use pp=1."
             )
-        point, stage = f"{cursor.calls}:{self.name}.{index}.{path}", self.crossings.stage_of(index)
+        point = f"{cursor.calls}:{self.name}.{index}.{path}"
+        stage = self.crossings.stage_of(index)
         if not cursor.probe and stage == self.here:
             return found
         if point in cursor.known:
@@ -255,7 +253,7 @@ class StagedBlocks(PipelinedModule):
         return result
 
     def _foresee(self, cursor: StageCursor, points: Sequence[str]) -> None:
-        """Know the forms of values that come, also of those that only code behind the blocks will read."""
+        """Register placeholders for values that will arrive, also those read after the blocks."""
         for kind, _, name in (point.partition(":") for point in points if point not in cursor.known):
             for one in self.stand_ins if kind == "parameter" else ():
                 one.foresee(name)
@@ -327,16 +325,16 @@ class StagedBlocks(PipelinedModule):
     def _run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.training:
             return self.block(index)(*args, **kwargs)
-        # What blocks draw must not repeat on every stage, nor differ over tp.
+        # The random numbers of a block must depend on its index, and be the same on all tp ranks.
         self.mesh.random.seek(1 + index)
         with self.mesh.random.fork("replicated"):
             return self.block(index)(*args, **kwargs)
 
     def form_of(self, name: str, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
-        """Return the form of what a module gives that has no values here.
+        """Return the form of the result of a module that is on another stage.
 
         Raises:
-            UnsupportedError: If it depends on values.
+            UnsupportedError: If the form depends on values.
         """
         try:
             form = self.forms.of_module(twin, self.mesh.device, args, kwargs)
@@ -353,22 +351,22 @@ class StagedBlocks(PipelinedModule):
         return form
 
     def absent(self, form: Form, point: str, name: str, stage: int) -> Any:
-        """Return a result without values, or the values where they have come.
+        """Return placeholders for a result, or the values that have arrived.
 
         Args:
-            form: Its form.
-            point: The name under which its leaves travel.
-            name: What it is, for errors.
-            stage: The virtual stage that computes it.
+            form: Form of the result.
+            point: Name under which its leaves are sent between stages.
+            name: Description of the result, for errors.
+            stage: Virtual stage that computes the result.
         """
         cursor = self.current()
 
         def one(leaf: Tensor, n: int) -> Tensor:
-            place = f"{point}:{n}"
-            if place in cursor.known:
-                return cursor.known[place]
-            result = AbsentTensor.of(leaf, self, name, place)
-            self.crossings.make(cursor, place, result, stage)
+            leaf_point = f"{point}:{n}"
+            if leaf_point in cursor.known:
+                return cursor.known[leaf_point]
+            result = AbsentTensor.of(leaf, self, name, leaf_point)
+            self.crossings.make(cursor, leaf_point, result, stage)
             return result
 
         return filled(form, one)

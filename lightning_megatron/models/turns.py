@@ -1,4 +1,4 @@
-"""What code around a list of blocks gets from it: stand-ins that run a block where it is its turn and its stage."""
+"""Proxies of blocks and their submodules for the user's code around a list of staged blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.absent import line_of_user
 
-#: Runs what torch.utils.checkpoint is given, in its reentrant form.
+#: Code object that runs the function of a reentrant torch.utils.checkpoint.
 _REENTRANT = CheckpointFunction.forward.__code__
 
 if TYPE_CHECKING:
@@ -22,22 +22,25 @@ if TYPE_CHECKING:
 
 
 class Part:
-    """Stand for a module inside a block.
+    """Proxy of a module inside a block.
 
     Args:
-        blocks: The list.
-        index: Which block.
+        blocks: List of staged blocks.
+        index: Index of the block.
         path: Name of the module in the block; empty for the block itself.
     """
 
     def __init__(self, blocks: StagedBlocks, index: int, path: str = "") -> None:
-        self._blocks, self._index, self._path = blocks, index, path
+        self._blocks = blocks
+        self._index = index
+        self._path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module if it has no parameters; one with parameters runs in a step with its block alone.
+        """Run the module.
 
         Raises:
-            UnsupportedError: In a step.
+            UnsupportedError: If the module has parameters or buffers and a step is running, because
+                other stages do not have them.
         """
         is_bare = next(self._module.parameters(), next(self._module.buffers(), None)) is None
         if self._blocks.cursor is not None and not is_bare:
@@ -48,10 +51,14 @@ class Part:
         return self._module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module; a tensor that a block leaves in it travels between stages."""
+        """Return an attribute of the module: a proxy for a module, or a placeholder for a tensor.
+
+        A tensor that a block stores in itself is sent to the later stages that read it.
+        """
         if name.startswith("__"):
             raise AttributeError(name)
-        found, path = getattr(self._module, name), f"{self._path}.{name}".removeprefix(".")
+        found = getattr(self._module, name)
+        path = f"{self._path}.{name}".removeprefix(".")
         if isinstance(found, nn.Module):
             return Part(self._blocks, self._index, path)
         if isinstance(found, nn.Parameter):
@@ -59,19 +66,19 @@ class Part:
         return self._blocks.left_behind(self._index, path, found) if isinstance(found, Tensor) else found
 
     def __iter__(self) -> Iterator[Any]:
-        """List stand-ins for the parts of a list in a block."""
+        """Iterate over proxies for the items of a list in a block."""
         return (Part(self._blocks, self._index, f"{self._path}.{key}".removeprefix(".")) for key in self._keys)
 
     def __len__(self) -> int:
-        """Count the parts of a list in a block."""
+        """Return the length of a list in a block."""
         return len(self._keys)
 
     def __bool__(self) -> bool:
-        """Return that there is a module."""
+        """Return ``True``, because a module is true even if it is an empty list."""
         return True
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a stand-in for a part of a list in a block, or several."""
+        """Return a proxy for an item of a list in a block, or a list of proxies for a slice."""
         return getattr(self, key) if isinstance(key, str) else list(self)[key]
 
     @property
@@ -96,39 +103,40 @@ class Part:
 
 
 class Turn(Part):
-    """Stand for one block of a list while code iterates over it."""
+    """Proxy of a whole block, which the user's code gets from the list."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block where it is this stage's."""
+        """Run the block if it is on this stage; otherwise return placeholders."""
         return self._blocks.call(self._index, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, as a call of it does."""
+        """Run the block as ``__call__`` does."""
         return self(*args, **kwargs)
 
 
 class Turns(list[Any]):
-    """Stand for a slice of a torch.nn.Sequential, which can be called."""
+    """Slice of a ``torch.nn.Sequential``, which can be called."""
 
     def __call__(self, hidden: Any) -> Any:
-        """Run the blocks in turn."""
+        """Run the blocks one after the other."""
         for block in self:
             hidden = block(hidden)
         return hidden
 
 
 def is_recomputing() -> bool:
-    """Return whether a backward pass is under way, in which torch.utils.checkpoint runs blocks again."""
+    """Return whether a backward pass is running, in which torch.utils.checkpoint reruns blocks."""
     return torch._C._current_graph_task_id() != -1
 
 
 def check_checkpoint() -> None:
-    """Refuse a block under the reentrant form of torch.utils.checkpoint, which would drop gradients without a word.
+    """Raise if a block runs under a reentrant torch.utils.checkpoint, which would lose gradients.
 
-    It looks at the tensors that it is given, which have no values where another stage computes them.
+    The reentrant form looks for tensors that require gradients among its inputs. Placeholders of
+    tensors of other stages do not require gradients.
 
     Raises:
-        UnsupportedError: With the line.
+        UnsupportedError: If a block runs under a reentrant checkpoint; the error names the line.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -142,12 +150,13 @@ def check_checkpoint() -> None:
 
 
 def check_listing(blocks: StagedBlocks) -> None:
-    """Refuse code of a step that lists all modules, because this stage has its own blocks alone.
+    """Raise if the user's step lists all modules, because this stage has only its own blocks.
 
-    Code of Lightning, which looks for metrics, and whatever lists parameters, may do so.
+    Code of torch (which lists parameters), Lightning (which looks for metrics) and torchmetrics may
+    list modules.
 
     Raises:
-        UnsupportedError: With the line.
+        UnsupportedError: If the user's code lists modules; the error names the line.
     """
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_name in ("named_modules", "modules"):
