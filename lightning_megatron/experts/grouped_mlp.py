@@ -90,7 +90,8 @@ class GroupedMLP(nn.ModuleDict):
         super().__init__()
         self.activation = activation
         self.first_name = "gate_up" if is_gated(activation) else "up"
-        inner, etp = config.ffn_hidden_size, mesh.etp
+        inner = config.ffn_hidden_size
+        etp = mesh.etp
         cut = even_range(inner, etp.size, etp.rank, what="ffn_hidden_size of experts", axis="etp")
         parts = gated_ranges(inner, etp.size, etp.rank) if is_gated(activation) else (cut,)
         here = even_range(config.num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")

@@ -126,7 +126,7 @@ def _check_rotary(config: GPTConfig) -> None:
     _require(holds, "rotary_dim", size, rule, "rotary positions turn pairs of a head's elements")
     if config.rotary_scaling is not None and config.rotary_scaling.kind == "longrope":
         found = len(config.rotary_scaling.short_factors)
-        why = f"rotary_dim ({size}) has as many angles"
+        why = f"each pair of rotary_dim ({size}) elements has a factor"
         _require(found == size // 2, "the number of rotary_scaling's factors", found, f"be {size // 2}", why)
 
 

@@ -104,7 +104,8 @@ class Encoder(LayeredModule):
         super().__init__(config, mesh, seed)
 
     def _build(self) -> None:
-        config, mesh = self.config, self.mesh
+        config = self.config
+        mesh = self.mesh
         self.embedding = _embedding(config, mesh) if self.is_first_stage() else None
         indices = [index for layers in self._layers_of_chunk for index in layers]
         self.layers = nn.ModuleDict({str(index): _block(config, mesh, index) for index in indices})

@@ -149,7 +149,7 @@ class EncoderConfig:
     def _check_padding(self) -> None:
         token = self.padding_id
         if self.positions == "tokens":
-            _require(token is not None, "padding_id", token, "be a token", "positions count the tokens beside it")
+            _require(token is not None, "padding_id", token, "be a token", "positions count the other tokens")
         legal = token is None or 0 <= token < self.vocab_size
         _require(legal, "padding_id", token, f"lie in [0, {self.vocab_size})", "it is a row of the vocabulary")
         rule = f"be above padding_id + 1 ({self.first_position})"

@@ -60,7 +60,8 @@ class Classifier(nn.Module):
 
     def __init__(self, config: EncoderConfig, mesh: ParallelMesh) -> None:
         super().__init__()
-        self.config, self.mesh = config, mesh
+        self.config = config
+        self.mesh = mesh
         self.dense = _dense(config, config.hidden_size, mesh, partial=False)
         self.output = _dense(config, config.num_labels, mesh, partial=False)
 
@@ -99,7 +100,8 @@ class MaskedLMHead(nn.Module):
 
     def __init__(self, config: EncoderConfig, mesh: ParallelMesh, *, holds_copy: bool) -> None:
         super().__init__()
-        self.config, self.mesh = config, mesh
+        self.config = config
+        self.mesh = mesh
         self.dense = _dense(config, config.hidden_size, mesh, partial=mesh.sequence_parallel)
         self.norm = LayerNorm(config.hidden_size, mesh, eps=config.norm_eps)
         vocabulary = config.vocab_size

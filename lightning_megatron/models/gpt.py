@@ -61,7 +61,8 @@ class GPT(LayeredModule):
         self.hidden_states: list[Tensor] | None = None
 
     def _build(self) -> None:
-        config, mesh = self.config, self.mesh
+        config = self.config
+        mesh = self.mesh
         drawn = Initializer.normal(config.init_std)
         padding: dict[str, Any] = {"multiple": config.vocab_multiple, "initializer": drawn}
         self.embedding: InputEmbedding | None = None

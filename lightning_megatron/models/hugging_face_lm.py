@@ -61,7 +61,8 @@ class HuggingFaceCausalLM(TokenModule):
         given = settled_arguments(HuggingFaceCausalLM.__init__, locals())
         super().__init__(**training)
         self.path: str = given["path"]
-        self.from_scratch, self.dtype_name = from_scratch, dtype
+        self.from_scratch = from_scratch
+        self.dtype_name = dtype
         self.expert_settings = expert_settings
         self.save_hyperparameters()
         # This imports transformers before configure_model, so that the strategy can prevent loading

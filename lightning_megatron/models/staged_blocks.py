@@ -317,8 +317,8 @@ class StagedBlocks(PipelinedModule):
                 return found
         if point not in cursor.known:
             raise UnsupportedError(
-                f"{point!r} must travel to a later stage, and is not whole here or not known by this name: a part of a "
-                "module beside the blocks was called, or a weight that is cut over tp is read. Use pp=1."
+                f"{point!r} must be sent to a later stage, but is sharded or not known by this name: a submodule of a "
+                "module outside of the blocks was called, or a weight that is cut over tp is read. Use pp=1."
             )
         return whole_of(cursor.known[point])
 
