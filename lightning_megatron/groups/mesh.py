@@ -193,7 +193,7 @@ class ParallelMesh:
         """
         if name not in GROUP_NAMES:
             raise ParallelPlanError(
-                f"a mesh must have the axis whose twin is asked for: {name!r} is none. Use {', '.join(GROUP_NAMES)}."
+                f"name must be an axis of the mesh with a group: {name!r} is none. Use {', '.join(GROUP_NAMES)}."
             )
         twin: MeshAxis = getattr(self, f"{name}_cpu")
         return twin

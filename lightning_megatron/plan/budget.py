@@ -339,13 +339,13 @@ def _check(layout: ParallelLayout, training: TrainingShape) -> None:
     for name in ("seq_length", "microbatch_size", "num_microbatches"):
         require_positive(name, getattr(training, name))
     if training.zero not in (0, 1):
-        raise ParallelPlanError(f"zero must be 0 or 1: it is {training.zero!r}. Other levels do not exist here.")
+        raise ParallelPlanError(f"zero must be 0 or 1: it is {training.zero!r}. Other levels are not supported.")
     if training.recompute not in (legal := get_args(Recompute)):
         raise ParallelPlanError(f"recompute must be one of {one_of(legal)}: it is {training.recompute!r}. Use one.")
     shards = layout.cp * (layout.tp if training.sequence_parallel else 1)
     if training.seq_length % shards:
         raise ParallelPlanError(
-            f"seq_length ({training.seq_length}) must be a multiple of {shards}, because so many "
+            f"seq_length ({training.seq_length}) must be a multiple of {shards}, because that many "
             "ranks hold equal parts of the sequence. Use a seq_length of "
             f"{-(-training.seq_length // shards) * shards}."
         )

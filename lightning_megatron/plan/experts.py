@@ -112,7 +112,7 @@ class ExpertsConfig:
         return (layer + 1) % self.layers == 0 if isinstance(self.layers, int) else self.layers[layer]
 
     def check_num_layers(self, num_layers: int) -> None:
-        """Check that ``layers`` fits a model of so many layers.
+        """Check that ``layers`` fits a model with this number of layers.
 
         Raises:
             ParallelPlanError: If ``layers`` has another length than the model, or no layer would

@@ -110,7 +110,7 @@ def choose_variant(which: Pass, num_rows: int, num_groups: int, n: int, k: int, 
     if which is Pass.FORWARD_SWIGLU and n % _SWIGLU_UNIT:
         raise UnsupportedError(
             f"n ({n}) must be a multiple of {_SWIGLU_UNIT}, because gates and ups are n / 2 "
-            "features each, and TMA stores rows of whole 16 bytes. Use such sizes, or the product "
+            "features each, and TMA stores multiples of 16 bytes. Use such sizes, or the product "
             "and the activation one after the other."
         )
     rows = num_rows // num_groups
@@ -152,7 +152,7 @@ def why_apart(n: int, k: int) -> str | None:
         k: Columns of each weight: the features of x.
     """
     if n % _SWIGLU_UNIT:
-        return f"{n} rows of a weight are not a multiple of {_SWIGLU_UNIT}: gates and ups want whole 16 bytes each"
+        return f"{n} rows of a weight are not a multiple of {_SWIGLU_UNIT}: gate and up need multiples of 16 bytes"
     if k >= _TOO_LONG_FOR_SWIGLU:
         return f"the reduction over {k} is at least {_TOO_LONG_FOR_SWIGLU}"
     fits, reason = _fills(n, _WIDE_ALONE_COLUMNS)
@@ -226,11 +226,11 @@ def _check_sizes(num_rows: int, num_groups: int, n: int, k: int) -> None:
     if num_rows < 0 or n < 1 or k < 1 or n % 8 or k % 8:
         raise UnsupportedError(
             f"n ({n}) and k ({k}) must be positive multiples of 8 and rows ({num_rows}) not "
-            "negative, because TMA loads rows of whole 16 bytes. Use sizes that are, or the "
+            "negative, because TMA loads multiples of 16 bytes. Use such sizes, or the "
             "products of torch."
         )
     if max(num_rows, num_groups * n, k) > 2**31 - 1:
         raise UnsupportedError(
             f"sizes must fit 32 bits: rows {num_rows}, groups x n {num_groups * n}, k {k}. "
-            "Coordinates of TMA do. Use more ranks."
+            "TMA coordinates have 32 bits. Use more ranks."
         )

@@ -66,7 +66,7 @@ class MicrobatchRule:
         return -(-num_samples // self.size_for(num_samples))
 
     def check(self, num_samples: int) -> None:
-        """Check that the schedule can run the microbatches of a batch with so many samples.
+        """Check that the schedule can run the microbatches of a batch with this number of samples.
 
         Raises:
             ParallelPlanError: If the schedule cannot run this number of microbatches.
