@@ -281,7 +281,8 @@ def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:
     smallest, largest = all_reduce_(torch.tensor([-num_tokens, num_tokens]), mesh.experts_cpu, "max").tolist()
     if -smallest != largest:
         raise RankMismatchError(
-            f"the ranks that share experts must have equally many tokens in a microbatch: this rank has {num_tokens}, "
-            f"the others from {-smallest} to {largest}. An all-gather and puts take equal parts. Pad sequences to one "
-            "length, or use expert_transport='all_to_all' with etp 1."
+            "the ranks that share experts must have equally many tokens in a microbatch: this rank "
+            f"has {num_tokens}, the others from {-smallest} to {largest}. An all-gather and puts "
+            "take equal parts. Pad sequences to one length, or use expert_transport='all_to_all' "
+            "with etp 1."
         )

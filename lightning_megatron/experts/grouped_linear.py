@@ -108,9 +108,9 @@ class _IntoSlots(torch.autograd.Function):
         rows, ends = ctx.saved_tensors
         if _versions(ctx.weights) != ctx.versions:
             raise RuntimeError(
-                "weights must not change between a forward and its backward pass: one of a grouped product was "
-                "modified by an inplace operation. The gradient would be that of another function. Step the optimizer "
-                "after the backward pass."
+                "weights must not change between a forward and its backward pass: one of a grouped "
+                "product was modified by an inplace operation. The gradient would be that of "
+                "another function. Step the optimizer after the backward pass."
             )
         grad = grads[0].contiguous()
         grad_rows = None

@@ -57,8 +57,9 @@ def grouped_swiglu(rows: Tensor, weights: Sequence[Tensor], probabilities: Tenso
     kernels = fused_kernels(rows)
     if kernels is None:
         raise UnsupportedError(
-            f"rows must be of a half type on a GPU with Triton, outside of autocast: they are {rows.dtype} on "
-            f"{rows.device}. The kernels of this project compute the gradients. Use grouped_linear and an activation."
+            "rows must be of a half type on a GPU with Triton, outside of autocast: they are "
+            f"{rows.dtype} on {rows.device}. The kernels of this project compute the gradients. "
+            "Use grouped_linear and an activation."
         )
     weights = tuple(weights)
     factors = probabilities.detach().float().contiguous()

@@ -194,8 +194,9 @@ def transfer_over(axis: MeshAxis, experts_each: int, device: torch.device) -> Pe
     reason = why_no_puts(axis, device)
     if reason is not None:
         raise UnsupportedError(
-            f"expert_transport ('one_sided') needs GPUs that write into each other's memory: {reason}. Tokens are put "
-            "there without their ranks doing anything. Use 'all_gather', 'all_to_all' or 'auto'."
+            "expert_transport ('one_sided') needs GPUs that write into each other's memory: "
+            f"{reason}. Tokens are put there without their ranks doing anything. Use 'all_gather', "
+            "'all_to_all' or 'auto'."
         )
     kernels = choose_kernels(device).kernels
     assert kernels is not None, "there would be a reason against puts"

@@ -76,8 +76,9 @@ class SegmentList:
             missing = [name for name in segment.reads if name not in known]
             if missing:
                 raise ValueError(
-                    f"a segment may read what is there before it: {segment.name!r} reads {missing}, and there is "
-                    f"{sorted(known)}. Segments run in order. Move it behind the one that writes it."
+                    f"a segment may read what is there before it: {segment.name!r} reads "
+                    f"{missing}, and there is {sorted(known)}. Segments run in order. Move it "
+                    "behind the one that writes it."
                 )
             known.update(segment.writes)
         if self.output not in known:

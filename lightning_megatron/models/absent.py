@@ -278,9 +278,10 @@ def refuse(absent: AbsentTensor, why: str) -> NoReturn:
         UnsupportedError: Always.
     """
     raise UnsupportedError(
-        f"{absent.title} cannot be used here with pp above 1, because another pipeline stage computes it and {why}: "
-        f"{line_of_user()}. Inputs and outputs of the blocks are sent between stages, and so are values computed from "
-        "them without random numbers and in-place writes. Change that line, or use pp=1."
+        f"{absent.title} cannot be used here with pp above 1, because another pipeline stage "
+        f"computes it and {why}: {line_of_user()}. Inputs and outputs of the blocks are sent "
+        "between stages, and so are values computed from them without random numbers and in-place "
+        "writes. Change that line, or use pp=1."
     )
 
 

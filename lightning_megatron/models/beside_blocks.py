@@ -127,9 +127,9 @@ class Elsewhere(nn.Module):
         cursor = blocks.current()
         if 0 < cursor.turn < len(blocks):
             raise UnsupportedError(
-                f"{self.name!r} is called between the blocks {blocks.name!r}, of which every stage has some: one stage "
-                "alone holds its parameters. Make a module of every block and what belongs to it, and name the list of "
-                "those in pipeline_plan, or use pp=1."
+                f"{self.name!r} is called between the blocks {blocks.name!r}, of which every stage "
+                "has some: one stage alone holds its parameters. Make a module of every block and "
+                "what belongs to it, and name the list of those in pipeline_plan, or use pp=1."
             )
         if self.is_before:
             if cursor.turn == len(blocks) and cursor.is_last_call and not cursor.probe:
@@ -143,16 +143,17 @@ class Elsewhere(nn.Module):
             return called_twice(self.name, blocks.name)
         skipped = ", or because blocks are skipped" if side == "before" else ""
         return UnsupportedError(
-            f"{self.name!r} is called {side} the blocks {blocks.name!r}, but another stage holds it, because of "
-            f"where it was defined{skipped}. Use the pipeline_plan {blocks.plan | {self.end: here}}."
+            f"{self.name!r} is called {side} the blocks {blocks.name!r}, but another stage holds "
+            f"it, because of where it was defined{skipped}. Use the pipeline_plan "
+            f"{blocks.plan | {self.end: here}}."
         )
 
 
 def called_twice(name: str, blocks: str) -> UnsupportedError:
     """Return the error for a module that is called on both sides of the blocks."""
     return UnsupportedError(
-        f"{name!r} is called before and after the blocks {blocks!r}, and one pipeline stage alone holds it. Use two "
-        "modules with weights of their own, or pp=1."
+        f"{name!r} is called before and after the blocks {blocks!r}, and one pipeline stage alone "
+        "holds it. Use two modules with weights of their own, or pp=1."
     )
 
 

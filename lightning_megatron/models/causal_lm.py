@@ -91,8 +91,8 @@ class CausalLM(TokenModule):
             return found
         if found is not None:
             raise UnsupportedError(
-                f"CausalLM cannot be cut by a {type(found).__name__}, because it is built from this package's layers. "
-                "Use MegatronStrategy, ddp or one device."
+                f"CausalLM cannot be cut by a {type(found).__name__}, because it is built from "
+                "this package's layers. Use MegatronStrategy, ddp or one device."
             )
         # Initial weights are the same on all data-parallel processes, but dropout must differ.
         return single_mesh(derive_seed(torch.initial_seed(), self.global_rank))

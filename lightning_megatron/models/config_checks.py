@@ -68,8 +68,8 @@ def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> 
     for name, value, neutral in (("ep", layout.ep, 1), ("etp", layout.etp, layout.tp)):
         if value != neutral:
             raise ParallelPlanError(
-                f"{name} ({value}) needs a model with experts, because it says how experts are divided among ranks. "
-                f"This model has none. Leave {name} out."
+                f"{name} ({value}) needs a model with experts, because it says how experts are "
+                f"divided among ranks. This model has none. Leave {name} out."
             )
 
 
@@ -86,25 +86,26 @@ def check_length(seq_length: int, max_seq_length: int, sequence_shards: int) -> 
     """
     if seq_length > max_seq_length:
         raise ParallelPlanError(
-            f"seq_length ({seq_length}) must not exceed max_seq_length ({max_seq_length}), because the model "
-            f"knows no later position. Use at most {max_seq_length} tokens or a larger max_seq_length."
+            f"seq_length ({seq_length}) must not exceed max_seq_length ({max_seq_length}), because "
+            f"the model knows no later position. Use at most {max_seq_length} tokens or a larger "
+            "max_seq_length."
         )
     if seq_length % sequence_shards:
         below = seq_length // sequence_shards * sequence_shards
         legal = " or ".join(str(n) for n in (below, below + sequence_shards) if 0 < n <= max_seq_length)
         raise ParallelPlanError(
-            f"seq_length ({seq_length}) must be a multiple of tp ({sequence_shards}) under sequence parallelism, "
-            "because each rank holds an equal part of the sequence. "
-            f"Use {legal or 'another tp'}, or sequence_parallel=False."
+            f"seq_length ({seq_length}) must be a multiple of tp ({sequence_shards}) under "
+            "sequence parallelism, because each rank holds an equal part of the sequence. Use "
+            f"{legal or 'another tp'}, or sequence_parallel=False."
         )
 
 
 def _check_heads(config: GPTConfig) -> None:
     if config.head_dim is None and config.hidden_size % config.num_heads:
         raise ParallelPlanError(
-            f"hidden_size ({config.hidden_size}) must be a multiple of num_heads ({config.num_heads}), because each "
-            "head takes an equal part. "
-            f"Use a hidden_size of {-(-config.hidden_size // config.num_heads) * config.num_heads}, or give head_dim."
+            f"hidden_size ({config.hidden_size}) must be a multiple of num_heads "
+            f"({config.num_heads}), because each head takes an equal part. Use a hidden_size of "
+            f"{-(-config.hidden_size // config.num_heads) * config.num_heads}, or give head_dim."
         )
     attention_ranges(config.num_heads, config.kv_heads, config.head_size, 1, 0)
 

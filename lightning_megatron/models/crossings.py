@@ -90,8 +90,9 @@ class Crossings:
             taken = cursor.plan.inputs.get((cursor.calls, stage))
             if taken != numbers:
                 raise UnsupportedError(
-                    f"the blocks must take the same tensors in every step where pp is above 1: {prefix} has {numbers} "
-                    f"of earlier stages, where it had {taken} in the first step. Use pp=1."
+                    "the blocks must take the same tensors in every step where pp is above 1: "
+                    f"{prefix} has {numbers} of earlier stages, where it had {taken} in the first "
+                    "step. Use pp=1."
                 )
             cursor.forms += [(leaves[n].shape, leaves[n].dtype) for n in numbers]
             if cursor.is_last_call:
@@ -161,8 +162,8 @@ class Crossings:
             refuse(leaf, "an earlier stage reads it")
         plan = dict(getattr(leaf.owner, "plan", {})) | {name.rpartition(".")[0]: "first"}
         raise UnsupportedError(
-            f"{leaf.title} is read before the blocks, but the last stage holds it, because of where it was defined: "
-            f"{line_of_user()}. Use the pipeline_plan {plan}."
+            f"{leaf.title} is read before the blocks, but the last stage holds it, because of "
+            f"where it was defined: {line_of_user()}. Use the pipeline_plan {plan}."
         )
 
     def _refuse_random(self, cursor: StageCursor, leaf: AbsentTensor, stage: int) -> None:

@@ -77,8 +77,8 @@ class EncoderInput:
         found = self.vectors if self.tokens is None else self.tokens
         if found is None or (self.tokens is not None and self.vectors is not None):
             raise UnsupportedError(
-                f"an encoder takes tokens or vectors: {'neither' if found is None else 'both'} were given. One stands "
-                "for the other. Give one of them."
+                f"an encoder takes tokens or vectors: {'neither' if found is None else 'both'} "
+                "were given. One stands for the other. Give one of them."
             )
         return found
 

@@ -194,7 +194,7 @@ def _one_of(tokens: Tensor | None, embeddings: Tensor | None) -> Tensor:
     given = embeddings if tokens is None else tokens
     if given is None or (tokens is not None and embeddings is not None):
         raise UnsupportedError(
-            f"GPT takes tokens or embeddings: {'neither' if given is None else 'both'} were given. One stands for the "
-            "other. Give one of them."
+            f"GPT takes tokens or embeddings: {'neither' if given is None else 'both'} were given. "
+            "One stands for the other. Give one of them."
         )
     return given

@@ -36,8 +36,8 @@ def read_config(path: str) -> Any:
     # Unlike pathlib, os.path returns False for names that are too long or have illegal characters.
     if not os.path.isfile(os.path.join(path, _CONFIG)):
         raise UnsupportedError(
-            f"path must be a local folder with config.json: {shown(path)} is none. Nothing is downloaded. Use a folder "
-            "that save_pretrained or `hf download` has written."
+            f"path must be a local folder with config.json: {shown(path)} is none. Nothing is "
+            "downloaded. Use a folder that save_pretrained or `hf download` has written."
         )
     with naming_folder(path, "config.json must be a configuration that transformers reads"):
         return _library().AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -64,9 +64,10 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
     missing = sorted(found["missing_keys"])
     if missing:
         raise CheckpointMismatchError(
-            f"a folder must hold all weights of its model: {path} lacks {len(missing)} of a {type(model).__name__}, "
-            f"such as {', '.join(map(repr, missing[:3]))}. {_CONFIG} and weights do not belong together, or it is the "
-            "folder of another model. Copy it again, or use from_scratch=True to draw all weights."
+            f"a folder must hold all weights of its model: {path} lacks {len(missing)} of a "
+            f"{type(model).__name__}, such as {', '.join(map(repr, missing[:3]))}. {_CONFIG} and "
+            "weights do not belong together, or it is the folder of another model. Copy it again, "
+            "or use from_scratch=True to draw all weights."
         )
     loaded: nn.Module = model
     return loaded
@@ -106,8 +107,9 @@ def naming_folder(path: str, rule: str) -> Iterator[None]:
         read_json(Path(path, _CONFIG), _REMEDY, _LARGEST_CONFIG)
         text = " ".join(str(error).split())
         raise CheckpointMismatchError(
-            f"{rule}: {path} is refused by transformers {_library().__version__} ({type(error).__name__}: "
-            f"{text[:600]}). Correct {_CONFIG}, copy the folder again, or install the version that wrote it."
+            f"{rule}: {path} is refused by transformers {_library().__version__} "
+            f"({type(error).__name__}: {text[:600]}). Correct {_CONFIG}, copy the folder again, or "
+            "install the version that wrote it."
         ) from error
 
 

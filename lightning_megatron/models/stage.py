@@ -259,8 +259,9 @@ class PipelinedModule(nn.Module):
         """
         if self.cursor is None and self.mesh.pp.size > 1:
             raise UnsupportedError(
-                f"a model cut into {self.mesh.pp.size} pipeline stages cannot be called by itself, because this rank "
-                "holds one stage. Call it inside training_step, validation_step, test_step or predict_step."
+                f"a model cut into {self.mesh.pp.size} pipeline stages cannot be called by itself, "
+                "because this rank holds one stage. Call it inside training_step, validation_step, "
+                "test_step or predict_step."
             )
 
 

@@ -70,8 +70,9 @@ class Found:
 def wrong_calls(expected: int, found: object) -> str:
     """Return the message for a step with an unexpected number of model calls."""
     return (
-        "with more than one pipeline stage, every step must call the pipelined model, and equally often: "
-        f"{found} calls were made, {expected} expected. The calls are counted once, in the first step, up to a "
-        "place that needs the values of a result, such as .item() or an if: other stages do not have them. Make "
-        "the same calls in every step, all before such a place, or use pp=1."
+        "with more than one pipeline stage, every step must call the pipelined model, and equally "
+        f"often: {found} calls were made, {expected} expected. The calls are counted once, in the "
+        "first step, up to a place that needs the values of a result, such as .item() or an if: "
+        "other stages do not have them. Make the same calls in every step, all before such a "
+        "place, or use pp=1."
     )

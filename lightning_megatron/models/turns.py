@@ -97,8 +97,9 @@ class Part:
     def _refuse(self, what: str, instead: str) -> NoReturn:
         name = f"{self._blocks.name}.{self._index}.{self._path}".removesuffix(".")
         raise UnsupportedError(
-            f"{name!r} {what}, where the stages of a pipeline share the blocks {self._blocks.name!r}: "
-            f"{line_of_user()}. Only a stage that holds a block can run what is in it. {instead}, or use pp=1."
+            f"{name!r} {what}, where the stages of a pipeline share the blocks "
+            f"{self._blocks.name!r}: {line_of_user()}. Only a stage that holds a block can run "
+            f"what is in it. {instead}, or use pp=1."
         )
 
 
@@ -142,9 +143,10 @@ def check_checkpoint() -> None:
     while frame is not None:
         if frame.f_code is _REENTRANT:
             raise UnsupportedError(
-                "a block of a model that is cut into stages must be checkpointed by torch.utils.checkpoint with "
-                f"use_reentrant=False: {line_of_user()}. The other form passes no gradients to what comes from another "
-                "stage. Say use_reentrant=False."
+                "a block of a model that is cut into stages must be checkpointed by "
+                f"torch.utils.checkpoint with use_reentrant=False: {line_of_user()}. The other "
+                "form passes no gradients to what comes from another stage. Say "
+                "use_reentrant=False."
             )
         frame = frame.f_back
 
@@ -165,7 +167,7 @@ def check_listing(blocks: StagedBlocks) -> None:
     if package in ("torch", "lightning", "torchmetrics", "lightning_megatron"):
         return
     raise UnsupportedError(
-        f"the modules of {blocks.name!r} are listed in a step, where each stage has its own blocks alone: "
-        f"{line_of_user()}. What is read of them would be a part. Go through the list of blocks itself, which knows "
-        "all of them, or use pp=1."
+        f"the modules of {blocks.name!r} are listed in a step, where each stage has its own blocks "
+        f"alone: {line_of_user()}. What is read of them would be a part. Go through the list of "
+        "blocks itself, which knows all of them, or use pp=1."
     )

@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_megatron.errors import ParallelPlanError
 
 _WAYS_OUT = (
-    "Use microbatch_size='batch' to leave the batch whole, or return a list of Microbatch from the collate function to "
-    "cut it yourself."
+    "Use microbatch_size='batch' to leave the batch whole, or return a list of Microbatch from the "
+    "collate function to cut it yourself."
 )
 
 
@@ -128,15 +128,16 @@ def _agreed_size(batch: Any) -> int:
     sizes = {path: tensor.shape[0] for path, tensor in _tensors(batch, "batch") if tensor.dim()}
     if not sizes:
         raise ParallelPlanError(
-            f"a batch must hold a tensor whose first dimension counts its samples: {type(batch).__name__} has none. "
-            f"Microbatches are cut along it. {_WAYS_OUT}"
+            "a batch must hold a tensor whose first dimension counts its samples: "
+            f"{type(batch).__name__} has none. Microbatches are cut along it. {_WAYS_OUT}"
         )
     total = next(iter(sizes.values()))
     if any(size != total for size in sizes.values()):
         listed = ", ".join(f"{path}: {size}" for path, size in sizes.items())
         raise ParallelPlanError(
-            f"all tensors of a batch must have the same first dimension: {listed}. Microbatches are cut along it, so "
-            f"that it must count samples, and not time steps or classes. {_WAYS_OUT}"
+            f"all tensors of a batch must have the same first dimension: {listed}. Microbatches "
+            "are cut along it, so that it must count samples, and not time steps or classes. "
+            f"{_WAYS_OUT}"
         )
     return total
 
