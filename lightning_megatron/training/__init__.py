@@ -1,4 +1,4 @@
-"""What happens between the last backward and the next forward: gradient sums, clipping, loss scale, main parameters."""
+"""Gradient sums, clipping, loss scaling and main parameters."""
 
 from lightning_megatron.training.clip import clip_by_norm_ as clip_by_norm_
 from lightning_megatron.training.clip import clip_by_value_ as clip_by_value_

@@ -1,4 +1,4 @@
-"""Gradient clipping over a model that is spread over ranks: every element of every full tensor counts once."""
+"""Gradient clipping for a model that is distributed over ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from lightning_megatron.training.main_parameters import MainParameters
 def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Tensor:
     """Compute the 2-norm of the whole model's gradient.
 
-    Equal to the total norm of ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one process. Copies of a
-    range, tied copies and padding rows do not count. The host does not wait for the device.
+    Equal to the total norm of ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one
+    process. Replicated elements, tied copies and padding rows are counted once or not at all, as in
+    the full tensors. The host does not wait for the device.
 
-    Shapes: result ``()``, float32, or float64 where gradients are.
+    Shapes: The result has shape ``()`` and dtype float32, or float64 if any gradient is float64.
 
     Args:
-        main: The parameters of this rank, after their gradients were summed over the ranks.
-        names: Count only these parameters; None means all.
+        main: Parameters of this rank, after their gradients were summed over the ranks.
+        names: Names of the parameters to count; None means all.
 
     Communication: one all-reduce of a scalar over the world.
     """
@@ -31,24 +32,25 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Ten
     for dtype in dict.fromkeys(gradient.dtype for gradient in counted):
         same = [gradient for gradient in counted if gradient.dtype == dtype]
         total += torch.stack(torch._foreach_norm(same, 2, dtype=_norm_dtype(dtype))).double().square().sum()
-    # A double scalar costs nothing, and makes the message equal on stages that hold different dtypes.
+    # A double scalar costs nothing, and makes the message equal on stages that hold different
+    # dtypes.
     norm = all_reduce_(total, main.mesh.world).sqrt()
     return norm if any(gradient.dtype == torch.float64 for gradient in main.gradients(names)) else norm.float()
 
 
 @torch.no_grad()
 def clip_by_norm_(main: MainParameters, max_norm: float, names: Collection[str] | None = None) -> Tensor:
-    """Scale the gradients down in place so that their norm over the whole model is at most ``max_norm``.
+    """Scale gradients in place so that their global norm is at most ``max_norm``.
 
     Equal to ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one process.
 
     Args:
-        main: The parameters of this rank, after their gradients were summed over the ranks.
-        max_norm: The largest norm that is left as it is.
-        names: Clip only these parameters, by their own norm; None means all.
+        main: Parameters of this rank, after their gradients were summed over the ranks.
+        max_norm: Upper limit of the norm; gradients with a smaller norm do not change.
+        names: Names of the parameters to clip, by the norm of these alone; None means all.
 
     Returns:
-        the norm before clipping, a tensor of no dimension; the host does not wait for it.
+        The norm before clipping, a scalar tensor; the host does not wait for it.
 
     Communication: one all-reduce of a scalar over the world.
     """
@@ -61,15 +63,15 @@ def clip_by_norm_(main: MainParameters, max_norm: float, names: Collection[str] 
 def clip_coefficient(
     main: MainParameters, max_norm: float, names: Collection[str] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Find what the gradients must be multiplied by so that their norm over the whole model is at most ``max_norm``.
+    """Compute the factor that scales the global gradient norm to at most ``max_norm``.
 
     Args:
-        main: The parameters of this rank, after their gradients were summed over the ranks.
-        max_norm: The largest norm that is left as it is.
-        names: Look only at these parameters; None means all.
+        main: Parameters of this rank, after their gradients were summed over the ranks.
+        max_norm: Upper limit of the norm; gradients with a smaller norm get the factor 1.
+        names: Names of the parameters to consider; None means all.
 
     Returns:
-        The norm and the factor, tensors of no dimension; the host does not wait for them.
+        The norm and the factor, scalar tensors; the host does not wait for them.
 
     Communication: one all-reduce of a scalar over the world.
     """
@@ -79,7 +81,7 @@ def clip_coefficient(
 
 @torch.no_grad()
 def scale_gradients_(main: MainParameters, coefficient: Tensor, names: Collection[str] | None = None) -> None:
-    """Multiply the gradients by a scalar in place: those of the named parameters, or all."""
+    """Multiply the gradients of the named parameters, or of all, by a scalar in place."""
     gradients = main.gradients(names)
     if gradients:
         torch._foreach_mul_(gradients, coefficient)

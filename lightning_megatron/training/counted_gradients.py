@@ -1,4 +1,4 @@
-"""Which pieces of this rank's gradients count in a norm over the whole model."""
+"""The gradient pieces that this rank contributes to a global norm."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from lightning_megatron.training.same_objects import same_objects
 
 
 class CountedGradients:
-    """List the pieces of gradients that no other rank of the world counts, and remember them from step to step.
+    """Cache of the gradient pieces that this rank counts in a global norm.
 
-    They are the same as long as gradients are the same tensors, which those in flat buffers are.
+    The pieces stay valid while the gradients are the same tensor objects, which gradients in flat
+    buffers are.
     """
 
     def __init__(self) -> None:
@@ -24,13 +25,13 @@ class CountedGradients:
     def of(
         self, slices: Mapping[str, MainSlice], is_first: dict[bool, bool], names: Collection[str] | None
     ) -> list[Tensor]:
-        """Return pieces that lie one behind the other as one.
+        """Return the counted pieces, with adjacent pieces joined into one tensor.
 
         Args:
-            slices: What this rank trains, after gradients were summed over the ranks.
-            is_first: Whether this rank counts gradients that others have as well: those of dense parameters, and of
-                experts (True).
-            names: Count only these parameters; None means all.
+            slices: Slices that this rank trains, after their gradients were summed over the ranks.
+            is_first: Whether this rank counts gradients that other ranks have too: of dense
+                parameters (False) and of experts (True).
+            names: Names of the parameters to count; None means all.
         """
         gradients = [one.main.grad if names is None or name in names else None for name, one in slices.items()]
         if is_first == self._is_first and same_objects(gradients, self._gradients):
@@ -40,8 +41,10 @@ class CountedGradients:
             gradient is None or gradient is one.gradient
             for gradient, one in zip(gradients, slices.values(), strict=True)
         ):
-            # Others would be kept from being freed.
-            self._gradients, self._is_first, self._runs = gradients, is_first, runs
+            # Caching other tensors would keep their memory from being freed.
+            self._gradients = gradients
+            self._is_first = is_first
+            self._runs = runs
         return runs
 
 
@@ -50,20 +53,21 @@ def _counted(
 ) -> list[Tensor]:
     counted: list[Tensor] = []
     for one, gradient in zip(slices.values(), gradients, strict=True):
-        # Where several ranks hold the same gradients, the first one counts them.
+        # If several ranks have the same gradients, only the first one counts them.
         if gradient is not None and (one.is_exclusive or is_first[one.placement.is_expert]):
             counted += one.counted_in(gradient)
     return counted
 
 
 def _joined(pieces: list[Tensor]) -> list[Tensor]:
-    """Join pieces that lie one behind the other in a flat buffer: norms of few long ones cost the host less."""
+    """Join adjacent pieces of a flat buffer, because norms of few long tensors are cheaper."""
     firsts: list[Tensor] = []
     sizes: list[int] = []
-    stop, memory = -1, -1
+    stop = -1
+    memory = -1
     for piece in pieces:
         start, numel = piece.data_ptr(), piece.numel()
-        # Another buffer may begin where one ends.
+        # Another buffer may begin at the address where this one ends.
         if start == stop and piece.dtype == firsts[-1].dtype and piece.untyped_storage().data_ptr() == memory:
             sizes[-1] += numel
         else:

@@ -1,4 +1,4 @@
-"""Parameters, gradients and main parameters of one optimizer and dtype, each in one flat tensor."""
+"""Flat buffers for parameters, gradients and main parameters of one optimizer and dtype."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from lightning_megatron.plan.buckets import BufferPlan, Slice
 
 @dataclass(frozen=True)
 class MainSlice:
-    """Hold the part of a parameter that this rank's optimizer trains.
+    """Part of a parameter that this rank's optimizer trains.
 
     Args:
-        name: The parameter.
-        placement: Where the part lies in the full tensor.
-        main: What the optimizer trains: of the parameter's shape where it is whole, else one-dimensional.
-        gradient: The part's gradient inside the flat buffer, shaped like ``main``.
-        is_exclusive: Whether no other rank of its data-parallel axis holds these elements.
-        counted: The views of ``gradient`` that only this rank of its model-parallel group counts in a norm.
-        half: The part in the model's own parameter, shaped like ``main``; None where that is the main itself.
+        name: Name of the parameter.
+        placement: Position of the part in the full tensor.
+        main: Tensor that the optimizer trains: of the parameter's shape if the part is the whole
+            parameter, else one-dimensional.
+        gradient: Gradient of the part inside the flat buffer, shaped like ``main``.
+        is_exclusive: Whether no other rank of the data-parallel axis has these elements.
+        counted: Views of ``gradient`` that only this rank of its model-parallel group counts in a
+            norm.
+        half: View of the part in the model's own parameter, shaped like ``main``; None if ``main``
+            shares that memory.
     """
 
     name: str
@@ -36,33 +39,50 @@ class MainSlice:
     half: Tensor | None = None
 
     def counted_in(self, gradient: Tensor) -> tuple[Tensor, ...]:
-        """List the counted pieces of a finished gradient: not tied copies, other copies or padding."""
+        """List the pieces of a finished gradient that count in a norm: no copies, no padding."""
         if gradient.data_ptr() == self.gradient.data_ptr():
             return self.counted
         return counted_views(self.placement, gradient)
 
 
 def counted_views(placement: Placement, tensor: Tensor) -> tuple[Tensor, ...]:
-    """List the pieces of a local tensor that are counted once in the full one."""
+    """List the pieces of a local tensor that count once in the full tensor."""
     if placement.tied_to is not None:
         return ()
     return tuple(view for box, view in placement.local_views(tensor) if box.copy == 0)
 
 
+def cut_state(one: MainSlice, parameter: nn.Parameter, state: object) -> object:
+    """Cut and convert existing optimizer state of a parameter like its main parameter."""
+    if not isinstance(state, dict):
+        return state
+    start = getattr(one.placement, "start", 0)
+
+    def cut(value: object) -> object:
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return value
+        part = value.flatten()[start : start + one.main.numel()].view(one.main.shape)
+        return part.to(one.main.dtype) if value.dtype == parameter.dtype else part.clone()
+
+    return {key: cut(value) for key, value in state.items()}
+
+
 class FlatBuffer:
-    """Lay parameters out one after the other, and let the model's parameters be views of the result.
+    """Contiguous memory for parameters, their gradients and this rank's main parameters.
 
-    The gradients have the same layout, so that a bucket of them is one message. Of the main parameters only the part of
-    this rank exists, where they are of another dtype than the model's; otherwise they are the model's memory.
+    The model's parameters become views of the buffer. The gradients have the same layout, so that
+    one bucket of gradients is one message. If the main parameters have another dtype than the
+    model's, only this rank's part of them exists; otherwise they share the model's memory.
 
-    Shapes: parameters and gradients ``(plan.size,)``; mains ``(plan.shard_size,)``.
+    Shapes: Parameters and gradients are ``(plan.size,)``; main parameters are
+    ``(plan.shard_size,)``.
 
     Args:
-        members: The model's parameters by name, all of one dtype and device.
-        specs: How each lies in its full tensor; all are experts' or none.
-        plan: Where each parameter goes, and which part this rank trains.
-        part: Index of this rank's part; 0 where the plan has only one.
-        main_dtype: Dtype of the mains.
+        members: Model parameters by name, all of one dtype and device.
+        specs: Shard specs by name; either all or none belong to experts.
+        plan: Layout of the buffer, and the part of it that each rank trains.
+        part: Index of this rank's part; 0 if the plan has only one part.
+        main_dtype: Dtype of the main parameters.
         gradient_dtype: Dtype of the gradients.
     """
 
@@ -75,8 +95,10 @@ class FlatBuffer:
         main_dtype: torch.dtype,
         gradient_dtype: torch.dtype,
     ) -> None:
-        self.members, self.plan, self.part = dict(members), plan, part
-        #: Whether the parameters are experts', which other ranks hold copies of.
+        self.members = dict(members)
+        self.plan = plan
+        self.part = part
+        #: Whether the parameters belong to experts, which are replicated over fewer ranks.
         self.is_expert = any(spec.is_expert for spec in specs.values())
         first = next(iter(members.values()))
         make = partial(torch.zeros, device=first.device)
@@ -95,7 +117,7 @@ class FlatBuffer:
         self._versions = self._count_writes()
 
     def gradient_of(self, name: str) -> Tensor:
-        """Return the gradient of a whole local parameter, of its shape."""
+        """Return the gradient of a whole local parameter, in the parameter's shape."""
         place = self.plan.place(name)
         return self.gradients[place.start : place.stop].view(self._shapes[name])
 
@@ -106,25 +128,27 @@ class FlatBuffer:
 
     @torch.no_grad()
     def load_mains(self) -> None:
-        """Take this rank's part of the mains from the model's parameters."""
+        """Copy this rank's part of the model's parameters into the main parameters."""
         for own, main in self._own_parts():
             main.copy_(own)
 
     @torch.no_grad()
     def store_mains(self) -> None:
-        """Round the mains into this rank's part of the model's parameters."""
+        """Round the main parameters into this rank's part of the model's parameters."""
         for own, main in self._own_parts():
             own.copy_(main)
 
     @torch.no_grad()
     def take_written(self, names: Collection[str] = ()) -> None:
-        """Take over what others have written into the model's parameters, such as loaded or scaled weights.
+        """Copy values that user code wrote into the model's parameters to the main parameters.
 
-        Elements that are their rounded mains stay as they are. A parameter counts as written if torch has seen an
-        operation in place on it since the last call; nothing in a training step is one.
+        Such values are loaded or scaled weights, for example. A main parameter keeps its elements
+        that still round to the model's values. A parameter counts as written if its torch version
+        counter has changed since the last call; the training step itself does not change it.
 
         Args:
-            names: Parameters to compare in any case, which torch may have seen nothing of.
+            names: Names of parameters to compare in any case, because the version counter may have
+                missed a write.
         """
         if self.mains is None:
             return
@@ -139,8 +163,8 @@ class FlatBuffer:
 
     @torch.no_grad()
     def bring_back(self, names: Iterable[str]) -> None:
-        """Copy the values of parameters whose memory was replaced, and let these be views of the buffer again."""
-        # All values are kept before any is written: two parameters may have exchanged their memory.
+        """Copy values from replaced memory into the buffer, and restore the parameters' views."""
+        # Copy all values before the first write: two parameters may have swapped their memory.
         values = {name: self.members[name].detach().clone() for name in names}
         for name, value in values.items():
             place = self.plan.place(name)
@@ -149,24 +173,25 @@ class FlatBuffer:
             self.members[name].data = view
 
     def has_in_place(self, name: str) -> bool:
-        """Return whether a parameter is a view of this buffer, at its place."""
+        """Return whether a parameter is a view of its place in this buffer."""
         start, itemsize = self.parameters.data_ptr(), self.parameters.element_size()
         return self.members[name].data_ptr() == start + self.plan.place(name).start * itemsize
 
     @property
     def still_holds(self) -> bool:
-        """Tell whether the model's parameters are views of this buffer: moving a module to a device ends that."""
+        """Return whether the parameters are views of this buffer; moving a module ends that."""
         return all(map(self.has_in_place, self.members))
 
     def _count_writes(self) -> list[int]:
-        """List how often torch has written in place into each parameter of which this rank has a part."""
+        """List torch's version counters of the parameters of which this rank has a part."""
         return [member._version for member in self._own_members]
 
     def _own_parts(self) -> list[tuple[Tensor, Tensor]]:
-        """Pair this rank's part of every bucket with the mains of it, where they are apart."""
+        """Pair this rank's part of every bucket with its main parameters, if these are separate."""
         if self.mains is None:
             return []
-        pairs, done = [], 0
+        pairs = []
+        done = 0
         for bucket in range(len(self.plan.buckets)):
             own = self.own_part(self.parameters, bucket)
             pairs.append((own, self.mains[done : done + own.numel()]))
@@ -174,10 +199,16 @@ class FlatBuffer:
         return pairs
 
     def _slice(self, one: Slice, spec: ShardSpec) -> MainSlice:
-        size, shape = one.stop - one.start, self._shapes[one.name]
+        size = one.stop - one.start
+        shape = self._shapes[one.name]
         is_whole = size == shape.numel()
-        flat, start = (self.mains, one.shard_start) if self.mains is not None else (self.parameters, one.buffer_start)
-        # A whole parameter keeps its shape, for optimizers that look at it.
+        if self.mains is None:
+            flat = self.parameters
+            start = one.buffer_start
+        else:
+            flat = self.mains
+            start = one.shard_start
+        # A whole parameter keeps its shape, because some optimizers depend on it.
         form = shape if is_whole else torch.Size((size,))
         placement: Placement = spec if is_whole else FlatSlice(spec, tuple(shape), one.start, one.stop)
         main = nn.Parameter(flat[start : start + size].view(form))

@@ -1,4 +1,4 @@
-"""One kernel for an optimizer step: clip, update moments and mains, and round the mains into the model."""
+"""Optimizer step in one kernel: clip, update moments and main parameters, and round them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ _Row = tuple[nn.Parameter, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class _Taken:
-    """Hold what the kernel takes of an optimizer, which is the same in every step of most runs.
+    """Cached kernel arguments of an optimizer, valid while its tensors are the same objects.
 
     Args:
-        objects: Parameters, gradients and states that it was taken from.
-        columns: Parameters, gradients, both moments, steps and halves by group and types.
-        lasts: Whether all gradients lie in the flat buffers, so that to hold them costs no memory.
+        objects: Parameters, gradients and states from which the arguments were collected.
+        columns: Parameters, gradients, both moments, steps and half-precision views, by group and
+            dtypes.
+        lasts: Whether all gradients lie in the flat buffers, so that caching them costs no memory.
     """
 
     objects: list[object]
@@ -43,12 +44,12 @@ class _Taken:
     lasts: bool
 
     def is_of(self, optimizer: Optimizer) -> bool:
-        """Tell whether the optimizer still has these very objects."""
+        """Return whether the optimizer still has these very objects."""
         return same_objects(_objects_of(optimizer), self.objects)
 
 
 def _objects_of(optimizer: Optimizer) -> list[object]:
-    """List parameters, gradients and states of an optimizer."""
+    """List the parameters, gradients and state tensors of an optimizer."""
     objects: list[object] = []
     for group in optimizer.param_groups:
         objects += group["params"]
@@ -59,15 +60,15 @@ def _objects_of(optimizer: Optimizer) -> list[object]:
 
 
 class FusedUpdate:
-    """Update the slices of torch's own Adam and AdamW by the fused kernel, where an optimizer says ``fused=True``.
+    """Fused update of slices for torch's Adam and AdamW with ``fused=True``.
 
-    The optimizer keeps its state as torch lays it out, so that checkpoints, schedulers and a later step by torch itself
-    go on with it. Gradients that were used are gone afterwards: the optimizer's own ``step``, which runs its hooks and
-    is counted by schedulers, then finds nothing to update.
+    The optimizer's state keeps torch's layout, so that checkpoints, schedulers and later steps by
+    torch itself continue from it. The update sets the gradients it used to None. The optimizer's
+    own ``step``, which runs its hooks and which schedulers count, then finds nothing to update.
 
     Args:
-        moments_dtype: Type of both moments: float32, or bfloat16 for half of their memory.
-        find: Returns, for a device, what makes a kernel, or None and the reason.
+        moments_dtype: Dtype of both moments: float32, or bfloat16 for half of their memory.
+        find: Function that returns a kernel factory for a device, or None and the reason.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class FusedUpdate:
         self._said: set[str] = set()
 
     def serves(self, main: MainParameters, optimizer: Optimizer) -> bool:
-        """Tell whether the kernel can update all that an optimizer trains on this rank, and log once why not."""
+        """Return whether the kernel can update all slices of an optimizer; log once why not."""
         reason = self.reason_against(main, optimizer)
         if reason is not None and reason not in self._said:
             self._said.add(reason)
@@ -90,7 +91,7 @@ class FusedUpdate:
         return reason is None
 
     def check(self, main: MainParameters, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse moments of another type where torch's own step would update them.
+        """Refuse moments that are not float32 if torch's own step would update them.
 
         Raises:
             UnsupportedError: If moments are not float32 and the kernel cannot update them.
@@ -108,7 +109,7 @@ class FusedUpdate:
                 )
 
     def reason_against(self, main: MainParameters, optimizer: Optimizer) -> str | None:
-        """Say why an optimizer must step by itself; None if the kernel can do it."""
+        """Return why the kernel cannot update an optimizer's slices; None if it can."""
         if type(optimizer) not in (Adam, AdamW):
             return f"{type(optimizer).__name__} is not torch's AdamW or Adam"
         for number, group in enumerate(optimizer.param_groups):
@@ -130,19 +131,21 @@ class FusedUpdate:
 
     @torch.no_grad()
     def update(self, main: MainParameters, optimizer: Optimizer, coefficient: Tensor | None) -> bool:
-        """Update every slice that has a gradient, and the model's parameters with them; the host does not wait.
+        """Update every slice that has a gradient and round the result into the model's parameters.
 
-        The optimizer's own ``step`` must follow.
+        The optimizer's own ``step`` must follow. The host does not wait for the device.
 
         Args:
-            main: The parameters that the optimizer is attached to.
-            optimizer: One that is served.
-            coefficient: What gradients are multiplied by before they are used; None means 1.
+            main: Parameters that the optimizer is attached to.
+            optimizer: Optimizer for which :meth:`serves` returned True.
+            coefficient: Factor for the gradients before they are used; None means 1.
 
         Returns:
-            Whether the model's parameters are the rounded mains even after the optimizer's own step.
+            Whether the model's parameters are the rounded main parameters even after the
+            optimizer's own step.
         """
-        # The rounded parameters are written in place: what is on its way from the step before must have arrived.
+        # The rounded parameters are written in place: what is on its way from the step before must
+        # have arrived.
         main.wait()
         kernels = self._kernels.setdefault(optimizer, {})
         taken = self._taken.get(optimizer)
@@ -152,7 +155,8 @@ class FusedUpdate:
             if taken.lasts:
                 self._taken[optimizer] = taken
         for (number, *types), rows in taken.columns.items():
-            group, kernel = optimizer.param_groups[number], kernels.get((number, *types))
+            group = optimizer.param_groups[number]
+            kernel = kernels.get((number, *types))
             if kernel is None:
                 make, reason = self._find(main.mesh.device)
                 assert make is not None, f"update is called for optimizers that are served: {reason}"
@@ -172,13 +176,14 @@ class FusedUpdate:
         return not _has_step_hooks(optimizer)
 
     def _take(self, main: MainParameters, optimizer: Optimizer) -> _Taken:
-        """Collect what the kernel takes of each slice, by group and types."""
+        """Collect the kernel's arguments for each slice, by group and dtypes."""
         slices = {id(one.main): one for one in main.slices.values()}
         rows: dict[tuple[Any, ...], list[_Row]] = {}
         lasts = True
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                gradient, one = parameter.grad, slices.get(id(parameter))
+                gradient = parameter.grad
+                one = slices.get(id(parameter))
                 if gradient is None or one is None or parameter.numel() == 0:
                     continue
                 state = self._state_of(optimizer, parameter)
@@ -190,7 +195,7 @@ class FusedUpdate:
         return _Taken(_objects_of(optimizer), columns, lasts)
 
     def _state_of(self, optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's state, made as torch makes it, with moments in their type."""
+        """Return a parameter's optimizer state, initialized like torch's, in the right dtypes."""
         state = optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -208,7 +213,7 @@ class FusedUpdate:
 
 
 def _has_step_hooks(optimizer: Optimizer) -> bool:
-    """Tell whether hooks of an optimizer's step might change the mains after they were rounded."""
+    """Return whether step hooks might change main parameters after they were rounded."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     everywhere = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     return any(getattr(optimizer, name, None) for name in names) or any(

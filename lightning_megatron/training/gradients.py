@@ -1,4 +1,4 @@
-"""Gradient sums over the ranks: bucket by bucket, beginning inside the last backward pass of a step."""
+"""Gradient reduction over the ranks, bucket by bucket, overlapped with the backward pass."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Bucket:
-    """Follow one bucket through a step.
+    """State of one bucket during a step.
 
     Args:
-        buffer: Where it lies.
-        index: Its number there.
-        names: The parameters whose gradients it holds.
-        missing: Parameters whose gradients are not complete yet, while the last backward pass runs.
-        pending: Its sum over the data-parallel ranks, once it has started.
+        buffer: Buffer that contains the bucket.
+        index: Number of the bucket in its buffer.
+        names: Names of the parameters whose gradients are in the bucket.
+        missing: Names of parameters whose gradients are incomplete while the last backward pass
+            runs.
+        pending: Reduction over the data-parallel ranks, once it has started.
     """
 
     buffer: FlatBuffer
@@ -49,13 +50,14 @@ class _Bucket:
 
     @property
     def group(self) -> int:
-        """Return the group whose gradients are complete together."""
+        """Return the group of buckets whose gradients are complete at the same time."""
         return self.buffer.plan.buckets[self.index].group
 
     def start(self, mesh: ParallelMesh, is_whole: bool) -> None:
-        """Start the mean over the ranks that hold the same parameters, of every rank's part or of the whole bucket."""
+        """Start averaging over the replicas: this rank's part, or the whole bucket."""
         axis = mesh.copies(self.buffer.is_expert)
-        buffer, place = self.buffer, self.buffer.plan.buckets[self.index]
+        buffer = self.buffer
+        place = buffer.plan.buckets[self.index]
         whole = buffer.gradients[place.start : place.stop]
         if is_whole or buffer.plan.num_parts == 1:
             self.pending = start_all_reduce(whole, axis, "mean")
@@ -63,39 +65,42 @@ class _Bucket:
             self.pending = start_reduce_scatter(self.own, whole, axis, "mean")
 
     def wait(self) -> None:
-        """Wait for it."""
+        """Wait for the reduction, if it has started."""
         if self.pending is not None:
             self.pending.wait()
 
     @property
     def own(self) -> Tensor:
-        """Return this rank's part."""
+        """Return this rank's part of the gradients."""
         return self.buffer.own_part(self.buffer.gradients, self.index)
 
 
 class GradientReducer:
-    """Sum the gradients of a step over the ranks: every slice ends with its part of the mean over the data ranks.
+    """Reduction of a step's gradients to the mean over the data-parallel ranks.
 
-    Those of experts are averaged over the ranks that hold the same experts. Fewer ranks hold copies than there are
-    losses where experts on one rank have the tokens of several data ranks: their slots multiply by what is missing to
-    the mean over the losses, inside of the product that makes a gradient where a kernel can.
+    Expert gradients are averaged over the ranks with the same experts. If experts on one rank
+    process tokens of several data-parallel ranks, there are fewer replicas than losses. Their
+    gradient slots then multiply by the missing factor, inside the matrix product if a kernel
+    supports that.
 
-    Gradients are summed over the microbatches in the flat buffers, by the layers' own matrix products or after
-    autograd has made them. A bucket's reduce-scatter (all-reduce without divided mains) starts when its last gradient
-    is there, in the order of the buckets, which is the same on all ranks. Copies over the tensor axis whose gradients
-    are partial sums are added first; the first stage's embedding and its copy on the last stage are added at the end.
-    A parameter without a gradient takes part with zeros.
+    Gradients are accumulated over the microbatches in the flat buffers, by the layers' own matrix
+    products or after autograd has computed them. A bucket's reduce-scatter (all-reduce if main
+    parameters are replicated) starts when its last gradient is complete. Buckets start in the order
+    of the buffers, which is the same on all ranks. Gradients that are partial sums over the tensor
+    axis are added over that axis first. The first stage's embedding and its copy on the last stage
+    are added at the end. A parameter without a gradient contributes zeros.
 
     Args:
-        main: The parameters of this rank, which optimizers are attached to.
+        main: Parameters of this rank, to which optimizers are attached.
 
     Raises:
-        UnsupportedError: If several pipeline stages hold the same parameter, other than a tied embedding.
+        UnsupportedError: If several pipeline stages hold the same parameter, other than a tied
+            embedding.
     """
 
     def __init__(self, main: MainParameters) -> None:
         self._main = main
-        #: Called with this rank's own gradients by name before they are summed over the ranks.
+        #: Callback that gets this rank's own gradients by name before the reduction.
         self.look: Callable[[Mapping[str, Tensor]], None] | None = None
         self._slots: dict[str, GradientSlot] = {}
         self._names: dict[GradientSlot, str] = {}
@@ -112,9 +117,10 @@ class GradientReducer:
         self.used_on_parts: set[str] = set()
 
     def watch(self, buffers: Iterable[FlatBuffer]) -> None:
-        """Let the gradients of these buffers' parameters be summed here from now on.
+        """Install gradient slots and hooks on the parameters of these buffers.
 
-        Communication: one gather of ranges over tp, if there are partial gradients. All ranks must call it.
+        Communication: One gather of ranges over tp, if there are partial gradients. All ranks must
+        call it.
         """
         for buffer in buffers:
             buckets = [_Bucket.of(buffer, index) for index in range(len(buffer.plan.buckets))]
@@ -135,14 +141,14 @@ class GradientReducer:
         self._partial = PartialSums({name: spec for name, spec in specs.items() if spec.partial}, self._main.mesh)
 
     def begin_last_backward(self, chunk: int) -> None:
-        """Note that the next backward pass of a chunk is the last one before the optimizer steps."""
+        """Mark the next backward pass of a chunk as the last one before the optimizer step."""
         self._armed.add(chunk)
         for bucket in self._in_group(chunk):
             bucket.missing = set(bucket.names)
             self._seen.update(dict.fromkeys(bucket.names, 0))
 
     def start_reduction(self, chunk: int) -> None:
-        """Start the sums of all gradients of a chunk, which are complete.
+        """Start reducing the gradients of a chunk, all of which are complete.
 
         Communication: one reduce-scatter or all-reduce over the data axis for each bucket.
         """
@@ -154,13 +160,14 @@ class GradientReducer:
             self._start(bucket)
 
     def finish(self, names: Set[str]) -> None:
-        """Finish the sums, and give every main its gradient.
+        """Finish the reductions and assign every main parameter its gradient.
 
         Args:
-            names: All parameters of one optimizer, or of several.
+            names: Names of all parameters of one optimizer, or of several.
 
-        Communication: over tp, the data axis and the embedding axis, equal in number and size on all ranks of each;
-        one all-reduce of flags over the data axis on the CPU at the first call, and while there are unused parameters.
+        Communication: over tp, the data axis and the embedding axis, equal in number and size on
+        all ranks of each; one all-reduce of flags over the data axis on the CPU at the first call,
+        and while there are unused parameters.
         """
         self._armed.clear()
         buckets = [bucket for bucket in self._buckets if not names.isdisjoint(bucket.names)] if names else []
@@ -181,7 +188,7 @@ class GradientReducer:
         self._finished.update(finished)
 
     def clear(self, names: Set[str]) -> None:
-        """Forget the gradients of these parameters, as ``zero_grad`` does."""
+        """Discard the gradients of these parameters, as ``zero_grad`` does."""
         for bucket in self._buckets:
             if not names.isdisjoint(bucket.names):
                 if bucket.pending is not None:
@@ -190,22 +197,22 @@ class GradientReducer:
         self._finished.difference_update(names)
 
     def unreduced(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return this rank's own sums over the microbatches, as far as there are any that are not finished."""
+        """Return this rank's accumulated gradients that are not reduced yet, by name."""
         return {name: slot.gradient for name, slot in self._slots.items() if name in names and not slot.is_empty}
 
     @property
     def has_unreduced(self) -> bool:
-        """Tell whether this rank has any sum that is not finished."""
+        """Return whether this rank has accumulated gradients that are not reduced yet."""
         return any(not slot.is_empty for slot in self._slots.values())
 
     def lend_unreduced(self) -> None:
-        """Let parameters show this rank's own sums over the backward passes so far."""
+        """Show this rank's accumulated gradients as ``parameter.grad``."""
         for name, slot in self._slots.items():
             if not slot.is_empty:
                 self._main.lent.lend(name, self._main.parameter(name), slot.gradient)
 
     def take_over(self) -> None:
-        """Go on with what user code has made of the gradients that parameters show."""
+        """Adopt changes that user code made to gradients shown as ``parameter.grad``."""
         slices = self._main.slices
         for name in self._main.lent.take_over():
             self._slots[name].clear()
@@ -215,25 +222,25 @@ class GradientReducer:
         self._copy_apart()
 
     def resume(self, names: Collection[str]) -> None:
-        """Let the next backward pass add to finished sums that nobody has forgotten, where there is one rank."""
+        """Let the next backward pass add to reduced gradients that were not cleared (one rank)."""
         for name in self._finished.intersection(names):
             self._slots[name].is_empty = False
         self._finished.difference_update(names)
 
     def take_finished(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Copy finished sums that nobody has forgotten, by name; the buffers are free for others."""
+        """Copy reduced gradients that were not cleared, by name, and free their buffers."""
         kept = self._finished.intersection(names)
         self._finished.difference_update(names)
         return {name: self._gradient_of(name).clone() for name in kept}
 
     def add_finished(self, sums: Mapping[str, Tensor]) -> None:
-        """Add sums of earlier backward passes to finished ones."""
+        """Add gradients of earlier backward passes to the reduced gradients."""
         for name, gradient in sums.items():
             self._gradient_of(name).add_(gradient)
         self._copy_apart()
 
     def release(self) -> None:
-        """Leave gradients with the module's own parameters again."""
+        """Remove slots and hooks, so that autograd writes to ``parameter.grad`` again."""
         self._main.lent.take_back()
         for hook in self._hooks:
             hook.remove()
@@ -259,8 +266,9 @@ class GradientReducer:
         return Owner(partial(self._main.are_trainable, names), partial(self._arrived, names))
 
     def _arrived(self, names: list[str]) -> None:
-        """Take note of gradients, and start what is complete now."""
-        seen, touched = self._seen, set(map(self._bucket_of.__getitem__, names))
+        """Record gradients that have arrived, and start the buckets that are complete now."""
+        seen = self._seen
+        touched = set(map(self._bucket_of.__getitem__, names))
         if any(bucket.pending is not None for bucket in touched):
             name = next(name for name in names if self._bucket_of[name].pending is not None)
             raise RuntimeError(
@@ -277,7 +285,7 @@ class GradientReducer:
             self._take_off(names, touched)
 
     def _take_off(self, names: list[str], touched: Collection[_Bucket]) -> None:
-        """Take gradients that are complete off what their buckets wait for, and start the groups that are complete."""
+        """Remove complete gradients from their buckets' missing sets, and start complete groups."""
         seen, expected = self._seen, self._expected
         complete = [name for name in names if seen[name] == expected.get(name)]
         for bucket in touched:
@@ -286,7 +294,7 @@ class GradientReducer:
             self._start_complete(group)
 
     def _start_complete(self, group: int) -> None:
-        """Start the buckets of a group that are complete, as long as none before them is still waited for."""
+        """Start the complete buckets of a group, in order, up to the first incomplete one."""
         for bucket in self._in_group(group):
             if bucket.missing:
                 return
@@ -301,7 +309,7 @@ class GradientReducer:
         bucket.start(self._main.mesh, self._main.lent.is_on)
 
     def _fill(self, names: Iterable[str]) -> None:
-        """Put zeros where no gradient has arrived."""
+        """Fill the gradients that have not arrived with zeros."""
         for name in names:
             slot = self._slots[name]
             if slot.is_empty:
@@ -311,10 +319,11 @@ class GradientReducer:
                     self._unused.note(name)
 
     def _add_ties(self, buckets: Collection[_Bucket], *, alone: bool) -> None:
-        """Add the gradients of the tied embeddings' copies.
+        """Add the gradients of tied embeddings and of their copies on another stage.
 
-        In a bucket of its own a tied gradient lies alike on both stages, so that each rank adds its part when the sum
-        over the data ranks is done; otherwise the whole gradients are added before.
+        A tied gradient in a bucket of its own has the same layout on both stages, so that each rank
+        adds its part after the reduction over the data axis. Otherwise the whole gradients are
+        added before that reduction.
         """
         mesh = self._main.mesh
         for name in (name for pair in self._main.ties or () for name in pair):
@@ -326,9 +335,10 @@ class GradientReducer:
             all_reduce_(own if alone else self._gradient_of(name), mesh.embedding)
 
     def _add_parts(self, names: Collection[str]) -> None:
-        """Add the parts of gradients that were found while training, after the sum over the data ranks.
+        """Add, over tp, gradients that were found to be partial during training.
 
-        Whole parameters lie alike in the buffers of all tensor-parallel ranks, so each adds its slice.
+        This runs after the reduction over the data axis. Whole parameters have the same layout in
+        the buffers of all tensor-parallel ranks, so each rank adds its slice.
         """
         slices = self._main.slices
         parts = [slices[name].gradient for name in names if name in self.used_on_parts and name in slices]
@@ -341,7 +351,8 @@ class GradientReducer:
             torch._foreach_copy_(alike, [one.view(part.shape) for one, part in zip(sums, alike, strict=True)])
 
     def _hand_over(self, names: Collection[str], dormant: Collection[str]) -> None:
-        slices, main = self._main.slices, self._main
+        main = self._main
+        slices = main.slices
         has_frozen = not main.are_trainable(names)
         for name in names:
             one = slices.get(name)
@@ -355,7 +366,7 @@ class GradientReducer:
             elif one.gradient.dtype == one.main.dtype:
                 one.main.grad = one.gradient
             else:
-                # bfloat16 sums for float32 mains.
+                # The gradients were accumulated in bfloat16, the main parameter is float32.
                 one.main.grad = one.gradient.to(one.main.dtype)
 
     def _reset(self, buckets: Iterable[_Bucket]) -> None:
@@ -367,10 +378,11 @@ class GradientReducer:
 
 
 def _moving_into(slot: GradientSlot) -> object:
-    """Return the hook that moves what autograd has made into a slot."""
+    """Return the hook that moves a gradient from autograd into a slot."""
 
     def hook(parameter: nn.Parameter) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        parameter.grad = None
         if gradient is None:
             return
         if gradient.layout != torch.strided:

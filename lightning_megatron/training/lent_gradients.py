@@ -1,4 +1,4 @@
-"""Gradients that user code reads as ``parameter.grad``, although they are summed in flat buffers."""
+"""Gradients in flat buffers, shown to user code as ``parameter.grad``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.training.parted_gradient import PartedGradient
 
 @dataclass(frozen=True)
 class _Loan:
-    """Hold a parameter, its gradient in the flat buffer, and what the parameter shows of it."""
+    """Parameter, its gradient in the flat buffer, and the tensor shown as ``parameter.grad``."""
 
     parameter: nn.Parameter
     gradient: Tensor
@@ -22,23 +22,25 @@ class _Loan:
 
 
 class LentGradients:
-    """Show gradients as ``parameter.grad`` between two backward passes, as views of the flat buffers.
+    """Views of the flat gradient buffers as ``parameter.grad`` between backward passes.
 
-    User code may write into a gradient, replace it or set it to None; :meth:`take_over` says what it did.
+    User code may write into a gradient, replace it or set it to None; :meth:`take_over` adopts the
+    change.
 
     Args:
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
-        #: Whether gradients are shown at all. Every data-parallel rank then sums whole ones, not only its part.
+        #: Whether gradients are shown at all. Every data-parallel rank then sums whole ones, not
+        #: only its part.
         self.is_on = False
         self._lent: dict[str, _Loan] = {}
         self._known: dict[str, _Loan] = {}
 
     def lend(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Let a parameter show its gradient."""
+        """Show a gradient as ``parameter.grad``."""
         loan = self._known.get(name)
         if loan is None or loan.gradient is not gradient:
             spec = shard_spec_of(parameter, self._mesh.tp.rank)
@@ -51,11 +53,11 @@ class LentGradients:
         self._lent[name] = loan
 
     def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
-        """List the gradients that are shown, of the named parameters or of all."""
+        """List the shown gradients of the named parameters, or of all."""
         return [loan.gradient for name, loan in self._lent.items() if names is None or name in names]
 
     def take_over(self) -> set[str]:
-        """Copy gradients that were replaced into their places; return the names of those that were set to None."""
+        """Copy replaced gradients into the buffers; return the names of those set to None."""
         removed = set()
         for name, loan in self._lent.items():
             found = loan.parameter.grad
@@ -68,7 +70,7 @@ class LentGradients:
         return removed
 
     def take_back(self, names: Iterable[str] | None = None) -> None:
-        """Let parameters show nothing, before autograd adds to what they show."""
+        """Set ``parameter.grad`` to None, before autograd adds to it."""
         for name in list(self._lent if names is None else names):
             if name in self._lent:
                 parameter = self._lent.pop(name).parameter

@@ -1,4 +1,4 @@
-"""The dynamic loss scale of float16 training: gradients neither vanish nor overflow."""
+"""Dynamic loss scale for float16 training."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from lightning_megatron.training.main_parameters import MainParameters
 
 
 class DynamicLossScale:
-    """Multiply the loss by a scale that doubles after clean steps and halves when gradients overflow.
+    """Loss scale that doubles after clean steps and halves when gradients overflow.
 
-    Equal to Megatron-Core's ``DynamicGradScaler``: an overflow uses up one unit of ``hysteresis``, and once there is
-    none left every overflow halves the scale; the hysteresis comes back only when the scale grows, not with each clean
-    step. Beyond it, overflows that go on at the lowest scale end the run: nothing is left to lower, so every step
-    would be skipped forever.
+    Equal to Megatron-Core's ``DynamicGradScaler``: every overflow decrements the hysteresis
+    counter, and at zero every overflow halves the scale. The counter is reset only when the scale
+    grows, not by each clean step. In addition, repeated overflows at the lowest scale end the run:
+    the scale cannot be lowered further, so every step would be skipped.
 
     Args:
-        initial: The first scale.
-        growth_interval: Clean steps before the scale doubles (steps).
-        hysteresis: Overflows that are forgiven before the scale halves (steps).
-        minimum: The lowest scale.
-        floor_patience: Overflows in a row at the lowest scale before the run ends (steps).
+        initial: Scale of the first step.
+        growth_interval: Number of clean steps before the scale doubles (steps).
+        hysteresis: Number of overflows before the scale halves (steps).
+        minimum: Lower limit of the scale.
+        floor_patience: Number of consecutive overflows at the lowest scale before the run ends
+            (steps).
 
     Raises:
         ParallelPlanError: If a number is out of range.
@@ -56,11 +57,11 @@ class DynamicLossScale:
         self._overflows_at_floor = 0
 
     def found_nonfinite(self, main: MainParameters, names: Collection[str] | None = None) -> bool:
-        """Tell whether any gradient of any rank is infinite or not a number; all ranks get the same answer.
+        """Return whether any gradient on any rank is infinite or NaN; all ranks agree.
 
         Args:
-            main: The parameters of this rank.
-            names: Look only at these parameters of this rank; None means all.
+            main: Parameters of this rank.
+            names: Names of this rank's parameters to check; None means all.
 
         Communication: one all-reduce of a scalar over the world, and the host waits for it.
         """
@@ -72,17 +73,17 @@ class DynamicLossScale:
         return bool(all_reduce_(found, main.mesh.world, "max").item())
 
     def unscale_(self, main: MainParameters, names: Collection[str] | None = None) -> None:
-        """Divide the main gradients by the scale, in place: those of the named parameters, or all."""
+        """Divide the gradients of the named parameters, or of all, by the scale in place."""
         gradients = main.gradients(names)
         if gradients:
             torch._foreach_mul_(gradients, 1.0 / self.scale)
 
     def update(self, found: bool) -> None:
-        """Adapt the scale after a step that was skipped because of overflow (``found``) or that was clean.
+        """Update the scale after a clean step, or after one skipped by overflow (``found``).
 
         Raises:
-            RuntimeError: If gradients go on overflowing at the lowest scale. It is not a ValueError: no setting is at
-                fault, the numbers of the run are.
+            RuntimeError: If gradients go on overflowing at the lowest scale. It is not a
+                ValueError: no setting is at fault, the numbers of the run are.
         """
         if found:
             self._clean_steps = 0
@@ -111,7 +112,7 @@ class DynamicLossScale:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs to continue."""
+        """Return the scale and its counters for a checkpoint."""
         return {
             "scale": self.scale,
             "clean_steps": self._clean_steps,
@@ -120,7 +121,7 @@ class DynamicLossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; the intervals stay those given to this object."""
+        """Restore the scale and its counters; the settings of this object do not change."""
         self.scale = float(state["scale"])
         self._clean_steps = int(state["clean_steps"])
         self._hysteresis_left = int(state["hysteresis_left"])

@@ -1,4 +1,4 @@
-"""The parameters that the optimizers change: slices of flat buffers, in full precision where training is mixed."""
+"""Main parameters: the slices that optimizers train, in full precision for mixed precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
 from lightning_megatron.training.counted_gradients import CountedGradients
-from lightning_megatron.training.flat_buffer import FlatBuffer, MainSlice
+from lightning_megatron.training.flat_buffer import FlatBuffer, MainSlice, cut_state
 from lightning_megatron.training.lent_gradients import LentGradients
 from lightning_megatron.training.optimizer_kind import Unit, check_unit, smallest_unit
 from lightning_megatron.training.parameter_gather import ParameterGather
@@ -26,21 +26,26 @@ from lightning_megatron.training.written import WrittenParameters
 
 _HALF = (torch.float16, torch.bfloat16)
 
-#: Groups of buckets besides the chunks of a pipeline stage.
-LATE, OUTSIDE = -2, -1
+#: Groups of buckets in addition to the chunks of a pipeline stage.
+LATE = -2
+OUTSIDE = -1
 
 
 @dataclass(frozen=True)
 class Division:
-    """Say in which types and parts the trained parameters are kept.
+    """Dtypes and partitioning of the trained parameters.
 
     Args:
-        main_dtype: Type of the main parameters of half-precision ones; None means that parameters are their own mains.
-        gradient_dtype: Type of the summed gradients of parameters with mains; None means that of the mains.
-        zero: 1 gives every data-parallel rank a part of the mains, 0 all of them.
-        slices: What a part is made of: ``elements``, whole ``parameters``, or ``auto`` by what the optimizer allows.
-        bucket_size: Gradients are summed in messages of about this size (elements).
-        moments_dtype: Type of the moments of Adam where the fused kernel updates them.
+        main_dtype: Dtype of the main parameters of half-precision parameters; None trains the
+            parameters themselves.
+        gradient_dtype: Dtype of the accumulated gradients of such parameters; None means
+            ``main_dtype``.
+        zero: ZeRO stage: 1 gives every data-parallel rank a part of the main parameters, 0 all of
+            them.
+        slices: Granularity of a part: ``elements``, whole ``parameters``, or ``auto`` by what the
+            optimizer supports.
+        bucket_size: Approximate size of one gradient message (elements).
+        moments_dtype: Dtype of Adam's moments if the fused kernel updates them.
     """
 
     main_dtype: torch.dtype | None = None
@@ -52,20 +57,21 @@ class Division:
 
 
 class MainParameters:
-    """Know every parameter of this rank, and give the optimizers the parts that they train.
+    """Registry of this rank's parameters and of the slices that its optimizers train.
 
-    :meth:`attach` lays the trainable parameters of an optimizer out in flat buffers, of which the model's parameters
-    become views, and puts this rank's part of their mains into the optimizer's groups. Every rank's optimizer lists
-    every parameter of its stage; one of which the rank trains nothing is there as an empty tensor. A parameter that
-    appears under several names is kept once, under the first.
+    :meth:`attach` lays an optimizer's trainable parameters out in flat buffers, makes the model's
+    parameters views of them, and puts this rank's main parameters into the optimizer's groups.
+    Every rank's optimizer lists every parameter of its stage. A parameter without elements on this
+    rank is listed as an empty tensor. A parameter with several names is kept once, under the first.
 
     Args:
-        named_parameters: This rank's parameters by name; the names must not depend on the layout.
-        mesh: The groups of this rank.
-        division: Types and parts.
-        chunk_of: Returns the chunk of this stage that holds a parameter; None for one outside of the pipelined model.
-        stacks: Names of parameters that one product reads, from its first row to its last; they are laid out as
-            neighbours where they are trained alike.
+        named_parameters: Parameters of this rank by name; the names must not depend on the layout.
+        mesh: Process groups of this rank.
+        division: Dtypes and partitioning.
+        chunk_of: Function that returns the chunk of this stage that contains a parameter; None for
+            one outside the pipelined model.
+        stacks: Names of parameters that one matrix product reads, from the first row to the last;
+            they are laid out next to each other if they are trained in the same way.
     """
 
     def __init__(
@@ -76,11 +82,13 @@ class MainParameters:
         chunk_of: Callable[[str], int | None] = lambda name: 0,
         stacks: Iterable[tuple[str, ...]] = (),
     ) -> None:
-        self.mesh, self.division = mesh, division or Division()
+        self.mesh = mesh
+        self.division = division or Division()
         self.buffers: list[FlatBuffer] = []
         self.gather = ParameterGather()
         self.lent = LentGradients(mesh)
-        #: Pairs of a tied embedding's name and that of its copy on another stage; known once an optimizer is attached.
+        #: Pairs of a tied embedding's name and that of its copy on another stage; known once an
+        #: optimizer is attached.
         self.ties: list[tuple[str, str]] | None = None
         #: Tied parameters whose bucket holds nothing else, so that it is cut alike on both stages.
         self.ties_alone: set[str] = set()
@@ -106,22 +114,22 @@ class MainParameters:
         return tuple(self._parameters)
 
     def holds(self, name: str) -> bool:
-        """Tell whether a name is one of :attr:`names`, without listing them."""
+        """Return whether a name is in :attr:`names`, without building the tuple."""
         return name in self._parameters
 
     @property
     def slices(self) -> Mapping[str, MainSlice]:
-        """What this rank's optimizers train, by name."""
+        """Return the slices that this rank's optimizers train, by name."""
         return self._slices
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """List the parameters of this rank's stage that some data-parallel rank's optimizer trains."""
+        """List the parameters of this stage that some data-parallel rank's optimizer trains."""
         return tuple(self._mains)
 
     @property
     def mains(self) -> Mapping[str, nn.Parameter]:
-        """What stands for each trained parameter in its optimizer, by name; empty where this rank trains no part."""
+        """Return each trained parameter's main parameter by name; empty if not on this rank."""
         return self._mains
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -129,26 +137,27 @@ class MainParameters:
         return self._parameters[name]
 
     def main(self, name: str) -> nn.Parameter:
-        """Return what stands for a parameter in its optimizer: this rank's part of it, which may be empty."""
+        """Return a parameter's main parameter; it is empty if this rank has no part."""
         return self._mains.get(name, self._parameters[name])
 
     def is_trainable(self, name: str) -> bool:
-        """Tell whether a trained parameter is not frozen now, by itself or in its optimizer's groups."""
+        """Return whether a parameter and its main parameter both require gradients."""
         return self._parameters[name].requires_grad and self._mains[name].requires_grad
 
     def are_trainable(self, names: Iterable[str]) -> bool:
-        """Tell whether :meth:`is_trainable` is true of all of these."""
+        """Return whether :meth:`is_trainable` is true of all these parameters."""
         parameters, mains = self._parameters, self._mains
         return all(parameters[name].requires_grad and mains[name].requires_grad for name in names)
 
     def spec(self, name: str, tp_rank: int | None = None) -> ShardSpec:
-        """Return how the parameter lies in its full tensor; one without a spec is whole on every rank of tp."""
+        """Return a parameter's shard spec; without one, it is whole on every rank of tp."""
         return shard_spec_of(self._parameters[name], self.mesh.tp.rank if tp_rank is None else tp_rank)
 
     def gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
-        """List the finished gradients of this rank's slices, of the named parameters or of all.
+        """List the finished gradients of this rank's slices: of the named parameters, or of all.
 
-        Gradients that the model's parameters show stand for the slices, which are parts of them.
+        While gradients are shown as ``parameter.grad``, the shown gradients are listed in place of
+        the slices, which are parts of them.
         """
         own = [
             one for name, one in self._slices.items() if one.main.grad is not None and (names is None or name in names)
@@ -159,12 +168,12 @@ class MainParameters:
         return self.lent.gradients(names) + apart
 
     def counted_gradients(self, names: Collection[str] | None = None) -> list[Tensor]:
-        """List the pieces of finished gradients that count once in the whole model, those in a row as one.
+        """List the gradient pieces that this rank counts in a norm, adjacent pieces joined.
 
-        Copies of a range, tied copies and padding rows do not count.
+        Replicated ranges, tied copies and padding rows do not count.
 
         Args:
-            names: Count only these parameters; None means all.
+            names: Names of the parameters to count; None means all.
         """
         is_first = {is_expert: self.mesh.copies(is_expert).is_first for is_expert in (False, True)}
         return self._counted.of(self._slices, is_first, names)
@@ -175,11 +184,11 @@ class MainParameters:
         return [list(map(name_of, map(id, group["params"]))) for group in optimizer.param_groups]
 
     def knows(self, optimizer: Optimizer) -> bool:
-        """Tell whether every parameter of an optimizer is one of these."""
+        """Return whether every parameter of an optimizer is registered here."""
         return all(id(p) in self._names_by_id for group in optimizer.param_groups for p in group["params"])
 
     def waits_for_attach(self, optimizer: Optimizer) -> bool:
-        """Tell whether an optimizer holds a parameter that can be trained, in place of a main."""
+        """Return whether an optimizer has a trainable parameter instead of its main parameter."""
         return any(
             parameter.requires_grad
             for group in optimizer.param_groups
@@ -188,26 +197,27 @@ class MainParameters:
         )
 
     def find_ties(self) -> None:
-        """Pair tied embeddings with their copies; the first call is one gather of names over pp."""
+        """Pair tied embeddings with their copies (collective over pp at the first call)."""
         if self.ties is None:
             stages = all_gather_objects([(name, self.spec(name).tied_to) for name in self.names], self.mesh.pp_cpu)
             self.ties = resolve_ties(stages)
 
     def attach(self, optimizer: Optimizer) -> list[FlatBuffer]:
-        """Make an optimizer train this rank's slices, in place: schedulers and the user's references keep working.
+        """Make an optimizer train this rank's slices, in place.
 
-        Parameters are exchanged inside ``param_groups``, and whatever state the optimizer keeps for them is cut alike.
-        Frozen parameters stay as they are; calling this again takes those in that are not frozen any more, or new.
+        Parameters in ``param_groups`` are replaced by main parameters, and existing optimizer state
+        is cut in the same way. Schedulers and the user's references keep working. Frozen parameters
+        do not change; another call attaches parameters that are new or no longer frozen.
 
         Args:
-            optimizer: One over the model's parameters.
+            optimizer: Optimizer over the model's parameters.
 
         Returns:
             The buffers that were made.
 
         Raises:
-            UnsupportedError: If the optimizer holds a parameter that is not one of these, or looks at whole parameters
-                where ranks hold parts of them.
+            UnsupportedError: If the optimizer holds a parameter that is not one of these, or looks
+                at whole parameters where ranks hold parts of them.
 
         Communication: one gather of names over pp at the first call.
         """
@@ -231,15 +241,17 @@ class MainParameters:
         return made
 
     def publish(self, wait: bool = True, stored: bool = False) -> None:
-        """Write the mains into the model's parameters, rounding once, and gather the parts of all data-parallel ranks.
+        """Round main parameters into the model's parameters, and gather all ranks' parts.
 
         Args:
-            wait: Whether all parameters are whole when this returns; otherwise each module that
-                :meth:`ParameterGather.wait_before` was told of waits for its own before its forward pass, and
-                :meth:`wait` for all.
-            stored: Whether this rank's part of the model's parameters is already the rounded mains.
+            wait: Whether all parameters are complete on return. Otherwise each module given to
+                :meth:`ParameterGather.wait_before` waits for its own before its forward pass, and
+                :meth:`wait` waits for all.
+            stored: Whether this rank's part of the model's parameters already equals the rounded
+                main parameters.
 
-        Communication: one all-gather over the data axis, or over that of experts, for each bucket in the order of use.
+        Communication: one all-gather over the data axis, or over that of experts, for each bucket
+        in the order of use.
         """
         for buffer in () if stored else self.buffers:
             buffer.store_mains()
@@ -248,11 +260,11 @@ class MainParameters:
             self.wait()
 
     def wait(self) -> None:
-        """Let everything that follows see whole parameters."""
+        """Wait until all gathered parameters are complete."""
         self.gather.wait()
 
     def continue_from(self, previous: MainParameters) -> None:
-        """Take over mains whose rounded values the model still has: half precision alone would forget the rest."""
+        """Adopt earlier main parameters whose rounded values the model still has."""
         with torch.no_grad():
             for name, one in self._slices.items():
                 before = previous.slices.get(name)
@@ -263,7 +275,7 @@ class MainParameters:
                     one.main.copy_(before.main)
 
     def memory(self) -> dict[str, int]:
-        """Count what this rank keeps: ``parameters``, ``gradients`` and ``mains`` (bytes)."""
+        """Count the memory of ``parameters``, ``gradients`` and ``mains`` on this rank (bytes)."""
         counted = {"parameters": 0, "gradients": 0, "mains": 0}
         for buffer in self.buffers:
             counted["parameters"] += buffer.parameters.nbytes
@@ -274,7 +286,7 @@ class MainParameters:
 
     @property
     def still_holds(self) -> bool:
-        """Tell whether the model's parameters are still views of the buffers."""
+        """Return whether the model's parameters are still views of the buffers."""
         return all(buffer.still_holds for buffer in self.buffers)
 
     def _check_known(self, optimizer: Optimizer) -> None:
@@ -327,18 +339,14 @@ class MainParameters:
         if unit == "elements":
             self.ties_alone |= tied
         else:
-            # Cut otherwise on the two stages, whole gradients are added before anything else.
+            # The stages cut the two copies differently, so whole gradients are added first.
             late |= tied
-        pieces = [
-            Piece(
-                name,
-                self._parameters[name].numel(),
-                LATE if name in late else self._group_of(name),
-                name in self.ties_alone,
-                self._stack_of[name][0] if name in self._stack_of else None,
-            )
-            for name in self._with_neighbours(names)
-        ]
+        pieces = []
+        for name in self._with_neighbours(names):
+            group = LATE if name in late else self._group_of(name)
+            stack, _ = self._stack_of.get(name, (None, ()))
+            numel = self._parameters[name].numel()
+            pieces.append(Piece(name, numel, group, name in self.ties_alone, stack))
         pieces.sort(key=lambda piece: piece.group)
         num_parts = 1 if unit == "model" else num_copies
         if unit == "parameters":
@@ -346,9 +354,10 @@ class MainParameters:
         return plan_by_elements(pieces, num_parts, self.division.bucket_size)
 
     def _with_neighbours(self, names: Sequence[str]) -> list[str]:
-        """Order names such that those of a stack are neighbours.
+        """Order names so that the members of a stack are next to each other.
 
-        Buffers are laid out from the last name to the first, so a stack comes with its last row first.
+        Buffers are laid out from the last name to the first, so the last row of a stack comes
+        first.
         """
         ordered: dict[str, None] = {}
         present = set(names)
@@ -358,7 +367,7 @@ class MainParameters:
         return list(ordered)
 
     def _group_of(self, name: str) -> int:
-        """Return the group of buckets that a parameter belongs to: those whose gradients are complete together."""
+        """Return a parameter's bucket group; gradients of one group are complete together."""
         if self.mesh.pp.size == 1:
             return 0
         chunk = self._chunk_of(name)
@@ -375,24 +384,9 @@ class MainParameters:
                 if parameter in optimizer.state:
                     state = optimizer.state.pop(parameter)
                     if name in self._slices:
-                        optimizer.state[main] = _cut_state(self._slices[name], parameter, state)
-
-
-def _cut_state(one: MainSlice, parameter: nn.Parameter, state: object) -> object:
-    """Cut what an optimizer already keeps for a parameter (Adagrad's sums) like its main, and convert it."""
-    if not isinstance(state, dict):
-        return state
-    start = getattr(one.placement, "start", 0)
-
-    def cut(value: object) -> object:
-        if not isinstance(value, Tensor) or value.shape != parameter.shape:
-            return value
-        part = value.flatten()[start : start + one.main.numel()].view(one.main.shape)
-        return part.to(one.main.dtype) if value.dtype == parameter.dtype else part.clone()
-
-    return {key: cut(value) for key, value in state.items()}
+                        optimizer.state[main] = cut_state(self._slices[name], parameter, state)
 
 
 def names_in(optimizer_names: Iterable[Iterable[str]]) -> set[str]:
-    """Join the names of all groups of an optimizer."""
+    """Return the union of the names in all groups of an optimizer."""
     return set().union(*optimizer_names)

@@ -1,4 +1,4 @@
-"""Whether an optimizer treats every element of a parameter alike, found out by trying."""
+"""Granularity at which an optimizer can be partitioned, found by a trial run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightning_megatron.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-#: What one rank may own: ``elements`` of parameters, whole ``parameters``, or only the ``model`` altogether.
+#: What one rank may own: ``elements`` of parameters, whole ``parameters``, or only the ``model``
+#: altogether.
 Unit = Literal["elements", "parameters", "model"]
 
 _STEPS = 3
@@ -28,16 +29,17 @@ _NOT_TRIED = frozenset({"params", "param_names", "lr", "initial_lr", "max_lr", "
 
 
 def smallest_unit(optimizer: Optimizer) -> Unit:
-    """Find the smallest part of a model that an optimizer trains without looking at the rest.
+    """Find the smallest unit of a model that an optimizer trains independently of the rest.
 
-    A new optimizer of the same class and settings trains two small matrices as they are, each in an optimizer of its
-    own, and cut into flat pieces; the finest division that changes nothing but rounding is the answer. State of another
-    shape than the parameter's (a scale for every block of elements) could not be saved in pieces, so parameters stay
-    whole. Groups whose settings differ are tried one by one, because a setting may choose another algorithm; the
-    coarsest answer counts.
+    A new optimizer of the same class and settings trains two small matrices: together, each in an
+    optimizer of its own, and cut into flat pieces. The result is the finest division that changes
+    only rounding. State that is not shaped like its parameter, such as one scale per block of
+    elements, cannot be saved in pieces, so parameters stay whole. Groups with different settings
+    are tried one by one, because a setting may select another algorithm; the coarsest result
+    counts.
 
     Args:
-        optimizer: The user's; it is not touched.
+        optimizer: Optimizer of the user, which does not change.
     """
     if isinstance(optimizer, LBFGS):
         # Its search direction is one for the whole model, and it needs a closure to step.
@@ -71,11 +73,11 @@ def _unit_with(optimizer: Optimizer, own: Mapping[str, Any]) -> Unit:
 
 
 def check_unit(optimizer: Optimizer, unit: Unit, cut: bool) -> None:
-    """Refuse an optimizer that would see only parts of what it looks at as a whole.
+    """Refuse an optimizer that would see only a part of the unit that it needs.
 
     Args:
-        optimizer: The user's.
-        unit: Its smallest unit.
+        optimizer: Optimizer of the user.
+        unit: Smallest unit of the optimizer.
         cut: Whether ranks of tensor or pipeline parallelism hold parts of the model.
 
     Raises:
@@ -96,7 +98,7 @@ def _matrices() -> list[Tensor]:
 
 
 def _own_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group sets otherwise than its optimizer does for all groups."""
+    """Return a group's settings that differ from the optimizer's defaults."""
     own = {key: value for key, value in group.items() if key not in _NOT_TRIED | _SPEED_ONLY}
     return {
         key: value
@@ -106,10 +108,11 @@ def _own_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def _train(owners: list[list[Tensor]], like: Optimizer, own: Mapping[str, Any]) -> tuple[list[Tensor], bool]:
-    """Train copies of tensors, each inner list in an optimizer of its own, with gradients that belong to elements.
+    """Train copies of tensors, each inner list in an optimizer of its own.
 
     Returns:
-        The tensors, and whether all state is shaped like its parameter or a scalar, so that it can be saved in parts.
+        The tensors, and whether all state is shaped like its parameter or a scalar, so that it can
+        be saved in parts.
     """
     trained: list[Tensor] = []
     is_cut_alike = True
@@ -131,7 +134,7 @@ def _is_like(value: object, parameter: Tensor) -> bool:
 
 
 def _new(like: Optimizer, parameters: list[nn.Parameter], own: Mapping[str, Any]) -> Optimizer:
-    """Make an optimizer of the same class and settings; what only concerns speed is left out."""
+    """Create an optimizer of the same class, without settings that only affect speed."""
     accepted = inspect.signature(type(like)).parameters
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
     settings = {

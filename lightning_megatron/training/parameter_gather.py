@@ -1,4 +1,4 @@
-"""Updated parameters come together from all data-parallel ranks while the next forward pass begins."""
+"""All-gather of updated parameters, overlapped with the next forward pass."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _Place = tuple[int, int]
 
 
 class ParameterGather:
-    """Gather buckets in the order in which a forward pass reads them, and let whoever needs one wait for it."""
+    """Pending all-gathers of parameter buckets, in the order of the forward pass."""
 
     def __init__(self) -> None:
         self._pending: dict[_Place, Pending] = {}
         self._hooks: list[RemovableHandle] = []
-        # Buckets of which every parameter is waited for by the module that reads it.
+        # Buckets whose parameters are all awaited by the modules that read them.
         self._awaited: set[_Place] = set()
 
     def start(self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh) -> None:
-        """Start one all-gather for every bucket whose parts are spread over the ranks.
+        """Start one all-gather for every bucket that is partitioned over ranks.
 
-        Buckets with a parameter that no module waits for are whole when this returns.
+        Buckets with a parameter that no module waits for are complete on return.
         """
         self.wait()
         for index, buffer in enumerate(buffers):
@@ -46,13 +46,15 @@ class ParameterGather:
         self._wait_for(tuple(self._pending))
 
     def wait_before(self, units: Iterable[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
-        """Let each of these modules wait, before its forward pass, for the buckets that hold its parameters.
+        """Make each module wait before its forward pass for the buckets of its parameters.
 
         Args:
-            units: Modules that read no parameter of another one, unless that ran before them.
-            buffers: As they will be given to :meth:`start`.
+            units: Modules that read no parameter of another module, unless that module ran before
+                them.
+            buffers: Buffers in the order in which :meth:`start` gets them.
         """
-        places, read = _places_by_parameter(buffers), set[int]()
+        places = _places_by_parameter(buffers)
+        read = set[int]()
         for unit in units:
             needed = tuple(dict.fromkeys(place for p in unit.parameters() for place in places.get(id(p), ())))
             if needed:
@@ -62,7 +64,7 @@ class ParameterGather:
         self._awaited |= {place for held_in in places.values() for place in held_in} - elsewhere
 
     def release(self) -> None:
-        """Take the hooks off the modules."""
+        """Remove the hooks from the modules."""
         self.wait()
         for hook in self._hooks:
             hook.remove()

@@ -1,4 +1,4 @@
-"""A gradient of which ranks hold parts, in the hands of code that takes it for the whole one."""
+"""Tensor-parallel gradient shards whose reductions are those of the full gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec
 
-#: What a reduction of all elements is over the parts of a rank: its value there, and what joins the ranks' values.
+#: What a reduction of all elements is over the parts of a rank: its value there, and what joins the
+#: ranks' values.
 _REDUCTIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Any]] = {
     "sum": (torch.sum, "sum"),
     "max": (torch.amax, "max"),
@@ -27,18 +28,18 @@ _NORMS = ("norm", "linalg_vector_norm")
 
 @dataclass(frozen=True)
 class _Place:
-    """Say how a gradient lies in the full one, and on which ranks the rest is."""
+    """Placement of a gradient shard in the full gradient."""
 
     spec: ShardSpec
     mesh: ParallelMesh
 
     def reduce(self, gradient: Tensor, name: str) -> Tensor:
-        """Reduce the full tensor to a scalar; a collective over the ranks that hold its parts."""
+        """Reduce the full tensor to a scalar; a collective over the ranks that have its shards."""
         of_parts, op = _REDUCTIONS[name]
         local = gradient.as_subclass(Tensor)
-        # Padding belongs to no full tensor, and copies count once.
+        # Padding is no part of the full tensor, and replicated elements count once.
         counted = [view.reshape(-1) for box, view in self.spec.local_views(local) if not box.copy and view.numel()]
-        # The first element of a copy changes no maximum.
+        # A rank that counts nothing contributes a replicated element, which changes no maximum.
         values = torch.cat(counted) if counted else local.reshape(-1)[:1]
         result = of_parts(values)
         if not counted and name == "sum":
@@ -56,22 +57,24 @@ class _Place:
 
 
 class PartedGradient(Tensor):
-    """Behave as a rank's part of a gradient element by element, and as the whole gradient where it becomes a number.
+    """Gradient shard that is local element by element and global in reductions to a scalar.
 
-    Norms, sums, means, extremes and ``any`` and ``all`` of all elements are those of the full tensor, on every rank.
+    Norms, sums, means, maxima, minima, ``any`` and ``all`` over all elements are those of the full
+    tensor, on every rank.
 
-    Communication: one all-reduce of a scalar over tp (etp for experts) for each such number. All ranks must ask.
+    Communication: One all-reduce of a scalar over tp (etp for experts) for each such reduction. All
+    ranks must call it.
 
     Raises:
-        UnsupportedError: If norms are joined over parameters, as ``clip_grad_norm_`` does, where other ranks hold other
-            parameters.
+        UnsupportedError: If norms are joined over parameters, as ``clip_grad_norm_`` does, where
+            other ranks hold other parameters.
     """
 
     place: _Place | None = None
 
     @staticmethod
     def of(gradient: Tensor, spec: ShardSpec, mesh: ParallelMesh) -> Tensor:
-        """Return the gradient itself, in the same memory, as one that knows how it lies in the full one."""
+        """Return a view of the gradient that knows its placement in the full gradient."""
         if mesh.model.size == 1:
             return gradient
         parted = gradient.as_subclass(PartedGradient)
@@ -82,8 +85,9 @@ class PartedGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer reductions of all elements for the full tensor, and run everything else on the part."""
-        options, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        """Run reductions of all elements on the full tensor, and everything else on the shard."""
+        options = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
         if func is torch._foreach_norm:
             return [torch.linalg.vector_norm(one, *args[1:], **options) for one in args[0]]
         first = args[0] if args else None

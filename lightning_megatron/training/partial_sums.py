@@ -1,4 +1,4 @@
-"""Gradients of which tensor-parallel ranks see parts: norms under sequence parallelism, copied key/value heads."""
+"""Gradients that are partial sums over the tensor axis: norms, copied key and value heads."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ GradientOf = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class _Segment:
-    """Place rows of a gradient that several ranks hold.
+    """Rows of a gradient that several ranks have.
 
     Args:
-        name: The parameter.
+        name: Name of the parameter.
         shape: Shape of the piece (elements).
-        dim: The dimension that the piece is cut from; None for a whole gradient.
-        local_start: First row of the piece in this rank's gradient; None if this rank does not hold the piece.
+        dim: Dimension along which the piece is cut; None for a whole gradient.
+        local_start: First row of the piece in this rank's gradient; None if this rank does not have
+            the piece.
     """
 
     name: str
@@ -34,24 +35,25 @@ class _Segment:
     local_start: int | None = 0
 
     def of(self, gradient: Tensor) -> Tensor | None:
-        """Return the view of the gradient that this piece covers."""
+        """Return the view of the gradient that this piece covers, if this rank has it."""
         if self.local_start is None:
             return None
         return gradient if self.dim is None else gradient.narrow(self.dim, self.local_start, self.shape[self.dim])
 
 
 class PartialSums:
-    """Add the parts of gradients over the tensor axis, one message for each dtype.
+    """Sum of partial gradients over the tensor axis, one message for each dtype.
 
     Args:
-        specs: How the partial parameters of this rank lie in their full tensors, by name.
-        mesh: The groups of this rank.
+        specs: Shard specs of this rank's partial parameters, by name.
+        mesh: Process groups of this rank.
 
     Communication: one gather of ranges over tp, if there are partial parameters.
     """
 
     def __init__(self, specs: dict[str, ShardSpec], mesh: ParallelMesh) -> None:
-        self._specs, self._mesh = specs, mesh
+        self._specs = specs
+        self._mesh = mesh
         self._pieces: dict[str, list[tuple[int, int]]] = {}
         if mesh.tp.size > 1 and specs:
             ranges = {name: [(piece.start, piece.stop) for piece in spec.ranges] for name, spec in specs.items()}
@@ -59,7 +61,7 @@ class PartialSums:
             self._pieces = {name: overlapping_pieces([one[name] for one in everyone]) for name in ranges}
 
     def add(self, names: Collection[str], gradient_of: GradientOf) -> None:
-        """Add the parts of the named gradients in place.
+        """Sum the named gradients over the tensor axis, in place.
 
         Communication: one all-reduce over tp for each dtype.
         """
@@ -73,9 +75,11 @@ class PartialSums:
             self._reduce(same, gradient_of)
 
     def _segments(self, name: str, gradient: Tensor) -> Iterable[_Segment]:
-        spec, shape = self._specs[name], tuple(gradient.shape)
+        spec = self._specs[name]
+        shape = tuple(gradient.shape)
         for start, stop in self._pieces.get(name, ()):
-            local_start, before = None, 0
+            local_start = None
+            before = 0
             for held in spec.ranges:
                 if held.start <= start and stop <= held.stop:
                     local_start = before + start - held.start
@@ -94,7 +98,8 @@ class PartialSums:
             for slot, segment, view in zip(flat.split(sizes), segments, local, strict=True)
             if view is not None
         ]
-        inside, outside = [slot for slot, _ in pairs], [view for _, view in pairs]
+        inside = [slot for slot, _ in pairs]
+        outside = [view for _, view in pairs]
         if pairs:
             torch._foreach_copy_(inside, outside)
         all_reduce_(flat, self._mesh.tp)

@@ -1,4 +1,4 @@
-"""Parameters that are used on a part of the features: what the graph of a backward pass says of them."""
+"""Detection of whole parameters that are used on a part of the features."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.models.staged_blocks import StagedBlocks
 
-#: Gradients as this rank has them: complete, this rank's part of a sum or of the features, wrong because a part is
-#: taken for the whole, or not known.
+#: Gradients as this rank has them: complete, this rank's part of a sum or of the features, wrong
+#: because a part is taken for the whole, or not known.
 Region = Literal["whole", "part", "mixed", "unknown"]
 
 
 class PartialUse:
-    """Find whole parameters whose gradients are parts of a sum over the tensor axis.
+    """Search for whole parameters whose gradients are partial sums over the tensor axis.
 
-    A parameter that is used between a ``column`` and a ``row`` layer (a norm of heads, a PReLU) sees the features of
-    its rank alone. The graph that autograd records knows: the layers of this package say which of their gradients are
-    parts, and everything between two of them hands on what it gets. Parameters of this package's models are not looked
-    at, because their specs say it.
+    A parameter that is used between a ``column`` and a ``row`` layer (a norm of heads, a PReLU)
+    sees only the features of its rank. The graph that autograd records shows this: the layers of
+    this package declare which of their gradients are partial, and the nodes between two layers pass
+    that on. Parameters of this package's models are skipped, because their shard specs declare it.
 
     Args:
-        module: The module that is trained.
-        mesh: The groups of this rank.
-        whole: Names of the parameters that every rank of tp holds whole.
+        module: Module that is trained.
+        mesh: Process groups of this rank.
+        whole: Names of the parameters that every rank of tp has whole.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh, whole: Collection[str]) -> None:
-        self._mesh, self._whole = mesh, frozenset(whole)
+        self._mesh = mesh
+        self._whole = frozenset(whole)
         models = [one for _, one in pipelined_modules(module)]
         own = {id(p) for one in models if not isinstance(one, StagedBlocks) for p in one.parameters()}
         # Only such a module can hold what the walk is for.
@@ -44,14 +45,16 @@ class PartialUse:
         self.found: set[str] = set()
 
     def inspect(self, node: Any, is_loss: bool = True) -> None:
-        """Look at the graph that a backward pass is about to run through.
+        """Examine the graph that a backward pass is about to run through.
 
         Args:
-            node: Where it starts: that of the loss, or of what a pipeline stage sends on; None if there is no graph.
-            is_loss: Whether it is the loss.
+            node: Root of the graph: the node of the loss, or of the tensor that a pipeline stage
+                sends; None if there is no graph.
+            is_loss: Whether ``node`` is that of the loss.
 
         Raises:
-            ParallelPlanError: If the gradient of a parameter would be neither complete nor a part of a sum.
+            ParallelPlanError: If the gradient of a parameter would be neither complete nor a part
+                of a sum.
         """
         if not self._names or node is None:
             return
@@ -62,7 +65,8 @@ class PartialUse:
                 self._judge(name, parameter, regions)
 
     def _judge(self, name: str, parameter: Tensor, regions: set[Region]) -> None:
-        spec, is_whole = shard_spec_of(parameter), name in self._whole
+        spec = shard_spec_of(parameter)
+        is_whole = name in self._whole
         if "mixed" in regions or (is_whole and len(regions) > 1):
             raise ParallelPlanError(
                 f"what is computed between a 'column' and a 'row' layer must come from 'column' layers: the gradient "
@@ -89,7 +93,7 @@ class PartialUse:
 
 
 def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
-    """Return the parameters behind a node of a graph, each with the regions that its gradients come from."""
+    """Return the parameters below a node, each with the regions of its gradients."""
     found: dict[int, tuple[Tensor, set[Region]]] = {}
     seen: set[tuple[Any, Region]] = set()
     waiting: list[tuple[Any, Region]] = [(root, start)]
@@ -113,7 +117,7 @@ def _regions_of_inputs(node: Any, region: Region, count: int) -> list[Region]:
     describe = getattr(function, "border", None)
     border: Border | None = None if describe is None else describe(node)
     if border is None:
-        # What a compiler has fused is one node, with anything inside.
+        # A compiled region is one opaque node, so its uses are not known.
         return ["unknown" if "Compiled" in type(node).__name__ else region] * count
     if region == "part" and not border.takes_parts:
         return ["mixed"] * count

@@ -1,4 +1,4 @@
-"""Comparison of what several ranks hold or compute alike: copies of parameters, and their gradients."""
+"""Comparison of replicated parameters, gradients and losses between ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
 from lightning_megatron.training.main_parameters import MainParameters
 
-#: Sums that stand for a tensor. Every such sum takes elements this far apart, which no layer is a multiple of.
+#: Sums that stand for a tensor. Every such sum takes elements this far apart, which no layer is a
+#: multiple of.
 _NUM_SUMS = 7
-#: Relative distance of two gradients, or of parameters trained with them, that rounding does not explain. Parts of a
-#: sum are as far apart as they are large.
+#: Relative distance of two gradients, or of parameters trained with them, that rounding does not
+#: explain. Parts of a sum are as far apart as they are large.
 _TOLERANCE = 0.05
 #: Parameters that are named in an error.
 _SHOWN = 5
@@ -24,9 +25,10 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def whole_everywhere(main: MainParameters) -> tuple[str, ...]:
-    """Name the parameters that every rank of tp holds whole, in the order of the model; those of experts are left out.
+    """List the parameters that every rank of tp has whole, without those of experts.
 
-    One rank alone may hold all rows of a small vocabulary.
+    The order is that of the model. One rank alone may have all rows of a small vocabulary, so the
+    ranks must agree.
 
     Communication: one gather of names over tp.
     """
@@ -42,20 +44,21 @@ def check_loss_replicas(main: MainParameters, loss: Tensor) -> None:
     """Compare the loss over tp, whose ranks compute it from the same samples.
 
     Args:
-        main: The parameters, whose coarsest type says what rounding may do.
-        loss: A scalar.
+        main: Parameters whose coarsest dtype sets the tolerance.
+        loss: Scalar loss of this rank.
 
     Raises:
         ReplicaMismatchError: On every rank of the axis, naming the values by rank.
 
     Communication: a gather of one number over tp, for which the host waits.
     """
-    axis, dtypes = main.mesh.tp, {main.parameter(name).dtype for name in main.names}
+    axis = main.mesh.tp
+    dtypes = {main.parameter(name).dtype for name in main.names}
     spacing = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
     tolerance = min(_TOLERANCE, 10 * spacing**0.5)
     everyone = all_gather_objects(float(loss), axis)
     is_alike = all(math.isclose(one, everyone[0], rel_tol=tolerance, abs_tol=tolerance / 10) for one in everyone)
-    # What is not finite is refused elsewhere, with the name of its rank.
+    # Another check refuses losses that are not finite, and names their rank.
     if is_alike or not all(map(math.isfinite, everyone)):
         return
     values = ", ".join(f"{one:.9g} on rank {rank}" for rank, one in zip(axis.ranks, everyone, strict=True))
@@ -69,16 +72,17 @@ def check_loss_replicas(main: MainParameters, loss: Tensor) -> None:
 
 
 def check_tensor_replicas(main: MainParameters, whole: Sequence[str], names: Collection[str]) -> None:
-    """Compare over tp the parameters that every rank holds whole, and their gradients before they are used.
+    """Compare replicated parameters over tp, and their gradients before the optimizer step.
 
-    Ranks compute both for themselves. Kernels that add in no fixed order may round otherwise on each of them, so the
-    comparison has a tolerance: relative to the gradient, with the size that rounding leaves of sums that cancel. What
-    has such a gradient only is left out, because an optimizer that divides by it moves the parameter at random.
+    Each rank computes both by itself. Kernels without a fixed order of summation may round
+    differently on each rank, so the comparison has a tolerance: relative to the gradient, plus the
+    rounding error of sums that cancel. A parameter whose gradient is only rounding error is
+    skipped, because an optimizer that divides by the gradient's size moves it at random.
 
     Args:
-        main: The parameters, with finished gradients.
-        whole: Those that every rank of tp holds whole.
-        names: Whose gradients are finished.
+        main: Parameters with finished gradients.
+        whole: Names of the parameters that every rank of tp has whole.
+        names: Names of the parameters whose gradients are finished.
 
     Raises:
         ReplicaMismatchError: On every rank of the axis, naming parameters, ranks and values.
@@ -86,7 +90,7 @@ def check_tensor_replicas(main: MainParameters, whole: Sequence[str], names: Col
     Communication: one all-reduce over tp, for which the host waits; a gather of values on failure.
     """
     axis = main.mesh.tp
-    # Integers, which are not trained, have no rounding; their bits are compared over the data axis.
+    # Integers are not trained; their bits are compared over the data axis.
     whole = [
         name for name in whole if main.parameter(name).dtype.is_floating_point or main.parameter(name).is_complex()
     ]
@@ -95,10 +99,11 @@ def check_tensor_replicas(main: MainParameters, whole: Sequence[str], names: Col
     if not whole:
         return
     mine = torch.stack([_float_sums(tensor) for tensor in (*gradients.values(), *parameters.values())])
-    # What is not finite is alike where it is so on all ranks; infinities have no difference.
+    # Replace values that are not finite: the difference of two infinities would be NaN.
     mine = mine.nan_to_num(nan=1e300, posinf=2e300, neginf=-2e300)
     highest, lowest = all_reduce_(torch.stack([mine, -mine]), axis, "max").cpu().unbind()
-    apart, norms = (highest + lowest)[:, :_NUM_SUMS].amax(1), highest[:, _NUM_SUMS]
+    apart = (highest + lowest)[:, :_NUM_SUMS].amax(1)
+    norms = highest[:, _NUM_SUMS]
     rounding = {name: torch.finfo(main.parameter(name).dtype).eps ** 0.5 for name in whole}
     count = len(gradients)
     strange, noisy = _judge(gradients, apart[:count], norms[:count], rounding)
@@ -112,17 +117,18 @@ def check_tensor_replicas(main: MainParameters, whole: Sequence[str], names: Col
 def _judge(
     tensors: Mapping[str, Tensor], apart: Tensor, norms: Tensor, rounding: Mapping[str, float]
 ) -> tuple[list[str], set[str]]:
-    """Name the tensors that are further apart than rounding explains, and those that may be rounding alone.
+    """Return the tensors that differ by more than rounding, and those that may be rounding alone.
 
     Args:
-        tensors: This rank's, by name.
-        apart: The distance of each between the ranks.
-        norms: The largest norm of each.
-        rounding: Relative size of what rounding leaves of sums that cancel, by name.
+        tensors: Tensors of this rank, by name.
+        apart: Distance of each tensor between the ranks.
+        norms: Largest norm of each tensor.
+        rounding: Relative rounding error of sums that cancel, by name.
     """
     num_elements = sum(tensor.numel() for tensor in tensors.values())
     typical = float(norms.square().sum() / max(1, num_elements)) ** 0.5
-    strange, noisy = [], set()
+    strange = []
+    noisy = set()
     for (name, tensor), distance, norm in zip(tensors.items(), apart.tolist(), norms.tolist(), strict=True):
         floor = rounding[name] * typical * tensor.numel() ** 0.5
         if norm <= floor:
@@ -133,15 +139,17 @@ def _judge(
 
 
 def check_data_replicas(main: MainParameters) -> None:
-    """Compare the parameters of ranks that hold the same part, bit by bit: dp and cp, and the copies of experts.
+    """Compare the parameters of ranks with the same part (dp, cp, expert copies) bit by bit.
 
-    One of them has computed each value, or all have done so from the same sum, so that nothing may differ.
+    Each value was computed by one rank, or by all ranks from the same sum, so the bits must be
+    equal.
 
     Raises:
         ReplicaMismatchError: On every rank of the axis, naming parameters, ranks and values.
 
-    Communication: one all-reduce over the data axis, one over that of experts, and one over the embedding axis where
-    an embedding is tied, for which the host waits; a gather of values on failure.
+    Communication: one all-reduce over the data axis, one over that of experts, and one over the
+    embedding axis where an embedding is tied, for which the host waits; a gather of values on
+    failure.
     """
     mesh = main.mesh
     tied = {name for pair in main.ties or () for name in pair}
@@ -159,7 +167,7 @@ def _check_bits(main: MainParameters, names: Sequence[str], axis: MeshAxis) -> N
     inside = set(names)
     buffers = [one for one in main.buffers if inside.issuperset(one.members)]
     buffered = {name for one in buffers for name in one.members}
-    # Whole buffers are a few sums, however many parameters they hold.
+    # A whole buffer needs only a few sums, regardless of its number of parameters.
     flat = [one.parameters for one in buffers] + [main.parameter(name) for name in names if name not in buffered]
     mine = torch.stack([_bit_sums(tensor.detach()) for tensor in flat])
     highest, lowest = all_reduce_(torch.stack([mine, -mine]), axis, "max").unbind()
@@ -181,9 +189,10 @@ def _gradient(main: MainParameters, name: str) -> Tensor:
 
 
 def _float_sums(tensor: Tensor) -> Tensor:
-    """Return sums and the norm of a tensor, which stand for it where rounding may differ.
+    """Return sums and the norm of a tensor, for a comparison with tolerance.
 
-    Random errors move a sum by as much as the norm of the error, so that sums are compared with the norm.
+    Random errors change a sum by about the norm of the error, so sums are compared relative to the
+    norm.
 
     Shapes: any, to (8) in float64.
     """
@@ -203,7 +212,7 @@ def _numbers_of(tensor: Tensor) -> Tensor:
 
 
 def _sums(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add elements that lie ``_NUM_SUMS`` apart."""
+    """Add the elements that are ``_NUM_SUMS`` apart."""
     num_rows = flat.numel() // _NUM_SUMS
     rest = flat[num_rows * _NUM_SUMS :]
     sums = flat[: num_rows * _NUM_SUMS].view(num_rows, _NUM_SUMS).sum(0, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Whether what was found in an earlier step still holds."""
+"""Cache check by object identity."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from operator import is_
 
 
 def same_objects(ones: Sequence[object], others: Sequence[object]) -> bool:
-    """Tell whether two sequences hold the very same objects; it is asked of thousands of parameters in every step."""
+    """Return whether two sequences contain the same objects."""
     return len(ones) == len(others) and all(map(is_, ones, others))

@@ -1,4 +1,4 @@
-"""Which parts of a model several ranks hold, so that their gradients must be added."""
+"""Parameters that several ranks have, so that their gradients must be summed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_megatron.errors import UnsupportedError
 
 
 def overlapping_pieces(ranges_by_rank: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """Cut rows at every border of any rank's ranges and list the pieces that more than one rank holds, in order.
+    """List the row ranges, in order, that more than one rank has.
 
     Args:
-        ranges_by_rank: For every rank, the [start, stop) rows of the full tensor that it holds.
+        ranges_by_rank: Row ranges [start, stop) of the full tensor that each rank has.
     """
     borders = sorted({border for ranges in ranges_by_rank for one in ranges for border in one})
     pieces = []
@@ -24,16 +24,18 @@ def overlapping_pieces(ranges_by_rank: Sequence[Sequence[tuple[int, int]]]) -> l
 
 
 def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tuple[str, str]]:
-    """Pair each tied copy of a pipeline with the full name of the parameter that it copies.
+    """Pair each tied copy of a pipeline with the full name of its original parameter.
 
     Args:
-        stages: For every stage, its parameters' names, each with the name in the same model that it copies, or None.
+        stages: Parameter names of every stage, each with the name of its original in the same
+            model, or None.
 
     Returns:
         (original, copy) for every tied copy, in the order of the stages.
 
     Raises:
-        UnsupportedError: If a copy's original is on no stage, or if several stages hold one parameter.
+        UnsupportedError: If a copy's original is on no stage, or if several stages hold one
+            parameter.
     """
     originals = [name for stage in stages for name, tied_to in stage if tied_to is None]
     repeated = [name for name, count in Counter(originals).items() if count > 1]
@@ -59,7 +61,7 @@ def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tup
 
 
 def original_name(copy: str, tied_to: str, names: Collection[str]) -> str | None:
-    """Find a tied copy's original: ``tied_to`` below the longest prefix of the copy's name that has it.
+    """Return the full name of a tied copy's original; None if there is none.
 
     Args:
         copy: Full name of the copy, such as ``model.head.weight``.

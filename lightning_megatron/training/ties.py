@@ -1,4 +1,4 @@
-"""A tied embedding lives on the first and the last stage, and must be trained alike on both."""
+"""Tied embeddings on the first and the last stage, and their training in step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_megatron.training.main_parameters import MainParameters
 
 @dataclass(frozen=True)
 class _Training:
-    """Hold how a parameter is trained.
+    """Training state of a parameter.
 
     Args:
-        is_trained: Whether it requires gradients.
-        groups: For each optimizer, the number of the group that it is in; None for none.
+        is_trained: Whether the parameter requires gradients.
+        groups: Number of the parameter's group in each optimizer; None if it is in no group.
     """
 
     is_trained: bool
@@ -31,13 +31,14 @@ class _Training:
 
 @contextmanager
 def naming_copies_as_originals(module: nn.Module) -> Iterator[None]:
-    """List copies of tied embeddings under the names of their originals inside the block, as one device does.
+    """List copies of tied embeddings under the names of their originals inside the block.
 
-    Code that makes groups by names then puts the last stage's copy where the first stage's embedding is. A copy whose
-    original has no module on this stage keeps its name.
+    A single device has no copies, so code that builds parameter groups by names expects only the
+    original's name. With this context it puts the last stage's copy into the group of the first
+    stage's embedding. A copy whose original has no module on this stage keeps its name.
 
     Args:
-        module: The module that is trained.
+        module: Module that is trained.
     """
     placed: list[tuple[nn.Module, str]] = []
     for name, parameter in list(module.named_parameters()):
@@ -55,7 +56,7 @@ def naming_copies_as_originals(module: nn.Module) -> Iterator[None]:
 
 
 def _place_of_original(module: nn.Module, copy: str, tied_to: str) -> tuple[nn.Module, str] | None:
-    """Return the module that has the original on the first stage, and the name there, if that module is here."""
+    """Return the module and key of the original on this stage; None if it is elsewhere."""
     modules = dict(module.named_modules())
     owner_name, _, key = tied_to.rpartition(".")
     parts = copy.split(".")
@@ -67,11 +68,11 @@ def _place_of_original(module: nn.Module, copy: str, tied_to: str) -> tuple[nn.M
 
 
 def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
-    """Check that an optimizer trains the first stage's embedding and its copy on the last stage alike.
+    """Check that an optimizer trains a tied embedding and its copy with the same settings.
 
     Args:
-        optimizer: One that is attached to ``main``.
-        main: The parameters of this rank.
+        optimizer: Optimizer that is attached to ``main``.
+        main: Parameters of this rank.
 
     Raises:
         UnsupportedError: On every stage, if their groups differ.
@@ -88,7 +89,8 @@ def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
     stages = all_gather_objects(place, main.mesh.pp_cpu)
     everyone = {name: where for stage in stages for name, where in stage.items()}
     for original, copy in main.ties:
-        first, last = everyone.get(original, "no group"), everyone.get(copy, "no group")
+        first = everyone.get(original, "no group")
+        last = everyone.get(copy, "no group")
         if first != last:
             raise UnsupportedError(
                 f"a tied embedding must be trained alike on the first and the last stage: {original!r} is in "
@@ -98,13 +100,13 @@ def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
 
 
 class TiedCopies:
-    """Train the last stage's copy of a tied embedding as the first stage's embedding is trained.
+    """Tied copies on the last stage, trained like their originals on the first stage.
 
-    Code that freezes by names, or puts a parameter into a group of an optimizer, meets the embedding under its own
-    name on the first stage alone.
+    Only on the first stage does the embedding have its own name. Code that freezes by names, or
+    that puts a parameter into an optimizer group, therefore misses the copy.
 
     Args:
-        main: The parameters of this rank.
+        main: Parameters of this rank.
     """
 
     def __init__(self, main: MainParameters) -> None:
@@ -112,12 +114,13 @@ class TiedCopies:
         self._followed: Mapping[str, bool] = {}
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Freeze copies, and put them into the groups of optimizers, as their originals are now.
+        """Freeze copies and assign them to optimizer groups like their originals.
 
-        A copy whose original's group has no counterpart stays where it is, which :func:`check_ties` refuses.
+        A copy does not move if the original's group has no counterpart on its stage;
+        :func:`check_ties` refuses that.
 
         Args:
-            optimizers: Those of the fit, in their order.
+            optimizers: Optimizers of the fit, in order.
 
         Communication: one gather over pp where there are ties; one more at the first call.
         """
@@ -137,7 +140,7 @@ class TiedCopies:
                 _move(optimizer, main, copy, original, number)
 
     def check(self) -> None:
-        """Refuse an embedding that has been frozen or unfrozen on this stage alone since :meth:`follow`.
+        """Refuse an embedding whose ``requires_grad`` changed on this stage since :meth:`follow`.
 
         Raises:
             UnsupportedError: If there is one.
@@ -157,7 +160,7 @@ class TiedCopies:
 
 
 def _group_of(optimizer: Optimizer, main: MainParameters, name: str) -> int | None:
-    """Return the number of the group that a parameter, or what stands for it, is in."""
+    """Return the number of the group that contains a parameter or its main parameter."""
     wanted = {id(main.parameter(name)), id(main.main(name))}
     for number, group in enumerate(optimizer.param_groups):
         if any(id(parameter) in wanted for parameter in group["params"]):
@@ -166,7 +169,7 @@ def _group_of(optimizer: Optimizer, main: MainParameters, name: str) -> int | No
 
 
 def _move(optimizer: Optimizer, main: MainParameters, copy: str, original: str, number: int | None) -> None:
-    """Put a copy into a group of an optimizer, or into none."""
+    """Move a copy into a group of an optimizer, or remove it from its group."""
     before = _group_of(optimizer, main, copy)
     if before == number or (number is not None and number >= len(optimizer.param_groups)):
         return

@@ -1,4 +1,4 @@
-"""Parameters that get no gradient in a step: on no rank, or on some."""
+"""Parameters without a gradient in a step, on all ranks or on some."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _SHOWN = 5
 
 
 class UnusedParameters:
-    """Find out which parameters no rank uses, so that optimizers leave these alone as they would on one process.
+    """Tracking of parameters that no rank uses, so that optimizers skip them.
 
-    A parameter is dormant as long as no data-parallel rank has ever had a gradient for it. All others take part with
-    zeros in a step in which this rank has none for them, and are named once in the log.
+    This matches a single process. A parameter is dormant while no data-parallel rank has ever had a
+    gradient for it. Other parameters without a gradient on this rank contribute zeros in that step,
+    and are logged once.
 
     Args:
-        main: The parameters of this rank.
+        main: Parameters of this rank.
     """
 
     def __init__(self, main: MainParameters) -> None:
@@ -34,20 +35,21 @@ class UnusedParameters:
         self._has_told_of_zero_grad = False
 
     def note(self, name: str) -> None:
-        """Note that this rank has no gradient for a parameter in this step."""
+        """Record that this rank has no gradient for a parameter in this step."""
         self._without.add(name)
 
     def agree(self, names: Sequence[str]) -> set[str]:
-        """Return which of these parameters are dormant, the same on all data-parallel ranks.
+        """Return the dormant parameters among these, the same on all data-parallel ranks.
 
-        Communication: one all-reduce of flags over the data axis on the CPU, if any of them is new or dormant; one more
-        over the ranks with the same experts, if there are any.
+        Communication: one all-reduce of flags over the data axis on the CPU, if any of them is new
+        or dormant; one more over the ranks with the same experts, if there are any.
         """
         tied = {name for pair in self._main.ties or () for name in pair}
         unsure = (set(names) - self._known | self._dormant) - tied
         if not unsure.isdisjoint(names):
             asked = [name for name in names if name in unsure]
-            mesh, unused = self._main.mesh, set()
+            mesh = self._main.mesh
+            unused = set()
             for is_expert, axis in ((False, mesh.data_cpu), (True, mesh.edp_cpu)):
                 alike = [name for name in asked if self._main.spec(name).is_expert == is_expert]
                 flags = torch.tensor([int(name in self._without) for name in alike])
@@ -63,7 +65,7 @@ class UnusedParameters:
         return self._dormant
 
     def forgive_missing_zero_grad(self, name: str, finished: set[str]) -> None:
-        """Say once that gradients of an earlier step are forgotten although nobody asked for it."""
+        """Warn once that gradients of an earlier step are discarded without ``zero_grad``."""
         if name in finished:
             finished.discard(name)
             if not self._has_told_of_zero_grad:

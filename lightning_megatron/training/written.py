@@ -1,4 +1,4 @@
-"""What user code writes into the model's parameters between steps, past the optimizer."""
+"""User writes to the model's parameters between steps, outside the optimizer."""
 
 from __future__ import annotations
 
@@ -11,47 +11,52 @@ from lightning_megatron.training.flat_buffer import FlatBuffer
 
 
 class WrittenParameters:
-    """Let weights that user code has written count in the next optimizer step, as on one device.
+    """Tracking of user writes, so that the next optimizer step starts from them.
 
-    torch counts operations in place on a parameter, but none that goes through ``parameter.data``. Whoever sees user
-    code use that attribute says so by :meth:`note`, and the values of that parameter are compared with the main.
+    torch's version counter sees in-place operations on a parameter, but not those through
+    ``parameter.data``. The code that detects access to that attribute calls :meth:`note`, and the
+    values of that parameter are compared with the main parameter.
 
     Args:
-        parameters: This rank's parameters by name.
-        buffers: Where the trained ones lie; the list may grow.
-        wait: Waits until all parameters are whole.
+        parameters: Parameters of this rank by name.
+        buffers: Flat buffers of the trained parameters; the list may grow.
+        wait: Function that waits until all parameters are complete.
     """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], buffers: Sequence[FlatBuffer], wait: Callable[[], None]
     ) -> None:
-        self._parameters, self._buffers, self._wait = parameters, buffers, wait
+        self._parameters = parameters
+        self._buffers = buffers
+        self._wait = wait
         self._names_by_id = {id(parameter): name for name, parameter in parameters.items()}
         self._noted: set[str] = set()
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Note that user code holds the memory of a parameter now, or is about to replace it."""
+        """Record that user code accesses or replaces the memory of a parameter."""
         name = self._names_by_id.get(id(parameter))
         if name is not None:
-            # A gather that is under way would overwrite what is written.
+            # A pending gather would overwrite the written values.
             self._wait()
             self._noted.add(name)
 
     def take_noted(self) -> None:
-        """Take over what was written through ``parameter.data``, before the next forward pass."""
+        """Adopt values written through ``parameter.data``, before the next forward pass."""
         if self._noted:
             self.take()
 
     def take(self, *, all_values: bool = False) -> None:
-        """Take over what was written, before parameters are trained further.
+        """Adopt written values before parameters are trained further.
 
-        Memory that was put under a parameter is copied to its place in the flat buffer.
+        If user code replaced a parameter's memory, the values are copied to the parameter's place
+        in the flat buffer.
 
         Args:
-            all_values: Compare all parameters, not only those that are known to be written.
+            all_values: Whether to compare all parameters, not only those known to be written.
 
         Raises:
-            UnsupportedError: If a parameter has another shape than before, or the memory of another one.
+            UnsupportedError: If a parameter has another shape than before, or the memory of another
+                one.
         """
         noted = self._parameters.keys() if all_values else self._noted
         self._noted = set()
@@ -61,9 +66,9 @@ class WrittenParameters:
             buffer.take_written(noted)
 
     def take_in_place(self) -> None:
-        """Take over what was written where parameters lie; memory that was put under them stays until the next step.
+        """Adopt values written in place; replaced memory is adopted at the next step.
 
-        User code may still hold the old memory, to put it back.
+        User code may still have a reference to the old memory and restore it.
         """
         apart = {name for name in self._noted if self.is_apart(name)}
         for buffer in self._buffers:
@@ -71,11 +76,11 @@ class WrittenParameters:
         self._noted = apart
 
     def is_apart(self, name: str) -> bool:
-        """Return whether user code has put other memory under a parameter."""
+        """Return whether user code has replaced the memory of a parameter."""
         return name in self._noted and bool(self._moved([name]))
 
     def _moved(self, names: Collection[str]) -> list[str]:
-        """List the parameters that are not where the buffers have them.
+        """List the parameters whose memory is not at their place in the buffers.
 
         Raises:
             UnsupportedError: As :meth:`take`.
