@@ -15,7 +15,9 @@ _POLL_SECONDS = 0.02
 
 
 def open_store(address: str, port: int, rank: int, size: int, timeout: timedelta, of_agent: bool) -> dist.Store:
-    """Return the store that all ranks of the job share: that of the process group, if there is one.
+    """Return the store that all ranks of the job share.
+
+    If a process group exists, it is the store of that group.
 
     Args:
         address: Host of the store.

@@ -35,7 +35,7 @@ class Notices:
         self._ask(lambda: self._store.set(name, text), None)
 
     def read(self, names: Sequence[str]) -> dict[str, str]:
-        """Return those of the named notices that exist."""
+        """Return the texts of the named notices that exist, by name."""
 
         def read_all() -> dict[str, str]:
             if self._store.check(list(names)):

@@ -161,7 +161,7 @@ class RandomStreams:
             self._set_state(outside)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs to continue the streams."""
+        """Return the seed and the position, from which a checkpoint continues the streams."""
         return {"seed": self.seed, "position": asdict(self.position)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

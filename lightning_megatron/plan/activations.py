@@ -22,14 +22,14 @@ class ActivationCosts:
         layer: Activations that a block keeps without recomputation, its input included.
         kept: Activations that a block keeps under the chosen recomputation.
         masks: Attention masks that the blocks of a chunk share.
-        layer_forward: Temporary buffers of a block's forward pass, without what it keeps.
-        layer_backward: Temporary buffers of a block's backward pass and recomputed activations,
-            without what it keeps.
+        layer_forward: Temporary buffers of a block's forward pass, in addition to ``kept``.
+        layer_backward: Temporary buffers of a block's backward pass and recomputed activations, in
+            addition to ``kept``.
         head: Activations that the final norm and the head keep.
-        head_backward: Temporary buffers of the head's backward pass, without what it keeps.
+        head_backward: Temporary buffers of the head's backward pass, in addition to ``head``.
         loss_kept: Activations that the loss keeps.
-        loss_forward: Temporary buffers of the loss in forward, without what it keeps.
-        loss_backward: Temporary buffers of the loss in backward, without what it keeps.
+        loss_forward: Temporary buffers of the loss in forward, in addition to ``loss_kept``.
+        loss_backward: Temporary buffers of the loss in backward, in addition to ``loss_kept``.
         slots: Symmetric buffer for tokens on their way to experts; all blocks share one.
     """
 

@@ -104,7 +104,7 @@ class ExpertsConfig:
 
     @property
     def has_losses(self) -> bool:
-        """Return whether the routers have a load-balancing loss or a z-loss."""
+        """Return whether the routers have losses: load balancing or z-loss."""
         return bool(self.aux_loss or self.z_loss)
 
     def is_in(self, layer: int) -> bool:

@@ -19,12 +19,12 @@ class NetworkCosts:
 
     Args:
         kept: Activations kept for backward, without the input.
-        forward: Temporary buffers of the forward pass, without ``kept``.
-        backward: Peak of temporary buffers in the backward pass, without ``kept``; negative if more
-            of ``kept`` has been freed by then.
+        forward: Temporary buffers of the forward pass, in addition to ``kept``.
+        backward: Peak of temporary buffers in the backward pass, in addition to ``kept``; negative
+            if more of ``kept`` has been freed by then.
         recomputed: Part of ``kept`` that is freed and computed again if experts are recomputed.
         backward_start: Peak of temporary buffers in the backward pass before experts have the
-            gradients of their outputs, without ``kept``.
+            gradients of their outputs, in addition to ``kept``.
         slots: Symmetric buffer for tokens on their way to experts; all blocks share one.
     """
 

@@ -1,4 +1,4 @@
-"""Scaling of rotary positions for sequences longer than those of the first training."""
+"""Scaling of rotary positions for sequences longer than those of the original training."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class RotaryScaling:
             queries and keys. "longrope" divides every angle by its own factor, with one set of
             factors for short and one for long sequences, and scales queries and keys.
         factor: Ratio of the new sequence length to the original one.
-        original_length: Longest sequence of the first training; required by all kinds except
+        original_length: Longest sequence of the original training; required by all kinds except
             "linear" (tokens).
-        low_frequency_factor: llama3: Angles with fewer turns than this over ``original_length`` are
+        low_frequency_factor: Llama3: Angles with fewer turns than this over ``original_length`` are
             divided.
-        high_frequency_factor: llama3: Angles with more turns than this are kept.
-        beta_fast: yarn: Angles with more turns than this over ``original_length`` are kept.
-        beta_slow: yarn: Angles with fewer turns than this are divided.
-        truncate: yarn: Whether the ends of the ramp are rounded to whole angles.
-        short_factors: longrope: Divisor of every angle in sequences of at most ``original_length``
+        high_frequency_factor: Llama3: Angles with more turns than this are kept.
+        beta_fast: Yarn: Angles with more turns than this over ``original_length`` are kept.
+        beta_slow: Yarn: Angles with fewer turns than this are divided.
+        truncate: Yarn: Whether the ends of the ramp are rounded to whole angles.
+        short_factors: Longrope: Divisor of every angle in sequences of at most ``original_length``
             tokens.
-        long_factors: longrope: Divisor of every angle in longer sequences.
+        long_factors: Longrope: Divisor of every angle in longer sequences.
         attention_factor: Factor of cosines and sines; None means the value that the kind's authors
             recommend.
 
