@@ -1,4 +1,4 @@
-"""What Lightning sees: the strategy, its command line, callbacks.
+"""Lightning integration: the strategy, its command line and its callbacks.
 
 Its import registers the strategy "megatron", and lets ``load_from_checkpoint`` say what to do with a directory.
 """

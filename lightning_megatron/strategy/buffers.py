@@ -1,4 +1,4 @@
-"""Buffers of the user's modules, such as the running statistics of a batch norm: those of the first data rank."""
+"""Buffers of the user's modules, such as batch norm statistics, synchronised over data ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 
 
 class SharedBuffers:
-    """Give all data ranks the buffers of the first one, as DistributedDataParallel does with ``broadcast_buffers``.
+    """Synchronisation of buffers from the first data rank, like DDP's ``broadcast_buffers``.
 
     Buffers that no forward pass has changed are sent once, and those of this package's modules, which are the same on
     all ranks, never. Which ones change is agreed on before the batches 0, 1, 3, 7, 15 and so on, evaluations and saves:
@@ -49,7 +49,7 @@ class SharedBuffers:
         self._may_differ, self._has_stepped = True, will_step
 
     def share(self, *, look: bool = False) -> None:
-        """Send buffers from the first data rank if a forward pass may have changed them; called by all ranks together.
+        """Send the first data rank's buffers if a forward pass may have changed them; a collective.
 
         Args:
             look: Whether to ask again which buffers have changed.
@@ -79,7 +79,7 @@ class SharedBuffers:
             self._moving.update(found)
 
     def _marks(self) -> list[tuple[int, float]]:
-        """Return what differs once a buffer has been replaced or written: torch does not count all writes itself."""
+        """Return a fingerprint of the buffers that changes with every replacement or write."""
         buffers = [owner._buffers[key] for owner, key in self._owners]
         if not buffers:
             return []
@@ -99,13 +99,13 @@ class SharedBuffers:
 
 
 class BufferStrategy(ParallelStrategy):
-    """Share buffers before whatever may look at them."""
+    """Strategy that synchronises buffers before code that may read them."""
 
     #: None before the setup of a run and after its end.
     _buffers: SharedBuffers | None = None
 
     def settle_buffers(self) -> None:
-        """Take the buffers of the first data rank; a collective over the data axis."""
+        """Copy the buffers of the first data rank; a collective over the data axis."""
         if self._buffers is not None:
             self._buffers.share(look=True)
 
@@ -137,7 +137,7 @@ def _owners(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 class BatchStatistics:
-    """Watch the norms of a module that compute something of the samples that they see together.
+    """Batch and instance norms of a module whose statistics need the whole batch.
 
     Args:
         module: The user's module.
@@ -148,7 +148,7 @@ class BatchStatistics:
         self._norms = [(name, part) for name, part in named if isinstance(part, (_BatchNorm, _InstanceNorm))]
 
     def check(self, num_microbatches: int) -> None:
-        """Refuse to run a batch in several parts where a norm needs all of it.
+        """Refuse microbatches if a norm needs the whole batch.
 
         Args:
             num_microbatches: Parts of the batch.
@@ -178,7 +178,7 @@ def _takes_statistics(norm: nn.Module) -> bool:
 
 
 def check_synchronised_norms(module: nn.Module, mesh: ParallelMesh) -> None:
-    """Refuse a SyncBatchNorm over all ranks where some of them read the same data, or hold another stage.
+    """Refuse a SyncBatchNorm over all ranks if some share data or run another stage.
 
     Raises:
         UnsupportedError: If there is one, with tp or pp above 1.

@@ -1,4 +1,4 @@
-"""Callbacks of Lightning that hold on to a model as it was before its parts were replaced."""
+"""Checks and updates of Lightning callbacks that hold references to the user's model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KEEPS = {
 
 
 def check_callbacks(trainer: Trainer, layout: ParallelLayout) -> None:
-    """Refuse callbacks and loggers that need the whole model where a rank holds a part of it.
+    """Refuse callbacks and loggers that need the whole model if each rank has only a part.
 
     Raises:
         UnsupportedError: If there is such a callback or logger, and tp, pp or ep is above 1.
@@ -54,7 +54,7 @@ def check_callbacks(trainer: Trainer, layout: ParallelLayout) -> None:
 
 @contextmanager
 def without_example(module: LightningModule) -> Iterator[None]:
-    """Leave a module's ``example_input_array`` out, with which summaries call it, as a stage cannot be called."""
+    """Hide ``example_input_array``, with which summaries would call a single pipeline stage."""
     example, module.example_input_array = module.example_input_array, None
     if example is not None:
         rank_zero_info(
@@ -67,7 +67,7 @@ def without_example(module: LightningModule) -> Iterator[None]:
 
 
 def take_callbacks_along(trainer: Trainer, module: LightningModule, layout: ParallelLayout) -> None:
-    """Let callbacks go on with the modules that have taken the places of those that they know.
+    """Point callbacks at the modules that replaced those they reference.
 
     Raises:
         UnsupportedError: As :func:`check_callbacks` does, for callbacks of the module; and if weights are to be pruned
@@ -95,7 +95,7 @@ def take_callbacks_along(trainer: Trainer, module: LightningModule, layout: Para
 
 
 def saves_optimizers(trainer: Trainer) -> bool:
-    """Return whether a callback is going to save states of optimizers."""
+    """Return whether a callback will save optimizer states."""
     return any(
         isinstance(callback, ModelCheckpoint) and not callback.save_weights_only
         for callback in trainer.checkpoint_callbacks

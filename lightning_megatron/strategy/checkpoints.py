@@ -1,4 +1,4 @@
-"""Bring Lightning's checkpoint dictionary and this project's sharded directories together."""
+"""Conversion between Lightning's checkpoint dictionary and sharded checkpoint directories."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class RunCheckpoints:
     def reserve(
         self, module: LightningModule, optimizers: Sequence[Optimizer], main: MainParameters, mesh: ParallelMesh
     ) -> None:
-        """Take what saves in the background need, once, when the optimizers have made their states."""
+        """Allocate the memory of background saves once, after the optimizers' first step."""
         if self._has_reserved:
             return
         self._has_reserved = True
@@ -134,7 +134,7 @@ class RunCheckpoints:
         self._writer_on(mesh).reserve(tensors)
 
     def hold_updates(self) -> None:
-        """Let a GPU wait, before it changes weights, until a save in the background has copied them."""
+        """Delay weight updates on the GPU until a background save has copied the weights."""
         if self._writer is not None:
             self._writer.hold_updates()
 
@@ -144,7 +144,7 @@ class RunCheckpoints:
         return self._writer
 
     def poll(self) -> None:
-        """Finish a save in the background if all ranks have written; at a border that all ranks reach together.
+        """Finish a background save if all ranks have written; all ranks call it between batches.
 
         Raises:
             CheckpointSaveError: If it failed on any rank.
@@ -153,7 +153,7 @@ class RunCheckpoints:
             self._writer.poll()
 
     def wait(self) -> None:
-        """Wait until no save is under way; on all ranks.
+        """Wait for the background save to finish; called on all ranks.
 
         Raises:
             CheckpointSaveError: If it failed on any rank.
@@ -162,7 +162,7 @@ class RunCheckpoints:
             self._writer.wait()
 
     def close(self, abandon: bool = False) -> None:
-        """End what is under way, on all ranks, before the groups of the run are given back.
+        """Finish or abandon a background save, on all ranks, before the run's groups are destroyed.
 
         Args:
             abandon: Do not wait for other ranks, which have failed.
@@ -174,18 +174,18 @@ class RunCheckpoints:
             writer.close()
 
     def foresees(self, path: str | os.PathLike[str]) -> bool | None:
-        """Tell whether a path will be there when what is being written is complete; None if it is as the disk says."""
+        """Return whether a path will exist after the background save; None if it is unaffected."""
         return None if self._writer is None else self._writer.foresees(path)
 
     def link(self, target: str | os.PathLike[str], path: str | os.PathLike[str]) -> bool:
-        """Let a path lead to a checkpoint once what is being written is complete; False if nothing is."""
+        """Schedule a symlink for the end of the background save; False if no save is running."""
         if self._writer is None or self._writer.pending is None:
             return False
         self._writer.link(path, target)
         return True
 
     def remove(self, path: str | os.PathLike[str], mesh: ParallelMesh | None) -> None:
-        """Remove a checkpoint, as soon as no newer one is on its way that may still fail; on all ranks."""
+        """Remove a checkpoint after any save in progress is complete; called on all ranks."""
         if self._writer is not None:
             self._writer.remove(path)
         elif mesh is None or mesh.rank == 0:
@@ -194,7 +194,7 @@ class RunCheckpoints:
     # ---- loading
 
     def find_last(self, trainer: Trainer, mesh: ParallelMesh) -> str | None:
-        """Return what ``ckpt_path="last"`` is, verified; on all ranks."""
+        """Return the verified path for ``ckpt_path="last"``; called on all ranks."""
         self._verified = find_last(trainer, mesh, self.weights_only)
         return self._verified
 
@@ -207,7 +207,7 @@ class RunCheckpoints:
         mesh: ParallelMesh,
         before_optimizers: Callable[[Mapping[str, Any]], None] = lambda checkpoint: None,
     ) -> dict[str, Any]:
-        """Fill module and optimizers from a checkpoint; return what is left for Lightning.
+        """Load module and optimizers from a checkpoint; return the entries left for Lightning.
 
         Args:
             path: A directory of :meth:`save`, or a file that another strategy saved, which is returned with its
@@ -278,7 +278,7 @@ class RunCheckpoints:
             )
 
     def restore_random_states(self, device: torch.device) -> None:
-        """Continue the default generators where the loaded checkpoint left them; right before the first batch."""
+        """Restore the default generators from the loaded checkpoint, before the first batch."""
         if self._random_states is not None:
             with naming_damaged_states(self._loaded_from):
                 restore_random_states(self._random_states, device)

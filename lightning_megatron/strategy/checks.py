@@ -1,4 +1,4 @@
-"""What this strategy cannot honour, refused before training starts, with the reason."""
+"""Checks before training: unsupported modules, batch sizes and differences between ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _TRAINER_FIELDS = (
 
 
 def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedModule | None:
-    """Find the module that is cut into stages; None with one stage.
+    """Return the module that is cut into stages; None with one stage.
 
     Raises:
         UnsupportedError: If pp > 1 and there is none, or more than one.
@@ -69,7 +69,7 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
 
 
 def _way_out(module: LightningModule, mesh: ParallelMesh) -> str:
-    """Say what would give a module stages."""
+    """Describe how the user can cut a module into stages."""
     plan = suggested_plan(module, mesh.layout)
     if plan is None:
         return (
@@ -81,7 +81,7 @@ def _way_out(module: LightningModule, mesh: ParallelMesh) -> str:
 
 
 def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
-    """Refuse what a pipeline cannot do.
+    """Refuse modules and hooks that a pipeline does not support.
 
     Raises:
         UnsupportedError: For manual optimization, parameters outside the stages, or hooks of the one backward pass with
@@ -129,7 +129,7 @@ def _samples_of_last_batch(loader: DataLoader, batch_size: int) -> int:
 
 
 def configuration_fields(arguments: Mapping[str, Any], trainer: Trainer) -> dict[str, str]:
-    """List what must be equal on all ranks before anything is built."""
+    """Return the settings and versions that must be equal on all ranks, by name."""
     settings = {f"strategy.{name}": repr(value) for name, value in arguments.items()}
     settings |= {f"trainer.{name}": repr(getattr(trainer, name, None)) for name in _TRAINER_FIELDS}
     versions = {name: version(name) for name in ("torch", "lightning", "lightning-megatron")}
@@ -142,7 +142,7 @@ def configuration_fields(arguments: Mapping[str, Any], trainer: Trainer) -> dict
 
 
 def data_fields(trainer: Trainer) -> dict[str, str]:
-    """List the lengths of the training data, which must be equal on all ranks."""
+    """Return the lengths of the training data, which must be equal on all ranks, by name."""
     return {
         f"train dataloader {number}: {what}": str(_length(part))
         for number, loader in enumerate(train_dataloaders(trainer))

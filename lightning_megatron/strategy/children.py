@@ -1,4 +1,4 @@
-"""The processes that a launcher has started: their failures are its own."""
+"""Supervision of launched processes, whose failures end the launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATIENCE_SECONDS = 300.0
 
 
 class Children:
-    """Watch over launched processes: one that fails ends this one, which does not end before they do.
+    """Launched processes: the launcher waits for them and exits if one of them fails.
 
     Without that, a script would report success while a rank fails in what it does last, such as a hook of ``teardown``.
 
@@ -38,23 +38,23 @@ class Children:
         self._said: set[int] = set()
 
     def watch(self) -> None:
-        """Begin to watch, until this process ends."""
+        """Start watching, until this process exits."""
         threading.Thread(target=self._look, daemon=True, name="children-watch").start()
         # Runs before what modules have registered earlier, after all of the script.
         atexit.register(self._wait)
 
     def forget(self) -> None:
-        """Take their ends for no failure from now on: this process is about to kill them."""
+        """Stop treating exits as failures, because this process is about to kill its children."""
         self._is_over.set()
 
     def wait_for_end(self) -> None:
-        """Wait until the processes, which have been killed, are gone."""
+        """Wait for the killed processes to exit."""
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
 
     def failed(self) -> int | None:
-        """Return the exit code of the first process that failed, as a shell reports it; None if none did."""
+        """Return the shell exit code of the first process that failed; None if none did."""
         codes = [process.poll() for process in self._processes]
         return next((code if code > 0 else 128 - code for code in codes if code), None)
 
@@ -69,7 +69,7 @@ class Children:
                 return
 
     def _wait(self) -> None:
-        """Wait for the processes at the end of this one, and take over the exit code of one that failed."""
+        """Wait for the processes when this one exits, and adopt the exit code of a failed one."""
         if self._is_over.is_set():
             return
         self._is_over.set()
@@ -94,7 +94,7 @@ class Children:
                 sys.stderr.write(f"[rank {rank}] was ended by {name}; the other ranks will be stopped.\n")
 
     def _finish(self, code: int) -> None:
-        """Kill the processes that still run, and end this one."""
+        """Kill the running processes and exit."""
         self._say_killed()
         for process in self._processes:
             if process.poll() is None:

@@ -1,4 +1,4 @@
-"""Let ``load_from_checkpoint`` of Lightning say what to do with a checkpoint that is a directory."""
+"""Error message of ``load_from_checkpoint`` for checkpoints that are directories."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_megatron.errors import CheckpointMismatchError
 
 @dataclass(frozen=True)
 class _Reader:
-    """Read a file as Lightning does, and refuse a directory that this strategy saved.
+    """Lightning's file reader, which refuses directories that this strategy saved.
 
     Args:
         load: How Lightning reads.
@@ -37,7 +37,7 @@ class _Reader:
 
 
 def explain_directories() -> None:
-    """Let the class methods of Lightning ask before they open a path; to call it again changes nothing.
+    """Install the check in Lightning's class methods; repeated calls have no effect.
 
     They belong to the user's classes, and no strategy is asked, so that Lightning's reader is the one place to say it.
     """

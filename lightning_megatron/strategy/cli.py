@@ -1,4 +1,4 @@
-"""The command line of Lightning with OmegaConf's interpolation, set so that overrides reach every value."""
+"""LightningCLI with OmegaConf interpolation that is resolved after all overrides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STRATEGY_PATHS = ("lightning_megatron.MegatronStrategy", f"{MegatronStrategy.__
 
 
 class MegatronCLI(LightningCLI):
-    """Run a Trainer from YAML recipes and command-line options, interpolated after all files and options are merged.
+    """Run a Trainer from YAML recipes and options; interpolation follows the merge of all of them.
 
     Equal to ``LightningCLI`` but for three settings. ``${...}`` is resolved in the merged configuration, so that an
     option given on the command line is followed by every value that refers to it, across several files; a path such as

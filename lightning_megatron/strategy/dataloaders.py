@@ -1,4 +1,4 @@
-"""Data that is random must be the same on all ranks of one data-parallel rank, and differ between these."""
+"""Samplers and seeds of dataloaders: equal within a data-parallel rank, different between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_megatron.strategy.private import seed_worker
 
 
 def needs_distributed_sampler(dataloader: DataLoader, num_data: int) -> bool:
-    """Return whether Lightning is to give a dataloader a sampler that deals samples out to the data-parallel ranks.
+    """Return whether Lightning should replace a dataloader's sampler by a distributed one.
 
     With one data rank only a loader that shuffles gets one, whose order follows from seed and epoch, so that all ranks
     and a resumed run agree on it. Any other order is the user's own, and stays as on one device.
@@ -33,7 +33,7 @@ def needs_distributed_sampler(dataloader: DataLoader, num_data: int) -> bool:
 
 
 def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
-    """Give a dataloader generators and worker seeds that depend on the data-parallel rank alone.
+    """Seed a dataloader's generators and workers by the data-parallel rank alone.
 
     What the user has set stays. Without this, workers are seeded by the global rank and from the default generator,
     which pipeline stages use unequally: stages would see different batches.
@@ -65,7 +65,7 @@ def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
 
 
 def survive_one_sigterm() -> None:
-    """Let this process, a dataloader's worker, go on after the first SIGTERM and end at the second.
+    """Ignore the first SIGTERM in a dataloader worker; the second one ends it.
 
     A scheduler signals all processes of a job. Without its workers, the main process would not reach the batch before
     which it saves. A second signal comes from torch, if a worker does not end when it is asked to.

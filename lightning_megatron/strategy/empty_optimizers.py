@@ -1,4 +1,4 @@
-"""Optimizers of pipeline stages that train nothing, because what is trained is on other stages."""
+"""Optimizers of pipeline stages without trained parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 
 @contextmanager
 def allowing_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
-    """Let optimizers be made from no parameters inside the block where the model is cut into stages.
+    """Allow optimizers without parameters inside the block, if the model is cut into stages.
 
     A module that trains its head alone gives its optimizer nothing on the other stages, which torch refuses.
 
@@ -39,7 +39,7 @@ def allowing_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
 
 
 def check_trained_somewhere(optimizers: Sequence[Optimizer], mesh: ParallelMesh, is_saved: bool) -> None:
-    """Refuse an optimizer that trains nothing on any stage, and groups that a checkpoint could not hold.
+    """Refuse optimizers that train nothing on any stage, and groups that cannot be saved.
 
     Args:
         optimizers: Those of this stage.

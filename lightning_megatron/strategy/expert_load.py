@@ -1,4 +1,4 @@
-"""How evenly experts are loaded: logged for every layer, and drawn when training ends."""
+"""Logs and plots of the load of experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FIGURES = ("max_over_mean", "dropped", "entropy", "balance_loss", "z_loss")
 
 
 class ExpertLoad(Callback):
-    """Log how the routers spread the tokens of a step, and draw it when `fit` ends, into the folder of the logger.
+    """Log the load of experts at each step, and plot it into the logger's folder after ``fit``.
 
     For every layer with experts, as `experts/layer_3/...`, and as a mean over these layers, as `experts/...`:
 
@@ -107,7 +107,7 @@ class ExpertLoad(Callback):
 
 
 def gather_layers(statistics: Mapping[int, StepStatistics], pp: MeshAxis) -> dict[int, dict[str, Tensor]]:
-    """Return what is logged of the layers of all stages, on every rank: figures by name, and `load` of each expert.
+    """Return the logged figures and expert loads of the layers of all stages, on every rank.
 
     Args:
         statistics: Of the layers of this stage.
@@ -122,7 +122,7 @@ def gather_layers(statistics: Mapping[int, StepStatistics], pp: MeshAxis) -> dic
 
 
 def figures_of(step: StepStatistics) -> dict[str, Tensor]:
-    """Return what is logged of a layer, on the CPU: each figure by name, and under `load` the share of every expert."""
+    """Return a layer's figures by name, and each expert's share under ``load``, on the CPU."""
     numbers = torch.stack([step.dropped.double(), step.entropy, step.balance_loss, step.z_loss])
     read = torch.cat([numbers, step.load.double()]).cpu()
     load = read[4:]
@@ -139,7 +139,7 @@ def figures_of(step: StepStatistics) -> dict[str, Tensor]:
 
 
 def names_of(layers: Mapping[int, Mapping[str, Tensor]], per_expert: bool) -> dict[str, Tensor]:
-    """Return all values under the names that they are logged by.
+    """Return all values by the names under which they are logged.
 
     Args:
         layers: Figures of every layer.
@@ -155,7 +155,7 @@ def names_of(layers: Mapping[int, Mapping[str, Tensor]], per_expert: bool) -> di
 
 
 def draw_load(layers: Mapping[int, Mapping[str, Tensor]], busiest: Mapping[int, Tensor], picture: Path) -> None:
-    """Draw the load of every expert over the mean at the last step, and of the busiest ones over all steps.
+    """Plot each expert's load at the last step, and the busiest experts' load over all steps.
 
     Shapes: busiest one of ``(layers)`` for each step.
 

@@ -1,4 +1,4 @@
-"""What mixtures of experts need of a run: the weight of their losses, and an end to every step."""
+"""Mixture-of-experts layers during a run: loss weights, bias updates and statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 
 
 class ExpertsOfRun:
-    """Hold the layers of experts of this rank during a run.
+    """Mixture-of-experts layers of this rank during a run.
 
     Args:
         models: The models that are trained. Layers are numbered through all of them.
@@ -45,7 +45,7 @@ class ExpertsOfRun:
         self.statistics: Mapping[int, StepStatistics] | None = None
 
     def warn_of_evaluation(self) -> None:
-        """Say, before a training, that routers in evaluation mode are not kept in balance as their settings ask."""
+        """Warn before training that routers in evaluation mode are not balanced."""
         idle = sorted(n for n, layer in self._layers.items() if not layer.training and _is_balanced(layer.config))
         if idle:
             rank_zero_warn(
@@ -56,7 +56,7 @@ class ExpertsOfRun:
             )
 
     def finish_step(self) -> None:
-        """Let the routers take in how the tokens of a step were spread, and begin another one.
+        """Update the routers with the token counts of this step, and start the next step.
 
         Communication: that of :func:`step_statistics`.
         """
@@ -70,12 +70,12 @@ class ExpertsOfRun:
 
     @property
     def transport(self) -> Transport:
-        """Return how tokens come to the ranks of ep, where that was found out on the machine, else what was asked."""
+        """Return ``one_sided`` if a layer uses it, else the configured transport."""
         is_put = any(layer.choice.transport == "one_sided" for layer in self._layers.values())
         return "one_sided" if is_put else self._transport
 
     def notes(self) -> list[str]:
-        """Say how tokens come to their experts, and why."""
+        """Return log lines that name the token transport and the reason for it."""
         return sorted({f"experts: {layer.choice.reason}." for layer in self._layers.values()})
 
 
@@ -84,7 +84,7 @@ def _is_balanced(config: ExpertsConfig) -> bool:
 
 
 def check_experts(models: Sequence[LayeredModule], layout: ParallelLayout, recompute: str | None) -> None:
-    """Refuse settings of experts where no model has any.
+    """Refuse expert options if no model has experts.
 
     Args:
         models: The models of this package in the user's module.

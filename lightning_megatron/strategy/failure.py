@@ -1,4 +1,4 @@
-"""End the whole job soon after one rank fails, with that rank's traceback first."""
+"""Failure detection: one failed rank ends the whole job, with its traceback printed first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CLEANUP_SECONDS = 10.0
 
 
 class FailureWatch:
-    """Watch over the ranks of one job.
+    """Failure detection over the ranks of one job.
 
     The first rank that raises writes its traceback to stderr and to a file that the other ranks of its node look for.
     Their own errors, mostly connections that the first rank has closed, are reported in one line; a rank that is still
@@ -67,11 +67,11 @@ class FailureWatch:
 
     @property
     def has_failed(self) -> bool:
-        """Tell whether this rank has raised in the last run."""
+        """Return whether this rank has raised in the last run."""
         return self._failed is not None
 
     def join_job(self, job: str, notices: Notices | None = None) -> Path | None:
-        """Begin to look for failures of the ranks that share ``job``, a name of no other job; only while guarded.
+        """Start watching the ranks that share ``job``, a unique job name; only inside ``guard``.
 
         Args:
             job: The name.
@@ -87,7 +87,7 @@ class FailureWatch:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Watch while the block runs, and report an exception that leaves it before anything else sees it."""
+        """Watch while the block runs, and report an exception before it propagates."""
         self.leave()
         self._failed, self._notices, self._stop = None, None, threading.Event()
         if not self._watches_launcher:
@@ -107,29 +107,29 @@ class FailureWatch:
                 self.leave()
 
     def leave(self) -> None:
-        """Leave no file of this rank behind."""
+        """Remove the files of this rank."""
         joined, self._joined = self._joined, None
         if joined is not None:
             self._left = joined
             joined.leave()
 
     def leave_after_others(self) -> None:
-        """Leave no file of the ranks of this machine behind, once all of them have been killed."""
+        """Remove the files of all ranks of this machine after they have been killed."""
         if self._left is not None:
             self._left.leave()
 
     def end(self, code: int) -> None:
-        """End this process at once."""
+        """Exit this process immediately."""
         self.leave()
         os._exit(code)
 
     def cleanup_done(self) -> None:
-        """Note that callbacks and clean-up of this rank have come to their end."""
+        """Record that the callbacks and clean-up of this rank have finished."""
         if self._cleanup_timer is not None:
             self._cleanup_timer.cancel()
 
     def report(self, error: BaseException) -> None:
-        """Say that this rank failed: the first rank with its traceback, the others in one line."""
+        """Report a failure of this rank: a traceback from the first failed rank, else one line."""
         self._failed = error
         # Others read there who failed, until this process ends.
         atexit.register(self.leave)
@@ -148,7 +148,7 @@ class FailureWatch:
         self._cleanup_timer = _daemon_timer(_CLEANUP_SECONDS, self._end_if_alone)
 
     def report_hang(self, text: str, silent: Sequence[Position]) -> None:
-        """Say that this rank waits in vain, and end the job.
+        """Report that this rank hangs, and end the job.
 
         Args:
             text: Which ranks it waits for.
@@ -163,7 +163,7 @@ class FailureWatch:
             _kill(position)
 
     def _claim(self) -> bool:
-        """Become the first failed rank, or find that there is one; True without other ranks."""
+        """Return whether this rank is the first to fail; True without other ranks."""
         folder = self._folder
         if folder is None:
             return True
@@ -181,7 +181,7 @@ class FailureWatch:
         return True
 
     def _write_first(self, name: str) -> bool:
-        """Name the rank that failed first for the ranks of this machine, unless that has been done."""
+        """Write the name of the first failed rank for this machine's ranks, if none is written."""
         folder = self._folder
         try:
             if folder is None:
@@ -193,7 +193,7 @@ class FailureWatch:
         return True
 
     def _wait_for_first(self) -> None:
-        """Let the first rank finish writing its traceback."""
+        """Wait for the first failed rank to print its traceback."""
         deadline = time.monotonic() + _GRACE_SECONDS / 2
         while self._folder is not None and not (self._folder / "told").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -207,7 +207,7 @@ class FailureWatch:
         return (path.read_text(encoding="utf-8") if path is not None else "") or "another rank"
 
     def _replace_excepthook(self) -> None:
-        """Do not print the same exception again when it ends the process."""
+        """Install an excepthook that does not print a reported exception again."""
         before, failed = sys.excepthook, self._failed
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -219,7 +219,7 @@ class FailureWatch:
         sys.excepthook = hook
 
     def _end_if_alone(self) -> None:
-        """End this process if it waits in its clean-up for ranks that have not failed and will not come."""
+        """Exit this process if its clean-up waits for ranks that will never arrive."""
         if self._folder is not None and len(list(self._folder.glob("failed_*"))) < self._num_local:
             self.end(1)
 
@@ -239,7 +239,7 @@ class FailureWatch:
         self.end(1)
 
     def _look_elsewhere(self) -> None:
-        """Tell the ranks of this machine if one of another machine has failed."""
+        """Notify the ranks of this machine of a failure on another machine."""
         # One rank of each machine asks, so that the store of a large job is not asked all the time.
         if self._notices is None or self.rank % self._num_local or self._first_report() is not None:
             return
@@ -263,7 +263,7 @@ def _daemon_timer(seconds: float, function: Callable[[], Any]) -> threading.Time
 
 
 def _kill(position: Position) -> None:
-    """Kill a stopped process of this machine, which can neither end itself nor follow its launcher."""
+    """Kill a stopped process of this machine, which cannot exit by itself."""
     if position.host == socket.gethostname() and position.birth and birth_of(position.pid) == position.birth:
         with suppress(OSError):
             os.kill(position.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Modules that get a part of the features, because a layer before them is cut, and have parameters for all of them."""
+"""Explanation of shape errors in uncut modules that receive sharded features."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 @contextmanager
 def naming_uncut_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
-    """Say of torch's error about shapes which module should be cut, and how, if one gets a part of its features.
+    """Add the module to be cut to torch's shape errors, if it received sharded features.
 
     An error of the user's own code about shapes gets a note that names the layers whose features are cut.
 
@@ -66,7 +66,7 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
 
 
 def _reason_of_layer(module: nn.Module, name: str, args: tuple[object, ...], tp: int) -> str | None:
-    """Return why the input of a layer that is cut cannot be right, if it is all features or a part in place of them."""
+    """Return why the input size of a sharded layer is wrong; None if it may be right."""
     given = args[0].shape[-1] if args and isinstance(args[0], Tensor) and args[0].dim() else 0
     whole = int(module.in_features)  # type: ignore[arg-type]
     rule = f"layers that are cut over tp ({tp}) must follow each other as 'column' and 'row'"
@@ -85,7 +85,7 @@ def _reason_of_layer(module: nn.Module, name: str, args: tuple[object, ...], tp:
 
 
 def _add_note(error: Exception, root: nn.Module, tp: int) -> None:
-    """Name the layers whose features are cut, if an error may be about them."""
+    """Add the names of layers with sharded features to an error that may concern them."""
     layers = [layer for layer in cut_layers(root) if layer.kind in ("column", "row")] if tp > 1 else []
     if not layers or not _OF_SHAPES.search(str(error)):
         return
@@ -107,7 +107,7 @@ def _way_out(module: nn.Module, name: str) -> str:
 
 
 def _innermost_call(trace: TracebackType | None) -> FrameType | None:
-    """Return the frame of the last call of a module before an error."""
+    """Return the frame of the innermost module call before an error."""
     found = None
     while trace is not None:
         if trace.tb_frame.f_code is _CALL:
@@ -117,7 +117,7 @@ def _innermost_call(trace: TracebackType | None) -> FrameType | None:
 
 
 def _part_and_whole(module: nn.Module, args: tuple[object, ...], tp: int) -> tuple[int, int, str] | None:
-    """Return the size of an input that is a rank's part of the size of a whole parameter, both sizes and its name."""
+    """Return sharded and full feature size, and the parameter's name, if an input is a shard."""
     # Features are the last dimension as a rule.
     inputs = [size for value in args if isinstance(value, Tensor) for size in reversed(value.shape)]
     for part in inputs:

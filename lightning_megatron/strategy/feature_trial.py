@@ -1,4 +1,4 @@
-"""A trial of a step on all features: layers that a plan cuts must give what they would give if they were whole."""
+"""Trial step that compares layers cut by a plan with the same layers uncut."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class _Place:
-    """Say where two runs part on a rank.
+    """Location on one rank at which two runs differ.
 
     Args:
         number: Number of the call (calls of cut layers).
@@ -49,13 +49,13 @@ class _Place:
 
     @property
     def is_inside(self) -> bool:
-        """Whether parts of features, and not what column layers make them of, are apart."""
+        """Whether sharded features differ, and not what column layers make them of, are apart."""
         return self.kind == "row" and self.distance is not None
 
 
 @dataclass
 class _Result:
-    """Hold what a run gave.
+    """Outputs and recorded inputs of one run.
 
     Args:
         values: The loss and what was logged, by name, on the last stage.
@@ -69,7 +69,7 @@ class _Result:
 
 
 class FeatureTrials:
-    """Compare a step on cut features with the same step on all of them, once for each step.
+    """Comparison of sharded with full features, once for each kind of step.
 
     Between a ``column`` and a ``row`` layer of a plan each rank has its part of the features, which is as good as all
     of them for code that treats every feature, or every head, by itself. No gradients are made; weights, buffers,
@@ -86,7 +86,7 @@ class FeatureTrials:
         self._tried: set[str] = set()
 
     def check(self, step: str, part: Microbatch, run: Run) -> None:
-        """Try a step at its first batch, where a plan cuts layers.
+        """Try a step at its first batch, if a plan cuts layers.
 
         Args:
             step: Name of the step.
@@ -112,7 +112,7 @@ class FeatureTrials:
 
 
 class _Trial:
-    """Run a step twice, and compare."""
+    """One trial: two runs of a step and their comparison."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Trial:
         self._step_tried = TriedStep(mesh, step, run, state)
 
     def compare(self, part: Microbatch) -> None:
-        """Run the step with its features cut, and with all of them on every rank."""
+        """Run the step with sharded features, and again with all features on every rank."""
         cut = self._run(part, is_whole=False)
         whole = self._run(part, is_whole=True)
         tolerance = self._step_tried.tolerance()
@@ -172,7 +172,7 @@ class _Trial:
         return any(all_gather_objects(is_true, self._mesh.world_cpu))
 
     def _judge(self, values: dict[str, tuple[float, float]], place: _Place | None) -> None:
-        """Refuse what differs, with the place where the first of the ranks has found it."""
+        """Refuse a difference, and name the location that the first rank found."""
         everyone = all_gather_objects((values, place), self._mesh.world_cpu)
         # Inputs of column layers are outside of all parts: there a difference has come about before.
         places = [one for _, one in everyone if one is not None]
@@ -193,7 +193,7 @@ class _Trial:
         )
 
     def _text_of(self, place: _Place | None) -> str:
-        """Say between which layers the code works across features."""
+        """Name the layers between which user code mixes features."""
         rule = "works across features, of which each rank has a part (a sum, a mean, chunk, a size that is divided by)"
         columns = [layer.name for layer in self._layers if layer.kind == "column"]
         if place is None or (place.kind == "column" and not place.before):
@@ -218,7 +218,7 @@ def _differences(first: _Result, second: _Result, tolerance: float) -> dict[str,
 
 
 def _first_difference(cut: Sequence[Seen], whole: Sequence[Seen], tolerance: float) -> _Place | None:
-    """Return the first call whose input differs, or None."""
+    """Return the first module call whose input differs, or None."""
     before: list[str] = []
     for number, (mine, theirs) in enumerate(zip(cut, whole, strict=False)):
         distance = mine.distance(theirs)
@@ -230,7 +230,7 @@ def _first_difference(cut: Sequence[Seen], whole: Sequence[Seen], tolerance: flo
 
 @contextmanager
 def _uncompiled(module: LightningModule) -> Iterator[None]:
-    """Run compiled parts as they are written, which another form of them would compile once more."""
+    """Disable compilation inside the block, to avoid recompiling for the trial."""
     is_compiled = any(
         part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for _, part in named_layers(module)
     )

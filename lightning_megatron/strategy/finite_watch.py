@@ -1,4 +1,4 @@
-"""Find losses, gradients and weights that are not finite where values are logged anyway, and where they began."""
+"""Detection of losses, gradients and weights that are not finite, at logging steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """Name a value that is not finite.
+    """A value that is not finite: its name, rank and step.
 
     Args:
         step: Number of the training batch (batches).
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Hold values of one step on the device, and their names."""
+    """Values of one step on the device, with their names."""
 
     step: int
     kind: str
@@ -51,7 +51,7 @@ class _Seen:
 
 
 def checks_of(chosen: bool | None, scales_loss: bool, trainer: Trainer) -> bool | None:
-    """Return whether gradients are checked at every step; None if where values are logged.
+    """Return whether gradients are checked at every step; None means at logging steps.
 
     Args:
         chosen: The user's choice.
@@ -62,7 +62,7 @@ def checks_of(chosen: bool | None, scales_loss: bool, trainer: Trainer) -> bool 
 
 
 class FiniteWatch:
-    """Collect what tells whether the values of a training are finite, and look at it from time to time.
+    """Values of a training that must be finite, collected on the device and read occasionally.
 
     The loss of every step, and the norm of its gradient where it is clipped, are there anyway: they are kept on the
     device, and cost nothing until they are read. Where they will be read, the largest magnitude of every weight and of
@@ -80,17 +80,17 @@ class FiniteWatch:
         self._step = 0
 
     def begin(self, step: int, looks: bool) -> None:
-        """Note that a step begins, and whether its weights and gradients are looked at."""
+        """Start a step, and record whether its weights and gradients are checked."""
         self._step, self.looks = step, looks
 
     def note(self, kind: str, value: Tensor) -> None:
-        """Keep a scalar of this step; the host does not wait for it."""
+        """Record a scalar of this step, without a host synchronisation."""
         if len(self._seen) > _KEPT:
             self._seen = _summed(self._seen)
         self._seen.append(_Seen(self._step, kind, ("",), value.detach()))
 
     def look(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the largest magnitudes of tensors; the host does not wait for them."""
+        """Record the largest magnitudes of tensors, without a host synchronisation."""
         found = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()}
         found = {name: tensor for name, tensor in found.items() if tensor.numel() and not tensor.is_meta}
         if found:
@@ -99,7 +99,7 @@ class FiniteWatch:
             self._seen.append(_Seen(self._step, kind, tuple(found), torch.stack([one.double() for one in largest])))
 
     def check(self) -> None:
-        """Look at all that was kept since the last time.
+        """Check all values recorded since the last check.
 
         Raises:
             NonFiniteError: On every rank, naming ranks and parameters, if something was not finite on any.
@@ -124,7 +124,7 @@ class FiniteWatch:
 
 
 def _summed(seen: Sequence[_Seen]) -> list[_Seen]:
-    """Keep one value for the steps of each kind, which is not finite if one of them is not."""
+    """Sum the values of each kind: a sum is not finite if one of its values is not."""
     kinds = dict.fromkeys(one.kind for one in seen if one.names == ("",))
     groups = {kind: [one for one in seen if one.kind == kind and one.names == ("",)] for kind in kinds}
     sums = [
@@ -135,7 +135,7 @@ def _summed(seen: Sequence[_Seen]) -> list[_Seen]:
 
 
 def describe(found: Sequence[Finding]) -> str:
-    """Say what was not finite, where it began and how far it has come.
+    """Describe the values that are not finite: the first one, its origin and how many follow.
 
     Args:
         found: All findings of all ranks.

@@ -1,4 +1,4 @@
-"""Python's garbage collection, kept away from what lives as long as a training."""
+"""Garbage collection that skips objects that live as long as the training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 
 
 class LongLived:
-    """Let collections of this process pass over the objects that a training finds when it starts.
+    """Objects that exist when training starts, excluded from garbage collection.
 
     A full collection goes through every object of torch, Lightning and the model, a quarter of a second in which no
     Python code runs; it comes at another step on every rank, and all ranks wait for each of them. A program that has
@@ -17,14 +17,14 @@ class LongLived:
         self._frozen = False
 
     def freeze(self) -> None:
-        """Collect what nobody needs, and pass over all other objects that there are now."""
+        """Collect garbage once, and exclude all remaining objects from later collections."""
         if not gc.get_freeze_count():
             gc.collect()
             gc.freeze()
             self._frozen = True
 
     def release(self) -> None:
-        """Let collections see them again."""
+        """Include these objects in collections again."""
         if self._frozen:
             gc.unfreeze()
             self._frozen = False

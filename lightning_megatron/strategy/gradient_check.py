@@ -1,4 +1,4 @@
-"""Look for gradients that are not finite, before the sum over the ranks spreads them."""
+"""Check for gradients that are not finite, before the reduction spreads them over the ranks."""
 
 from __future__ import annotations
 

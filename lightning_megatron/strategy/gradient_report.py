@@ -1,4 +1,4 @@
-"""The sentence that says where gradients stopped being finite."""
+"""Error message for gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SHOWN = 5
 
 
 def describe_nonfinite(found: Sequence[tuple[int, str, int, int]], step: int) -> str:
-    """Say which parameters have gradients that are not finite, on which ranks, and when.
+    """Describe parameters, ranks and step of gradients that are not finite.
 
     Args:
         found: Rank, parameter, elements that are not a number, and infinite elements; the first few are named.

@@ -1,4 +1,4 @@
-"""Find the rank that the others wait for, and end the job before its collectives time out without a name."""
+"""Hang detection that names the missing rank before collectives time out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLAIM = "hang"
 
 
 class HangWatch:
-    """Watch the main thread of one rank, and say where it is.
+    """Watcher of one rank's main thread, which reports its position to the other ranks.
 
     Every rank writes its position into a folder of its machine, and with several machines into the job's store as well.
     A rank that has waited in one collective for most of the timeout asks where the others are, and reports those that
@@ -66,13 +66,13 @@ class HangWatch:
         self._number = 0
 
     def start(self) -> None:
-        """Begin to watch, in threads of this process."""
+        """Start watching, in threads of this process."""
         # At once: a rank that stops in its first moments can only be named, and killed, if its process is known.
         self._publish()
         threading.Thread(target=self._watch, daemon=True, name="hang-watch").start()
 
     def stop(self) -> None:
-        """End the watch."""
+        """Stop watching."""
         self._stop.set()
 
     def _watch(self) -> None:
@@ -104,7 +104,7 @@ class HangWatch:
         return self._folder / f"position_{rank}.json"
 
     def _ask(self, own: Position, since: float, timeout: float) -> None:
-        """Read the others' positions twice, and report if this rank has not got on in between."""
+        """Read all positions twice, and report a hang if this rank made no progress in between."""
         if not self._claim():
             return
         first, first_at = self._read(), time.monotonic()
@@ -136,7 +136,7 @@ class HangWatch:
         self._stop.set()
 
     def _claim(self) -> bool:
-        """Become the rank that asks, or find that another one does."""
+        """Return whether this rank is the one that reads all positions."""
         try:
             (self._folder / _CLAIM).open("x").close()
         except OSError:
@@ -149,7 +149,7 @@ class HangWatch:
             self._notices.give_up(_CLAIM)
 
     def _read(self) -> dict[int, Position]:
-        """Read the positions of all ranks: those of this machine from its folder."""
+        """Read the positions of all ranks; those of this machine come from its folder."""
         texts: dict[int, str] = {}
         for rank in range(self._num_ranks):
             with suppress(OSError):
@@ -161,7 +161,7 @@ class HangWatch:
 
 
 def _device_waits(positions: Mapping[int, Position]) -> dict[int, Position]:
-    """Count ranks that have started what others have not as waiting: their hosts may be far ahead of their devices."""
+    """Count ranks that are ahead of others as waiting, since hosts run ahead of their devices."""
     return {
         rank: replace(position, waits=position.waits or is_ahead(position, positions))
         for rank, position in positions.items()
@@ -169,7 +169,7 @@ def _device_waits(positions: Mapping[int, Position]) -> dict[int, Position]:
 
 
 def place_of(module: LightningModule | None) -> str:
-    """Return what the Trainer of a module does, for another thread than the one that does it."""
+    """Return a function that names the Trainer's current stage, for use in another thread."""
     trainer = None if module is None else module._trainer
     if trainer is None:
         return "no run"

@@ -1,4 +1,4 @@
-"""The folder that the ranks of a job on one machine share while it runs; the last of them to leave removes it."""
+"""Temporary folder shared by the ranks of a job on one machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _YOUNG_SECONDS = 60.0
 
 
 class JobFolder:
-    """Join the folder of a job, in the system's folder for temporary files.
+    """Folder of a job in the system's temporary directory, removed by the last rank that leaves.
 
     Every rank leaves a file with its process in it. A rank that leaves removes that, and the folder if the processes of
     all others are gone. Where no rank could, because all were killed, the next job on this machine does so.
@@ -39,7 +39,7 @@ class JobFolder:
         self._own.write_text(f"{os.getpid()} {birth_of(os.getpid())} {socket.gethostname()}", encoding="utf-8")
 
     def leave(self) -> None:
-        """Remove the trace of this rank, and the folder if no other rank is left."""
+        """Remove this rank's file, and the folder if no other rank is left."""
         with suppress(OSError):
             self._own.unlink(missing_ok=True)
             if not any(_may_live(file) for file in self.path.glob("process_*")):
@@ -47,7 +47,7 @@ class JobFolder:
 
 
 def _may_live(file: Path) -> bool:
-    """Return whether the process that a file names may be alive; that of another machine may."""
+    """Return whether a file's process may be alive; True for processes of other machines."""
     try:
         pid, birth, host = file.read_text(encoding="utf-8").split(" ", 2)
     except FileNotFoundError:

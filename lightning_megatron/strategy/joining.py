@@ -1,4 +1,4 @@
-"""How the processes of a job become one: they find each other, compare what they were started with, and join."""
+"""Rendezvous of the processes of a job, with a comparison of their configurations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def join_processes(
     timeout: timedelta | None,
     configuration: Mapping[str, str | int],
 ) -> None:
-    """Create the process group of all ranks, unless there is one, after a comparison of their configurations.
+    """Compare the configurations of all ranks and create their process group if none exists.
 
     Args:
         environment: Where the first rank is.

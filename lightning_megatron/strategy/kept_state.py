@@ -1,4 +1,4 @@
-"""What steps keep in the module on the last stage, brought to the other stages before anything reads it there."""
+"""Module attributes set by steps on the last stage, copied to the other stages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _NOT_SENDABLE = (
 
 @dataclass(frozen=True)
 class _Change:
-    """Hold a new value, or the new items of a list that has as many others as before."""
+    """A new value of an attribute, or the items appended to a list."""
 
     value: Any
     num_kept: int = 0
@@ -55,14 +55,14 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Changes:
-    """Hold what the last stage sends."""
+    """Changes that the last stage sends."""
 
     changed: dict[_Place, _Change]
     removed: tuple[_Place, ...]
 
 
 class KeptState:
-    """Follow what the steps of a run change in the module beside its model, and make it equal over the stages.
+    """Module attributes outside the model that steps change, kept equal over the stages.
 
     Code after the call of a pipelined model runs on the last stage alone. What it keeps (lists of outputs, numbers,
     states of metrics) would be missing wherever hooks run on all stages: at the end of an epoch they would log, stop
@@ -86,14 +86,14 @@ class KeptState:
         self._warned: set[_Place] = set()
 
     def begin(self) -> None:
-        """Note the state before a step, unless steps have run since it was last shared."""
+        """Record the state before a step, unless steps have run since the last exchange."""
         if self._is_here and self._before is None:
             values = self._values()
             self._before = {place: digest(value) for place, value in values.items()}
             self._alive = list(values.values())
 
     def share(self) -> None:
-        """Give all stages what steps on the last one have changed since the state was last shared.
+        """Send all changes since the last exchange from the last stage to all stages.
 
         Communication: one broadcast of an object over pp on the CPU.
         """
@@ -106,7 +106,7 @@ class KeptState:
             self._take(unpack(data, self._module, self._mesh.device))
 
     def share_after(self, step: str) -> None:
-        """Share what a step has changed at once if the module has a hook that runs before the next step.
+        """Send a step's changes at once if the module has a hook that runs before the next step.
 
         Args:
             step: Name of the step.
@@ -117,7 +117,7 @@ class KeptState:
             self.share()
 
     def outputs_after(self, step: str, outputs: Any) -> Any:
-        """Return what a step has returned on the last stage where a hook takes it, else the argument.
+        """Return the last stage's step output if a hook receives it, else the argument.
 
         Args:
             step: Name of the step.
@@ -133,7 +133,7 @@ class KeptState:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Take back what the block sets in the module, and adds to its lists: a step is tried out, and runs later."""
+        """Undo attributes that the block sets and list items that it adds, after a trial step."""
         held = vars(self._module)
         before = dict(held)
         lengths = {name: len(value) for name, value in before.items() if type(value) is list}
@@ -212,7 +212,7 @@ def _held(part: nn.Module, is_buffer: bool) -> dict[str, Any]:
 
 
 def _put(held: dict[str, Any], name: str, change: _Change) -> None:
-    """Set a value; a container that others may know stays the same object."""
+    """Set a value; containers are updated in place, because other code may reference them."""
     value: Any = change.value
     old: Any = held.get(name)
     if type(value) is type(old) and isinstance(old, list):

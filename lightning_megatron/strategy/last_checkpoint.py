@@ -1,4 +1,4 @@
-"""What ``ckpt_path="last"`` is: the newest checkpoint of the run that is whole, whatever its name."""
+"""Search for the newest complete checkpoint of a run, for ``ckpt_path="last"``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _VERSION = re.compile(r"version_\d+")
 
 
 def find_last(trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None) -> str | None:
-    """Find the newest whole checkpoint of a run; on all ranks, which share the reading.
+    """Find the newest complete checkpoint of a run; all ranks share the verification.
 
     Every checkpoint counts, of any name: Lightning looks at names that begin with "last" alone, so that a run without
     ``save_last`` would begin anew after a crash. The newest is that which was saved last, not that of the most steps: a
@@ -71,7 +71,7 @@ def find_last(trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None) -
 
 
 def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
-    """List the folders that the checkpoints of a run are in: those of its callbacks.
+    """Return the checkpoint folders of a run's callbacks.
 
     Without callbacks it is the folder of the trainer, where a job that is told to end leaves its checkpoint. Where a
     logger gives every run a new folder, ``version_0``, ``version_1`` and so on, those of earlier runs count as
@@ -95,7 +95,7 @@ def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
 
 
 def _newest_first(trainer: Trainer) -> Iterator[str]:
-    """List the checkpoints of a run, each once; a link after what it points to."""
+    """Return the checkpoints of a run, newest first, without duplicates; links follow targets."""
     seen = set()
     found = [(time, not os.path.islink(path), path) for time, path in _found_in(checkpoint_folders(trainer))]
     for _, _, path in sorted(found, reverse=True):
@@ -106,7 +106,7 @@ def _newest_first(trainer: Trainer) -> Iterator[str]:
 
 
 def _found_in(folders: Iterable[str]) -> Iterator[tuple[float, str]]:
-    """List (when it was saved, path) of every checkpoint, files of other strategies included."""
+    """Yield (time of saving, path) of every checkpoint, including files of other strategies."""
     for folder in folders:
         for path in list_checkpoints(folder):
             try:
@@ -120,7 +120,7 @@ def _found_in(folders: Iterable[str]) -> Iterator[tuple[float, str]]:
 
 
 def verify_any(path: str, mesh: ParallelMesh) -> None:
-    """Compare a checkpoint with its checksums: a directory, or a file on a mounted file system.
+    """Verify the checksums of a checkpoint directory, or of a file on a mounted file system.
 
     Raises:
         CorruptDataError: On all ranks, naming the file that is damaged.

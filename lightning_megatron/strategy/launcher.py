@@ -1,4 +1,4 @@
-"""Start one process per device from a plain ``python train.py``, and end all of them together."""
+"""Launcher that starts one process per device from a plain ``python train.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_megatron.strategy.private import SubprocessScriptLauncher, set_nu
 
 
 class MegatronLauncher(SubprocessScriptLauncher):
-    """Launch like ``ddp`` does, and report a failure of this rank before callbacks and clean-up run.
+    """Subprocess launcher like that of ``ddp``, which reports failures before clean-up runs.
 
     Args:
         cluster_environment: Knows the ranks and whether somebody else starts the processes.

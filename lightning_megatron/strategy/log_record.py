@@ -1,4 +1,4 @@
-"""What the user logs while the microbatches of a batch run: how, and which values."""
+"""Recorder of the user's log calls during the microbatches of a batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min":
 
 @dataclass(frozen=True)
 class LogCall:
-    """Hold how a value is logged: everything but the value.
+    """Arguments of a log call except the value.
 
     Args:
         name: Name of the value.
@@ -40,12 +40,12 @@ class LogCall:
 
     @property
     def reduction(self) -> str:
-        """How values of several microbatches become one: mean, sum, max or min."""
+        """Return the reduction over microbatches: mean, sum, max or min."""
         fx = dict(self.options).get("reduce_fx", "mean")
         return _REDUCTIONS.get(fx if isinstance(fx, str) else getattr(fx, "__name__", ""), "mean")
 
     def times(self, is_training: bool) -> tuple[bool, bool]:
-        """Tell whether the value is logged by step, and whether by epoch; the defaults depend on the hook."""
+        """Return whether to log by step and by epoch; the defaults depend on the hook."""
         options = dict(self.options)
         on_step, on_epoch = options.get("on_step"), options.get("on_epoch")
         return is_training if on_step is None else on_step, not is_training if on_epoch is None else on_epoch
@@ -53,7 +53,7 @@ class LogCall:
 
 @dataclass(frozen=True)
 class MetricCall:
-    """Hold how a metric is logged, and where it is.
+    """Arguments of a log call of a metric, and the metric's location in the module.
 
     Args:
         name: Name of the value.
@@ -69,13 +69,13 @@ class MetricCall:
 
     @property
     def has_value(self) -> bool:
-        """Whether there is a value of this step."""
+        """Return whether the metric has a value of this step."""
         return self.dtype is not None
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """Hold one logged value, its weight, and in which run of the step it was logged."""
+    """A logged value, its weight, and the index of its microbatch."""
 
     value: Tensor
     weight: Weight
@@ -84,7 +84,7 @@ class _Entry:
 
 @dataclass
 class Recorder:
-    """Collect the log calls of one batch.
+    """Log calls of one batch.
 
     Args:
         microbatch_size: Samples of the microbatch that runs now (samples).
@@ -101,12 +101,12 @@ class Recorder:
     metric_values: dict[str, list[_Entry]] = field(default_factory=dict)
 
     def begin(self, microbatch_size: int, *, is_muted: bool) -> None:
-        """Note that the step starts to run on a microbatch."""
+        """Start recording the next microbatch."""
         self.microbatch_size, self.is_muted = microbatch_size, is_muted
         self.run += not is_muted
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Keep one call of ``LightningModule.log``.
+        """Record one call of ``LightningModule.log``.
 
         Raises:
             ValueError: If the value is not a scalar.
@@ -137,7 +137,7 @@ class Recorder:
         self.values.setdefault(name, []).append(_Entry(tensor, weight, self.run))
 
     def merged(self, counts: Sequence[Weight] | None = None) -> tuple[list[LogCall], list[Tensor], list[Weight]]:
-        """Reduce the microbatches of every name to one value, by a mean over samples, or over tokens.
+        """Reduce the values of each name over the microbatches; means are over samples or tokens.
 
         Args:
             counts: Tokens that each run of the step counted, which means weigh by; None means samples (tokens).
@@ -161,7 +161,7 @@ class Recorder:
         return calls, values, totals
 
     def merged_metrics(self, path_of: Callable[[Metric], str | None]) -> tuple[list[MetricCall], list[Tensor]]:
-        """Return how each metric is logged; and the values of this step of those that have one, in float64.
+        """Return the log calls of metrics, and their float64 values of this step, if any.
 
         Args:
             path_of: Returns the name of a metric in the module; None if it is not there.

@@ -1,4 +1,4 @@
-"""Record what the user logs for each microbatch on the last stage, and log it once per batch on every rank."""
+"""Transfer of log calls from the last stage's microbatches to every rank, once per batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_megatron.strategy.progress import TokensProgressBar
 
 @dataclass(frozen=True)
 class _Form:
-    """Say what the last stage sends: how values and metrics are logged, and what the step has returned.
+    """Message of the last stage: arguments of log calls, and the step's output.
 
     Args:
         calls: How each value is logged.
@@ -37,13 +37,13 @@ class _Form:
 
     @property
     def weighted(self) -> list[int]:
-        """Positions of the calls whose weight travels, too, after all values."""
+        """Indices of the calls whose weights are sent after all values."""
         return [index for index, call in enumerate(self.calls) if call.has_weight]
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """Hold what the last stage has told all stages.
+    """Values that all stages have received from the last stage.
 
     Args:
         extra: The further scalars, in float64.
@@ -57,7 +57,7 @@ class Replayed:
 
 
 class LogReplay:
-    """Bring recorded values from the last stage to all ranks, together with the loss, in one broadcast.
+    """Broadcast of the loss and recorded values from the last stage to all ranks.
 
     Args:
         mesh: The groups of this rank.
@@ -70,7 +70,7 @@ class LogReplay:
 
     @contextmanager
     def record(self, module: LightningModule, recorder: Recorder | None = None) -> Iterator[Recorder]:
-        """Let ``module.log`` write into a recorder, a new one if none is given, inside the block."""
+        """Redirect ``module.log`` to a recorder inside the block; None creates a new one."""
         recorder = Recorder() if recorder is None else recorder
         module.log = recorder.log  # type: ignore[method-assign]
         try:
@@ -131,7 +131,7 @@ class LogReplay:
         return self._paths.get(id(metric))
 
     def _log_metrics(self, module: LightningModule, calls: Sequence[MetricCall], values: Iterator[Tensor]) -> None:
-        """Log metrics, whose states are the same on all stages by the time the Trainer asks for their results."""
+        """Log metrics; their states are equal on all stages when the Trainer reads the results."""
         for call in calls:
             metric, options = module.get_submodule(call.path), dict(call.options)
             if call.has_value:
@@ -162,7 +162,7 @@ class LogReplay:
     def _reduce_by_step(
         self, calls: Sequence[LogCall], vector: Tensor, weights: Mapping[int, Tensor], is_training: bool
     ) -> set[int]:
-        """Reduce over the data axis, all values of one kind at once; return the positions of what is reduced.
+        """Reduce values over the data axis, one message per kind; return the reduced indices.
 
         These are what is logged by step only, as the Trainer would reduce it, and means by step that have a weight,
         whose weights become those of all ranks.
@@ -189,7 +189,7 @@ class LogReplay:
         return {index for indices in by_reduction.values() for index in indices}
 
     def _average(self, values: list[Tensor], weights: list[Tensor]) -> None:
-        """Replace values by their weighted means over the data axis, and weights by their sums, in place."""
+        """Replace values by weighted means over the data axis, and weights by sums, in place."""
         pairs = [torch.stack([value * weight, weight]) for value, weight in zip(values, weights, strict=True)]
         sums = all_reduce_(torch.stack(pairs), self._mesh.data)
         for value, weight, (total, weight_of_all) in zip(values, weights, sums, strict=True):
@@ -197,7 +197,7 @@ class LogReplay:
             weight.copy_(weight_of_all)
 
     def _is_read_after_every_batch(self, module: LightningModule, name: str, value: Tensor, by_step_only: bool) -> bool:
-        """Tell whether the Trainer must read a value for its progress bar, for which the host waits for the device.
+        """Return whether the progress bar reads a value, which makes the host wait for the device.
 
         Only rank 0 has a bar. Values by step are read by our own bar when it is drawn, and by none without a bar.
         """

@@ -1,4 +1,4 @@
-"""A picture of the loss, drawn beside the metrics that it is drawn from."""
+"""Plot of the loss from the metrics of ``CSVLogger``, saved next to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Curve = list[tuple[int, float]]
 
 
 class LossCurve(Callback):
-    """Draw the training and validation loss over the steps when `fit` ends, into the folder of the `CSVLogger`.
+    """Plot training and validation loss into the ``CSVLogger``'s folder after ``fit``.
 
     Args:
         train: Name under which the training loss is logged.
@@ -61,7 +61,7 @@ class LossCurve(Callback):
 
 
 def read_curve(metrics: Path, name: str) -> Curve:
-    """Read the (step, value) pairs of one metric, whether it was logged by step, by epoch or by both.
+    """Read the (step, value) pairs of one metric, logged by step, by epoch or by both.
 
     Args:
         metrics: A `metrics.csv` of Lightning's `CSVLogger`.
@@ -77,7 +77,7 @@ def read_curve(metrics: Path, name: str) -> Curve:
 
 
 def draw_curves(curves: dict[str, Curve], picture: Path, unit: str) -> None:
-    """Draw curves over the optimizer steps, each labelled with its last value.
+    """Plot curves over the optimizer steps, each labelled with its last value.
 
     Args:
         curves: Points by name; the names label the lines.

@@ -1,4 +1,4 @@
-"""The strategy that trains one LightningModule over tensor, pipeline and data-parallel ranks."""
+"""Strategy that trains a LightningModule over tensor, pipeline and data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -309,14 +309,14 @@ class MegatronStrategy(ModelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; while a newer one is being written, only after that is complete."""
+        """Remove a checkpoint, after any save in progress is complete."""
         self._checkpoints.remove(filepath, self._mesh)
 
     @override
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fill the module, and while fitting the optimizers, and return what is left for Lightning."""
+        """Load the module, and the optimizers in a fit; return the entries left for Lightning."""
         assert self._state is not None, "setup has run"
         self._checkpoints.wait()
         # An earlier fit of this trainer has left optimizers, which evaluation has nothing to do with.
@@ -339,7 +339,7 @@ class MegatronStrategy(ModelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Fill the optimizers from the file of another strategy; load_checkpoint has filled them from a directory."""
+        """Load the optimizers from another strategy's file; directories need no second load."""
         if "optimizer_states" in checkpoint:
             assert self._state is not None, "setup has run"
             self._make_groups(checkpoint)
@@ -348,7 +348,7 @@ class MegatronStrategy(ModelStrategy):
                 plain_checkpoint.load_optimizer(optimizer, saved, full, self.user_module, main, self.mesh)
 
     def _make_groups(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give the optimizers the groups that callbacks had added to them by the time of a checkpoint."""
+        """Restore the optimizer groups that callbacks had added before a checkpoint was saved."""
         assert self._state is not None, "setup has run"
         restore_finetuning(self.user_module.trainer, self.user_module, checkpoint)
         self._state.take_in(self.optimizers)
@@ -361,7 +361,7 @@ class MegatronStrategy(ModelStrategy):
 
     @override
     def teardown(self) -> None:
-        """Give back what the run has taken: hooks, signal check, groups."""
+        """Release the resources of the run: hooks, signal handlers and process groups."""
         self._long_lived.release()
         self._for_the_run.close()
         if self._signals is not None:
@@ -392,7 +392,7 @@ class MegatronStrategy(ModelStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Make ``Trainer(strategy="megatron")`` work, once."""
+        """Register ``Trainer(strategy="megatron")`` once."""
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0])
 

@@ -1,4 +1,4 @@
-"""A table of what every pipeline stage holds in memory, beside what was estimated for it."""
+"""Table of estimated and measured memory for every pipeline stage."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WORKSPACE, _OLDER_WORKSPACE = 32 * 2**20, 8 * 2**20 + 128 * 2**10
 
 @dataclass(frozen=True)
 class StageReport:
-    """Hold what the ranks of one pipeline stage estimate and hold.
+    """Estimated and measured memory of one pipeline stage.
 
     Args:
         stage: Position on the pp axis.
@@ -62,11 +62,11 @@ class StageReport:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Return the bytes that are held all the time, for each parameter of the rank."""
+        """Return the static memory per parameter of the rank (bytes)."""
         return sum(self.held.values()) / self.estimate.num_parameters
 
     def table(self) -> str:
-        """Format both as a table, in GiB or MiB."""
+        """Format estimate and measurement as a table, in GiB or MiB."""
         estimate, whole = self.estimate, self.estimate.activations > 0
         unit = "GiB" if max(estimate.peak, self.peak or 0) >= GIB else "MiB"
 
@@ -87,7 +87,7 @@ class StageReport:
 
 
 class MemoryReport(Callback):
-    """Print, after the first optimizer steps, what every stage's memory is made of, beside the estimate.
+    """Print estimated and measured memory of every stage after the first optimizer steps.
 
     Parameters, gradients, main parameters and optimizer state are counted; on GPUs the measured peak is that of torch's
     allocator since training started, whose statistics are reset for that. The estimate is that of
@@ -142,7 +142,7 @@ class MemoryReport(Callback):
 
 
 def held_bytes(strategy: ModelStrategy, optimizers: Sequence[Optimizer]) -> dict[str, int]:
-    """Count what this rank holds all the time, by part (bytes)."""
+    """Return the static memory of this rank, by part (bytes)."""
     assert strategy._state is not None, "setup has run"
     states = [value for o in optimizers for state in o.state.values() for value in state.values()]
     return strategy._state.main.memory() | {"optimizer": sum(v.nbytes for v in states if isinstance(v, Tensor))}
@@ -188,7 +188,7 @@ def estimate_of(
 
 
 def training_shape(strategy: ModelStrategy, module: LightningModule, optimizers: Sequence[Optimizer]) -> TrainingShape:
-    """Describe the types that a run computes and trains in; the sizes of a step are left at 1."""
+    """Return the dtypes and options of a run as a training shape, with step sizes of 1."""
     options, dtypes = strategy.options, strategy.precision_plugin.dtypes
     mains = dtypes.mains or dtypes.parameters
     gradients = torch.bfloat16 if dtypes.mains and options.gradient_dtype == "bfloat16" else mains
@@ -212,7 +212,7 @@ def training_shape(strategy: ModelStrategy, module: LightningModule, optimizers:
 
 
 def kept_by(model: GPT) -> KeptActivations:
-    """Say what the layers of a model keep where its parameters are now: fused kernels keep less."""
+    """Return which activations a model's layers keep on its device: fused kernels keep less."""
     parameter = next(model.parameters())
     make = fused_activations if fused_kernels(parameter) is not None else eager_activations
     table = make(model.config.memory_shape(), parameter.element_size())
@@ -222,7 +222,7 @@ def kept_by(model: GPT) -> KeptActivations:
 
 
 def _makes_expert_gradients(model: GPT) -> bool:
-    """Tell whether the gradients of all experts' matrices are made before they are added to earlier ones."""
+    """Return whether new gradients of all experts exist before they are accumulated."""
     for layer in model.mixtures().values():
         first, *others = layer.experts.weights("down")
         kind = choose_product(first.device, first.dtype, 1 + len(others), first.shape[1], first.shape[0])
@@ -231,7 +231,7 @@ def _makes_expert_gradients(model: GPT) -> bool:
 
 
 def state_copies(optimizer: Optimizer) -> int:
-    """Count the tensors of a main parameter's size that an optimizer keeps for it.
+    """Return how many tensors of a main parameter's size an optimizer keeps for it.
 
     Returns:
         What is known of torch's optimizers, else the most that the optimizer holds for a parameter now.
@@ -249,7 +249,7 @@ def state_copies(optimizer: Optimizer) -> int:
 
 
 def tokens_shape(batch: Any) -> tuple[int, int] | None:
-    """Return (samples, tokens of each) of a batch's first integer tensor with two dimensions, if it has one."""
+    """Return (samples, tokens per sample) of a batch's first 2-D integer tensor, if any."""
     if isinstance(batch, Tensor):
         is_tokens = batch.ndim == 2 and not batch.is_floating_point()
         return (batch.shape[0], batch.shape[1]) if is_tokens else None
@@ -258,7 +258,7 @@ def tokens_shape(batch: Any) -> tuple[int, int] | None:
 
 
 def merge_ranks(reports: Sequence[StageReport]) -> tuple[StageReport, ...]:
-    """Join the reports of all ranks: of each stage the most that a rank holds, by part."""
+    """Merge the reports of all ranks by stage, with the maximum over ranks for each part."""
     stages: dict[int, StageReport] = {}
     for report in reports:
         if report.stage not in stages:
@@ -272,7 +272,7 @@ def merge_ranks(reports: Sequence[StageReport]) -> tuple[StageReport, ...]:
 
 
 def as_figures(report: StageReport) -> dict[str, Any]:
-    """Return a report as plain numbers, for a file."""
+    """Return a report as a dictionary of plain numbers."""
     return {
         "stage": report.stage,
         "estimate": asdict(report.estimate) | {"peak": report.estimate.peak},

@@ -1,4 +1,4 @@
-"""What Lightning and a user's code send: over the ranks that read different data, unless they mean all."""
+"""Communication of Lightning and user code, over data-parallel ranks by default."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_megatron.strategy.private import reduce_over_group
 
 
 class MeshCommunication(ParallelStrategy):
-    """Answer Lightning's calls that communicate, on the groups of a mesh.
+    """Lightning's communication methods on the groups of a mesh.
 
     Whoever inherits it makes the mesh.
     """
@@ -31,18 +31,18 @@ class MeshCommunication(ParallelStrategy):
 
     @property
     def is_in_stage(self) -> bool:
-        """Return whether the user's step runs on one of several stages now: other stages run it at other times."""
+        """Return whether a step of several stages is running; stages do not run it in lockstep."""
         return False
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; within a step of several stages for those that run the same stage."""
+        """Wait for all ranks; inside a step of several stages, for the ranks of this stage."""
         if self._mesh is not None:
             barrier(self._mesh.data_cpu if self.is_in_stage else self._mesh.world_cpu)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the object of a rank; within a step of several stages that of the rank of this stage with its data.
+        """Return a rank's object; inside a pipelined step, that of this stage's rank with its data.
 
         Args:
             obj: Anything that can be pickled.
@@ -55,7 +55,7 @@ class MeshCommunication(ParallelStrategy):
         return broadcast_object(obj, self._mesh.world_cpu, src)
 
     def _axis_of(self, group: Any | None) -> MeshAxis | None:
-        """Return the axis that a group stands for, if any: all ranks stand for those that read different data."""
+        """Return the axis for a group, if any: the world group stands for the data axis."""
         if group is None or is_world(group):
             return self._mesh.data if self._mesh is not None else None
         return group if isinstance(group, MeshAxis) else None

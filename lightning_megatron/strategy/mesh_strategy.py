@@ -1,4 +1,4 @@
-"""Ranks, processes and communication: the half of the strategy that knows no model."""
+"""Ranks, processes and communication: the part of the strategy that is independent of models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class MeshStrategy(MeshCommunication, BufferStrategy):
-    """Place one process on each device, join them in a mesh and answer Lightning's questions about ranks.
+    """Strategy with one process per device, joined in a mesh of parallel axes.
 
     Args:
         sizes: Arguments of the :class:`ParallelLayout` other than the world size.
@@ -100,7 +100,7 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """Count the nodes of the job."""
+        """Return the number of nodes of the job."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -110,22 +110,22 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Count the processes of this node."""
+        """Return the number of processes of this node."""
         return len(self.parallel_devices or [])
 
     @property
     def is_distributed(self) -> bool:
-        """Tell Lightning to inject samplers and to honour ``sync_dist``."""
+        """Return True, so that Lightning injects samplers and honours ``sync_dist``."""
         return True
 
     @property
     def data_parallel_size(self) -> int:
-        """Count the ranks that read different data."""
+        """Return the number of ranks that read different data."""
         return self.layout.dp
 
     @property
     def data_parallel_rank(self) -> int:
-        """Return which part of the data this rank reads."""
+        """Return this rank's index among the ranks that read different data."""
         return self.layout.coordinates(self.global_rank)["dp"]
 
     @property
@@ -134,7 +134,7 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
         return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero functions which rank this is."""
+        """Set the ranks of the cluster environment and of Lightning's rank-zero functions."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -173,11 +173,11 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
         )
 
     def configuration(self) -> dict[str, str | int]:
-        """List what must be equal on all ranks before there are groups, by name."""
+        """Return the settings that must be equal on all ranks before groups exist, by name."""
         return {**asdict(self.layout), "lightning-megatron sources": own_sources()}
 
     def check_run(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse what cannot run before any process is started, given the arguments of ``fit`` and its like by name."""
+        """Check the keyword arguments of fit, validate, test or predict before any launch."""
 
     # ---- the mesh's life
 
@@ -231,7 +231,7 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
         return mesh
 
     def _watch_over(self, mesh: ParallelMesh, job: str) -> None:
-        """Begin to look for ranks that fail or do not arrive."""
+        """Start watching for ranks that fail or hang."""
         notices = Notices(job) if self.num_nodes > 1 else None
         folder = self._watch.join_job(job, notices)
         if folder is None:
@@ -253,7 +253,7 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
         self._hang_watch.start()
 
     def leave_mesh(self) -> None:
-        """Give back the groups of this run."""
+        """Destroy the process groups of this run."""
         if self._hang_watch is not None:
             self._hang_watch.stop()
             self._hang_watch = None
@@ -264,7 +264,7 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
 
     @contextmanager
     def temporary_mesh(self) -> Iterator[ParallelMesh]:
-        """Return the mesh of the run, or after its end a new one for the length of the block."""
+        """Return the mesh of the run, or after its end a temporary one for the block."""
         if self._mesh is not None:
             yield self._mesh
             return

@@ -1,4 +1,4 @@
-"""A trial of a step on parts of its first batch: microbatches must give the loss and the logs of the whole batch."""
+"""Trial step that compares microbatches with the whole batch: loss and logs must agree."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WAYS_OUT = (
 
 
 class MicrobatchTrials:
-    """Compare a step on neighbouring microbatches with the same step on their samples together, once for each step.
+    """Comparison of separate with joined microbatches, once for each kind of step.
 
     No gradients are made; random states, buffers and attributes of the module are put back. Draws of torch are replaced
     by constants, and dropout is off, so that what couples samples by a random number alone is not seen. The
@@ -53,7 +53,7 @@ class MicrobatchTrials:
         self._drops = any(getattr(getattr(layer, "config", None), "capacity_factor", None) for layer in layers)
 
     def check(self, key: tuple[Any, ...], batch: Any, microbatches: Sequence[Microbatch], run: Run) -> None:
-        """Refuse batch norms at every batch that is cut, and try a step at its first one.
+        """Refuse batch norms if a batch is cut, and try each kind of step at its first batch.
 
         Args:
             key: Name of the step, then of its dataloader.
@@ -99,7 +99,7 @@ class MicrobatchTrials:
 
 
 class _Trial:
-    """Run a step on parts of a batch, and compare."""
+    """One trial: runs of a step on parts of a batch, and their comparison."""
 
     def __init__(
         self, mesh: ParallelMesh, module: LightningModule, step: str, run: Run, state: ModuleState, whole: Microbatch
@@ -109,7 +109,7 @@ class _Trial:
         self._tried = TriedStep(mesh, step, run, state)
 
     def compare(self, pairs: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]) -> None:
-        """Run the step on parts and on several of them at once.
+        """Run the step on single parts and on several joined ones.
 
         Args:
             pairs: Microbatches at once.
@@ -141,7 +141,7 @@ class _Trial:
             self._warn_of_ignored_labels(parts)
 
     def runs_whole(self) -> bool:
-        """Return whether the step runs on the whole batch, where it can be tried on one rank without the others."""
+        """Return whether the step runs on the whole batch, if one rank can try it alone."""
         if self._mesh.data.size > 1 or self._mesh.pp.size > 1:
             return False
         self._state.restore()
@@ -152,7 +152,7 @@ class _Trial:
         return True
 
     def _run(self, parts: Sequence[Microbatch], seed: int) -> list[Reading]:
-        """Return what the step gives for every part, on the last stage."""
+        """Return the step's results for every part, on the last stage."""
         try:
             return self._tried.read(parts, seed)
         except Exception as error:
@@ -168,7 +168,7 @@ class _Trial:
         return error
 
     def _left_behind(self, pair: Microbatch, parts: Sequence[Microbatch], tolerance: float) -> dict[str, str]:
-        """Return what the module holds after two microbatches and does not after their samples at once, and its kind.
+        """Return attributes that differ after two microbatches and their joined batch, by kind.
 
         What counts the calls is told from what the last call leaves: only the former changes if one is repeated.
         """
@@ -207,7 +207,7 @@ class _Trial:
             )
 
     def _warn_of_ignored_labels(self, parts: Sequence[Microbatch]) -> None:
-        """Say what rounding hides in half precision: a mean over tokens, of which microbatches have unequally many."""
+        """Warn of token means over unequal microbatches, which rounding hides in half precision."""
         counts = [ignored_in(part.data) / part.num_samples for part in parts]
         if len(set(counts)) > 1:
             log.warning(
@@ -228,7 +228,7 @@ class _Trial:
 
 
 def _groups(num_parts: int) -> list[range]:
-    """List which microbatches are tried at once: neighbours, and three because a median of two is their mean."""
+    """Return the microbatches to join: pairs, and a triple because a median of two is a mean."""
     pairs = [range(number, number + 2) for number in range(num_parts - 1)]
     return [*pairs, range(3)] if num_parts > 2 else pairs
 
@@ -236,7 +236,7 @@ def _groups(num_parts: int) -> list[range]:
 def _differences(
     together: Sequence[Reading], groups: Sequence[range], alone: Sequence[Reading], tolerance: float
 ) -> dict[str, tuple[float, float, int]]:
-    """Return the largest difference of each name: its number at once, one after the other, and of how many."""
+    """Return each name's largest difference: joined value, separate value and group size."""
     found: dict[str, tuple[float, float, int]] = {}
     for reading, group in zip(together, groups, strict=False):
         for name, (value, weight) in reading.values.items():

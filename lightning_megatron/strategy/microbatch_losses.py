@@ -1,4 +1,4 @@
-"""The losses of a step's microbatches: what to run backward from, and what to report."""
+"""Losses of a step's microbatches: scaled for the backward pass, and averaged for logs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def unit_of(microbatches: Sequence[Microbatch]) -> int:
 
 
 class MicrobatchLosses:
-    """Take the losses of one batch, one after the other.
+    """Losses of the microbatches of one batch.
 
     A step that returns ``num_tokens``, the number of tokens that its loss is the mean of, is *counted*: backward runs
     from the sum of ``loss * num_tokens / unit``, so the gradients divided by the sum of :attr:`num_tokens` over all
@@ -58,7 +58,7 @@ class MicrobatchLosses:
         self.num_missing = 0
 
     def take(self, output: Any, number: int) -> Tensor | None:
-        """Keep the value of a microbatch's loss and return the scalar to run backward from.
+        """Record a microbatch's loss and return the scaled loss for its backward pass.
 
         Args:
             output: What the step returned.
@@ -91,22 +91,22 @@ class MicrobatchLosses:
         return wide * self._weights[number]
 
     def weight_of(self, number: int) -> Weight:
-        """Return what the loss of a microbatch that was taken is multiplied by."""
+        """Return the factor of a recorded microbatch's loss."""
         return self._weights[number]
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether no microbatch had a loss, here."""
+        """Return whether no microbatch of this rank had a loss."""
         return self.num_missing == len(self._losses)
 
     @property
     def counts(self) -> list[Weight] | None:
-        """Tokens of each microbatch, in the order of their runs; None if the step is not counted (tokens)."""
+        """Tokens of each microbatch in run order; None if the step returns no counts (tokens)."""
         return token_counts_in(self._outputs)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type in which the loss is reported: that of the step, float32 at least; the default type's elsewhere."""
+        """Dtype of the reported loss: that of the step, at least float32."""
         found = torch.float32 if self._losses else torch.promote_types(torch.get_default_dtype(), torch.float32)
         for loss in self._losses:
             found = torch.promote_types(found, loss.dtype)

@@ -1,4 +1,4 @@
-"""Modules, optimizers and steps: the half of the strategy that knows the model."""
+"""Modules, optimizers and steps: the part of the strategy that depends on the model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelStrategy(MeshStrategy):
-    """Cut the module, own its optimizers' parameters and run its steps.
+    """Strategy that cuts the module, owns its main parameters and runs its steps.
 
     Args:
         options: The strategy's arguments.
@@ -94,13 +94,13 @@ class ModelStrategy(MeshStrategy):
 
     @property
     def user_module(self) -> LightningModule:
-        """Return the user's module, which the Trainer has connected."""
+        """Return the user's LightningModule."""
         assert self.lightning_module is not None, "the Trainer connects the module before anything else"
         return self.lightning_module
 
     @property
     def expert_statistics(self) -> Mapping[int, StepStatistics] | None:
-        """Say how the routers of this stage spread the tokens of the last step, by the number of the layer."""
+        """Return the token counts of this stage's routers in the last step, by layer index."""
         return None if self._experts is None else self._experts.statistics
 
     # ---- precision
@@ -217,10 +217,10 @@ class ModelStrategy(MeshStrategy):
         self._signals.install()
 
     def finish_saves(self) -> None:
-        """Wait until no checkpoint is being written; a collective over all ranks."""
+        """Wait for the save in progress; a collective over all ranks."""
 
     def _state_of_run(self, fitting: bool) -> TrainingState:
-        """Make the state of a fit; an evaluation goes on with that of an earlier fit of the same module."""
+        """Return a new state for a fit; evaluation reuses the state of an earlier fit."""
         module, previous = self.user_module, self._state
         if not fitting and previous is not None and previous.belongs_to(module):
             previous.mesh = self.mesh
@@ -238,7 +238,7 @@ class ModelStrategy(MeshStrategy):
         )
 
     def _gathers_late(self, trainer: Trainer) -> bool:
-        """Tell whether parameters may still be on their way between a step and the next forward pass."""
+        """Return whether parameters are gathered during the next forward pass."""
         chosen = self.options.overlap_parameters
         if chosen is not None or self.mesh.data.size == 1:
             return bool(chosen)
@@ -283,7 +283,7 @@ class ModelStrategy(MeshStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward of all microbatches, and sum the gradients over the ranks if the optimizer steps."""
+        """Run forward and backward of all microbatches, and reduce gradients before a step."""
         assert self._steps is not None, "setup has run"
         module, trainer = self.user_module, self.user_module.trainer
         step, precision = total_batch_index(trainer), self.precision_plugin
@@ -326,7 +326,7 @@ class ModelStrategy(MeshStrategy):
         self._forget = forget
 
     def _step_by_hand(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step that calls the optimizers itself."""
+        """Run a step of manual optimization."""
         assert self._experts is not None, "setup has run"
         if self._experts.loss_weight is not None:
             self._experts.loss_weight.value = self.precision_plugin.loss_factor
@@ -354,7 +354,7 @@ class ModelStrategy(MeshStrategy):
         call_after_backward_hooks(trainer)
 
     def _prepare_step(self, step: int) -> None:
-        """Take in what callbacks have unfrozen, and let sums start inside the backward pass if a step follows it."""
+        """Update the set of trained parameters, and set up overlapped gradient reduction."""
         assert self._state is not None, "setup has run"
         assert self._executor is not None, "setup has run"
         trainer = self.user_module.trainer

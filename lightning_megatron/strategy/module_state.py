@@ -1,4 +1,4 @@
-"""What a module holds beside its parameters, noted before a trial of a step and put back after it."""
+"""Snapshot of a module's buffers and attributes, restored after a trial step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclass(frozen=True)
 class _Noted:
-    """Hold one value as it was.
+    """Recorded value of one attribute or buffer.
 
     Args:
         name: Where it is, as in ``self.calls``.
@@ -40,7 +40,7 @@ class _Noted:
 
 
 class ModuleState:
-    """Note the buffers of a module and its attributes, with what they hold, to find and to undo changes.
+    """Snapshot of a module's buffers and attributes, to find and undo changes.
 
     Numbers, tensors, containers of them, generators and plain objects of the user's classes are noted; parameters,
     modules and objects of known libraries are not.
@@ -58,7 +58,7 @@ class ModuleState:
                     self._note(f"{one.prefix}.{key}" if one.is_watched else "", value)
 
     def changes(self, tolerance: float = 0.0) -> dict[str, str]:
-        """Return what has changed since, by name: ``number``, ``tensor``, ``container`` or ``object``.
+        """Return the kind of every changed value by name: number, tensor, container or object.
 
         Metrics, which add up what they see, and modules of this package are left out.
 
@@ -78,7 +78,7 @@ class ModuleState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back every value that was noted."""
+        """Restore every recorded value."""
         for one in self._held:
             for key in one.now().keys() - one.kept.keys():
                 del one.held[key]
@@ -106,7 +106,7 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class _Held:
-    """Hold one dictionary of a module, and what was in it.
+    """One attribute dictionary of a module, and its recorded content.
 
     Args:
         prefix: Name of the module, as in ``self.net``.
@@ -123,12 +123,12 @@ class _Held:
     kept: dict[str, Any]
 
     def now(self) -> dict[str, Any]:
-        """Return what the dictionary holds now."""
+        """Return the current content of the dictionary."""
         return _values(self.held, self.skipped)
 
 
 def _dictionaries(module: nn.Module) -> Iterator[_Held]:
-    """List the dictionaries of a module, and of those in it, that hold attributes and buffers."""
+    """Return the attribute and buffer dictionaries of a module and its submodules."""
     for name, part in module.named_modules():
         prefix = f"self.{name}" if name else "self"
         is_watched = not isinstance(part, Metric) and not type(part).__module__.startswith(_PACKAGE)
@@ -138,7 +138,7 @@ def _dictionaries(module: nn.Module) -> Iterator[_Held]:
 
 
 def _values(held: dict[str, Any], skipped: frozenset[str]) -> dict[str, Any]:
-    """Return what a dictionary holds that has values here."""
+    """Return the entries of a dictionary that the snapshot covers."""
     return {key: value for key, value in held.items() if key not in skipped and not isinstance(value, AbsentTensor)}
 
 
@@ -151,7 +151,7 @@ def _kind(value: Any) -> str:
 
 
 def _copy(value: Any) -> Any:
-    """Return what brings a value back that is changed in place; None if nothing can change it, or it is not noted."""
+    """Return a copy of a mutable value for restoring; None if immutable or not covered."""
     if isinstance(value, Tensor):
         is_plain = not isinstance(value, nn.Parameter) and value.layout == torch.strided and value.device.type != "meta"
         return value.detach().clone() if is_plain else None
@@ -183,7 +183,7 @@ def _is_users(value: Any) -> bool:
 
 
 def _holds(noted: _Noted, tolerance: float = 0.0) -> bool:
-    """Return whether a value still holds what it held."""
+    """Return whether a value still equals its recorded content."""
     reader = next((read for kind, (read, _) in _GENERATORS.items() if isinstance(noted.value, kind)), None)
     if reader is not None:
         return _alike(noted.copy, reader(noted.value), tolerance)
@@ -191,7 +191,7 @@ def _holds(noted: _Noted, tolerance: float = 0.0) -> bool:
 
 
 def _alike(before: Any, now: Any, tolerance: float) -> bool:
-    """Return whether two values hold the same, numbers up to a relative difference."""
+    """Return whether two values are equal, with a relative tolerance for numbers."""
     if before is now:
         return True
     if isinstance(before, AbsentTensor) or isinstance(now, AbsentTensor):

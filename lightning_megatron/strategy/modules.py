@@ -1,4 +1,4 @@
-"""What the strategy does to the modules inside a LightningModule before training."""
+"""Preparation of the modules inside a LightningModule before training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.models.stage import named_layers, pipelined_modules
 
 
 def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
-    """Give modules that were built in an earlier run the groups of this one.
+    """Give modules built in an earlier run the process groups of this run.
 
     Raises:
         UnsupportedError: If they were cut for another layout.
@@ -36,7 +36,7 @@ def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
 
 
 class MetricGroups:
-    """Let the torchmetrics of a module sum over the ranks that read different data, until :meth:`restore`.
+    """Torchmetrics of a module, set to reduce over the data ranks until :meth:`restore`.
 
     A sum over all ranks would count every copy of the tensor and pipeline axes.
 
@@ -55,7 +55,7 @@ class MetricGroups:
                 metric.distributed_available_fn = _never
 
     def restore(self) -> None:
-        """Give the metrics back their own settings."""
+        """Restore the metrics' own settings."""
         for metric, available in self._before:
             metric.process_group, metric.distributed_available_fn = None, available
 
@@ -65,7 +65,7 @@ def _never() -> bool:
 
 
 def find_models(module: nn.Module, recompute: str | None) -> list[LayeredModule]:
-    """List the models of this package inside a module, and set their recomputation.
+    """Return the models of this package inside a module, after setting their recomputation.
 
     Args:
         module: Where to look.

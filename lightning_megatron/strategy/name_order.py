@@ -1,4 +1,4 @@
-"""In which order one process would hold the names that ranks hold in parts: torch numbers by that order."""
+"""Parameter order of a single process, by which torch numbers optimizer states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DESCENDING = "experts"
 
 
 def gather_parts(part: T, mesh: ParallelMesh) -> list[T]:
-    """Return what every rank says that has names of its own: one of each stage, and of each part of its experts.
+    """Return one value per pipeline stage and expert shard, from the ranks with distinct names.
 
     Args:
         part: What this rank says; the same on all ranks with the same stage and experts.
@@ -33,7 +33,7 @@ def gather_parts(part: T, mesh: ParallelMesh) -> list[T]:
 
 
 def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> list[str]:
-    """Merge the names of a model's stages, and of ranks with other experts, into the order of the whole model.
+    """Merge names from all stages and expert-parallel ranks into the whole model's order.
 
     Numbered parts come by number: layers with the first one first, experts with the last one first. Other parts stay as
     each stage has them, and what a later stage has in addition follows what comes before it there.
@@ -74,7 +74,7 @@ def _merge_parts(stages: Sequence[Sequence[str]], descends: bool) -> list[str]:
 
 
 def order_groups(stages: Sequence[Sequence[Sequence[str]]], order: Iterable[str]) -> list[list[str]]:
-    """List the parameters of each optimizer group as one process would number them.
+    """Return the parameters of each optimizer group in the order of a single process.
 
     Args:
         stages: For each stage, and each part of its experts, the names in each of the optimizer's groups, in the

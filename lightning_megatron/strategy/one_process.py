@@ -1,4 +1,4 @@
-"""What a checkpoint says of the model in one process, so that its plain file can be written without the model."""
+"""Description of the single-process model, for exporting a checkpoint without the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VOCABULARY = ("embedding.word.weight", "head.weight", "head.bias")
 def describe_for_one_process(
     module: nn.Module, optimizers: Sequence[Optimizer], main: MainParameters, mesh: ParallelMesh
 ) -> dict[str, Any]:
-    """Collect names and order of the tensors that one process would have.
+    """Collect names and order of the tensors in a single process.
 
     Args:
         module: The module.
@@ -78,7 +78,7 @@ def describe_for_one_process(
 
 
 def padded_rows(module: nn.Module) -> dict[str, int]:
-    """Count the rows that vocabulary tables have in one process, where these are more than the vocabulary (rows)."""
+    """Return the padded row counts of vocabulary tables in a single process (rows)."""
     rows: dict[str, int] = {}
     for prefix, part in module.named_modules():
         if isinstance(part, (GPT, Encoder)):

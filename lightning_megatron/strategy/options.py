@@ -1,4 +1,4 @@
-"""The strategy's arguments, checked as far as they can be before the world is known."""
+"""Options of the strategy, with the checks that need no world size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATIENCE = Range(above=0, most=1_000_000_000)
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """Hold the arguments of :class:`MegatronStrategy`, where they are explained.
+    """Arguments of :class:`MegatronStrategy`, which documents them.
 
     Raises:
         ParallelPlanError: For values of another type or outside of their range, and for sizes that no layout can have.
@@ -101,28 +101,28 @@ class StrategyOptions:
 
     @property
     def shards_sequence(self) -> bool:
-        """Tell whether activations are cut along the sequence."""
+        """Return whether activations are sharded along the sequence."""
         return self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
 
     @property
     def needs_tables(self) -> bool:
-        """Return whether an argument asks for something that only models of this package do."""
+        """Return whether an argument needs a feature that only this package's models have."""
         asked = self.ep > 1, bool(self.sequence_parallel), self.overlap_tensor_parallel, self.recompute is not None
         return any(asked)
 
     @property
     def schedule_name(self) -> str:
-        """Name the schedule that runs."""
+        """Return the name of the pipeline schedule, with the default filled in."""
         return self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")
 
     def microbatches(self, layout: ParallelLayout) -> MicrobatchRule:
-        """Return the rule by which batches are cut under a layout."""
+        """Return the rule that cuts batches into microbatches under a layout."""
         group = self.microbatch_group_size
         return MicrobatchRule(self.microbatch_size, self.schedule_name, layout.pp, layout.vpp, group)
 
     @property
     def timeout_delta(self) -> timedelta | None:
-        """Return the timeout as torch takes it."""
+        """Return the timeout as a timedelta, as torch expects."""
         return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
 
     def as_dict(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class StrategyOptions:
         return asdict(self)
 
     def notes(self, precision: str, device_type: str, has_models: bool) -> list[str]:
-        """Say what was chosen for the user where an argument was left open."""
+        """Return log lines about defaults and about options without effect."""
         notes = []
         if self.sequence_parallel is None and self.tp > 1 and has_models:
             notes.append("sequence_parallel is on, because tp is above 1; sequences must divide by tp.")

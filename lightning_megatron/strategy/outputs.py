@@ -1,4 +1,4 @@
-"""What the microbatches of a batch returned, joined as if the batch had been one."""
+"""Step outputs of microbatches, merged into the output of the whole batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loss_in(output: Any) -> Tensor | None:
 
 
 def token_count_in(output: Any) -> Weight | None:
-    """Return how many tokens a step's loss is the mean of: what it returned under ``num_tokens``; None if nothing.
+    """Return a step's token count, from ``num_tokens`` in its output; None without one.
 
     Returns:
         A number where the host knows it, which is read from a tensor on the CPU; else a scalar tensor of a device.
@@ -59,7 +59,7 @@ def token_count_in(output: Any) -> Weight | None:
 
 
 def token_counts_in(outputs: Sequence[Any]) -> list[Weight] | None:
-    """Return the token counts of all microbatches; None if the step returns none. A step that returned None has 0.
+    """Return the token counts of all microbatches, 0 for a skipped one; None without counts.
 
     Raises:
         ValueError: If some microbatches returned a count and others did not.
@@ -78,12 +78,12 @@ def token_counts_in(outputs: Sequence[Any]) -> list[Weight] | None:
 
 
 def total_weight(weights: Sequence[Weight]) -> Weight:
-    """Add weights up: a number if all are numbers, else a float64 scalar; the host does not wait for a device."""
+    """Sum weights to a number, or to a float64 scalar tensor without a host synchronisation."""
     return stack_scalars(weights).sum() if any(isinstance(weight, Tensor) for weight in weights) else sum(weights)
 
 
 def stack_scalars(values: Sequence[Weight]) -> Tensor:
-    """Stack scalars in float64, on a device if any of them is there; the host does not wait for it.
+    """Stack scalars in float64, on their device if any, without a host synchronisation.
 
     Shapes: ``(values,)``.
     """
@@ -93,14 +93,14 @@ def stack_scalars(values: Sequence[Weight]) -> Tensor:
 
 
 def scalar_on(value: Weight, device: torch.device) -> Tensor:
-    """Return a scalar in float64 on the device; the host does not wait for the device, as it would for a copy."""
+    """Return a float64 scalar on the device, without a host synchronisation."""
     if isinstance(value, Tensor) and (value.device.type != "cpu" or device.type == "cpu"):
         return value.detach().to(device=device, dtype=torch.float64).reshape(())
     return torch.full((), value.item() if isinstance(value, Tensor) else value, dtype=torch.float64, device=device)
 
 
 def weighted_mean(values: Tensor, weights: Sequence[Weight]) -> Tensor:
-    """Average one value of each microbatch; the host does not wait for the device.
+    """Average one value of each microbatch, without a host synchronisation.
 
     A value that weighs nothing takes no part, even if it is NaN. The mean of nothing is 0.
 
@@ -122,7 +122,7 @@ def weighted_mean(values: Tensor, weights: Sequence[Weight]) -> Tensor:
 
 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[Weight]) -> Any:
-    """Join what a step returned for every microbatch.
+    """Merge the step outputs of all microbatches.
 
     Scalars are averaged over the samples or tokens; tensors and lists with one entry for each sample are joined;
     mappings and tuples entry by entry; equal values are returned once. Anything else becomes a list with one entry for

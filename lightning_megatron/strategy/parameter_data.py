@@ -1,4 +1,4 @@
-"""User code that reaches the memory of parameters through ``parameter.data``, of which torch counts no writes."""
+"""Detection of accesses to ``parameter.data``, whose writes torch does not count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ORIGINAL: Any = torch.Tensor.data
 
 
 def memory_of(parameter: Tensor) -> Tensor:
-    """Return ``parameter.data`` without being seen."""
+    """Return ``parameter.data`` without triggering the detection."""
     return _ORIGINAL.__get__(parameter)
 
 
@@ -24,7 +24,7 @@ def _set(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def is_accessor(code: CodeType) -> bool:
-    """Return whether code is between the attribute and whoever uses it."""
+    """Return whether a frame's code belongs to this module."""
     return code.co_filename == memory_of.__code__.co_filename
 
 

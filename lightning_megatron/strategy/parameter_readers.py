@@ -1,4 +1,4 @@
-"""Who might read parameters between an optimizer step and the next forward pass, or gradients after a backward pass."""
+"""Search for hooks that may read parameters or gradients outside the step itself."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _HARMLESS_NAMES = frozenset(
 
 
 def parameter_reader(trainer: Trainer) -> str | None:
-    """Name a hook that might read the model's parameters after a step; None if there is none.
+    """Return a hook that may read the model's parameters after a step; None without one.
 
     Hooks of the module and of callbacks that are not known to leave parameters alone count, whatever they do.
     """
@@ -60,12 +60,12 @@ def parameter_reader(trainer: Trainer) -> str | None:
 
 
 def backward_observer(trainer: Trainer) -> str | None:
-    """Name a hook that takes the loss of the backward pass, or replaces that pass; None if there is none."""
+    """Return a hook that receives the loss or replaces the backward pass; None without one."""
     return first_overridden(trainer, ("backward", "on_before_backward"))
 
 
 def gradient_reader(trainer: Trainer) -> str | None:
-    """Name a hook that might look at ``parameter.grad``; None if there is none.
+    """Return a hook that may read ``parameter.grad``; None without one.
 
     A callback whose class says ``reads_gradients = False`` does not count.
     """
@@ -77,7 +77,7 @@ def gradient_reader(trainer: Trainer) -> str | None:
 def first_overridden(
     trainer: Trainer, hooks: tuple[str, ...], counts: Callable[[Any], bool] = lambda hook: True
 ) -> str | None:
-    """Name the first of some hooks that the module or a callback has, unless that is known to be harmless.
+    """Return the first given hook that the module or a callback overrides, if not harmless.
 
     Args:
         trainer: Has the module and the callbacks.
@@ -99,7 +99,7 @@ def first_overridden(
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
-    """Return whether a callback has a hook of its own, which may be an attribute, as those of LambdaCallback are."""
+    """Return whether a callback overrides a hook, by a method or (LambdaCallback) an attribute."""
     method = getattr(callback, hook, None)
     return getattr(method, "__func__", method) is not getattr(Callback, hook, None)
 
@@ -109,7 +109,7 @@ def _may_read_gradients(hook: Any) -> bool:
 
 
 def _names_gradients(hook: Any) -> bool:
-    """Return whether the code of a hook, or of functions that it calls, names gradients other than to forget them."""
+    """Return whether a hook or a function it calls uses gradients other than to clear them."""
     function = getattr(hook, "__func__", hook)
     if getattr(function, "__code__", None) is None:
         # What has no code of Python's may do anything.
@@ -120,7 +120,7 @@ def _names_gradients(hook: Any) -> bool:
 
 
 def _called(hook: Any) -> Iterator[FunctionType]:
-    """Yield the functions that a hook may call: those of its module and closures, of its object, and theirs in turn.
+    """Yield the functions that a hook may call, directly or through other functions.
 
     A module's or a callback's own methods count, others that have the same names do not: what is looked for by name
     on any object would be found everywhere.
@@ -138,7 +138,7 @@ def _called(hook: Any) -> Iterator[FunctionType]:
 
 
 def _named_by(function: FunctionType, owner: object) -> Iterator[object]:
-    """Yield what the names in a function stand for: global values, attributes of modules and of its object."""
+    """Yield the objects behind a function's names: globals, closures and attributes."""
     names = {name for code in _codes(function) for name in code.co_names}
     found = [function.__globals__[name] for name in names if name in function.__globals__]
     found += [value for cell in function.__closure__ or () if (value := _content(cell)) is not None]
@@ -159,7 +159,7 @@ def _content(cell: CellType) -> object:
 
 
 def _codes(function: FunctionType) -> Iterator[CodeType]:
-    """Yield the code of a function and of those that are written inside of it."""
+    """Yield the code of a function and of the functions nested in it."""
     codes = [function.__code__]
     while codes:
         yield (code := codes.pop())

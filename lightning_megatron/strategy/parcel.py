@@ -1,4 +1,4 @@
-"""Python objects that travel between ranks, with their tensors on the device of whoever holds them."""
+"""Serialisation of Python objects for other ranks, whose tensors are sent through the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pack(value: Any, module: LightningModule) -> bytes:
 
 
 def unpack(data: bytes, module: LightningModule, device: torch.device) -> Any:
-    """Return what another rank has packed.
+    """Deserialise a value that another rank has packed.
 
     Args:
         data: The result of :func:`pack`.

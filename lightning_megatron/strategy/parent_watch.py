@@ -1,4 +1,4 @@
-"""End a rank whose launcher has died."""
+"""Exit of a rank whose launcher has died."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _POLL_SECONDS = 0.25
 
 
 def launcher_mark() -> str:
-    """Return what names this process as a launcher."""
+    """Return a mark that identifies this process as a launcher."""
     return f"{os.getpid()} {birth_of(os.getpid())}"
 
 
 def launcher_is_gone(environment: Mapping[str, str]) -> Callable[[], bool] | None:
-    """Return a function that returns whether the process that launched this one has ended; None if nobody has.
+    """Return a check of whether this process's launcher has ended; None without a launcher.
 
     Launchers are ours, torchrun's agent, and a process that uses ``multiprocessing``.
 

@@ -1,4 +1,4 @@
-"""Fill shards and optimizers from the checkpoint files of one process or ``ddp``: full tensors, states by number."""
+"""Loading of shards and optimizers from checkpoint files of one process or ``ddp``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOT_TAKEN = frozenset({"params", "param_names", "foreach", "fused", "capturable
 def load_state_dict(
     full: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh, strict: bool
 ) -> None:
-    """Fill this rank's parameters and buffers from full tensors.
+    """Load this rank's parameters and buffers from full tensors.
 
     Raises:
         CheckpointMismatchError: On all ranks, naming tensors and shapes.
@@ -62,7 +62,7 @@ def load_optimizer(
     main: MainParameters,
     mesh: ParallelMesh,
 ) -> None:
-    """Continue an optimizer from torch's state dict of it, whose parameters are numbers.
+    """Load an optimizer from its torch state dict, which numbers the parameters.
 
     Args:
         optimizer: One over the mains.
@@ -120,14 +120,14 @@ def load_optimizer(
 
 
 def without_padding(full: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
-    """Cut the rows of a padded vocabulary off, where ``shape`` has fewer."""
+    """Remove the padding rows of a vocabulary table if ``shape`` has fewer rows."""
     if not shape or full.dim() != len(shape) or full.shape[dim] <= shape[dim]:
         return full
     return full.narrow(dim, 0, shape[dim])
 
 
 def translate_precision(checkpoint: dict[str, Any]) -> None:
-    """Continue with the loss scale of Lightning's own mixed precision, in place."""
+    """Convert the loss scale of Lightning's mixed precision, in place."""
     scaler = checkpoint.get("MixedPrecision")
     if isinstance(scaler, Mapping) and "scale" in scaler:
         counts = {"clean_steps": int(scaler.get("_growth_tracker", 0)), "hysteresis_left": 1}
@@ -137,7 +137,7 @@ def translate_precision(checkpoint: dict[str, Any]) -> None:
 
 
 def _pieces_of(optimizer: Optimizer, main: MainParameters) -> Iterator[tuple[MainSlice, bool]]:
-    """Pair every piece that an optimizer trains here with whether it wants its step count on the device."""
+    """Yield every local optimizer parameter, and whether its step count is on the device."""
     piece_of = {id(piece.main): piece for piece in main.slices.values()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -147,7 +147,7 @@ def _pieces_of(optimizer: Optimizer, main: MainParameters) -> Iterator[tuple[Mai
 
 
 def _check_shapes(name: str, state: Mapping[str, Any], full: Mapping[str, Any]) -> None:
-    """Refuse states that are those of another parameter, as far as their shapes tell."""
+    """Refuse optimizer states whose shapes do not fit the parameter."""
     shape = tuple(full[name].shape)
     large = [value for value in state.values() if isinstance(value, Tensor) and value.dim() == len(shape)]
     wrong = [tuple(value.shape) for value in large if value.numel() > 1 and tuple(value.shape) != shape]
@@ -160,7 +160,7 @@ def _check_shapes(name: str, state: Mapping[str, Any], full: Mapping[str, Any]) 
 
 
 def _cut(piece: MainSlice, name: str, key: str, value: Any, before: Any, on_device: bool) -> Any:
-    """Return this rank's part of a saved state value, in the dtype and on the device that torch would give it."""
+    """Return this rank's shard of a state value, in torch's dtype and on torch's device."""
     if not isinstance(value, Tensor):
         return value
     if key == "step":

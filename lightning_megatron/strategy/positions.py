@@ -1,4 +1,4 @@
-"""Say where every rank of a job is, and which of them the others wait for."""
+"""Positions of the ranks of a job, and the ranks that others wait for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NUM_LINES = 4
 
 @dataclass(frozen=True)
 class Position:
-    """Describe where one rank is.
+    """Position of one rank: its code location, collectives and progress.
 
     Args:
         rank: Its global rank.
@@ -58,7 +58,7 @@ class Position:
 
     @classmethod
     def observe(cls, rank: int, number: int, place: str, journal: Journal) -> Position:
-        """Look where the main thread of this process is."""
+        """Return the position of this process's main thread."""
         frames = list(_main_frames())
         pid = os.getpid()
         return cls(
@@ -78,16 +78,16 @@ class Position:
 
     @property
     def progress(self) -> tuple[object, ...]:
-        """Return what changes whenever the rank gets on."""
+        """Return a value that changes whenever the rank makes progress."""
         return self.place, self.waits, self.call, sum(self.counts.values())
 
     def to_text(self) -> str:
-        """Write this position as JSON."""
+        """Return this position as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Position:
-        """Read what :meth:`to_text` wrote."""
+        """Return the position that :meth:`to_text` has written."""
         values = json.loads(text)
         call = values.pop("call")
         kind, axis, number, ranks = call or ("", "", 0, ())
@@ -96,7 +96,7 @@ class Position:
 
 
 def _main_frames() -> Iterator[FrameType]:
-    """List the frames of the main thread, from the innermost one."""
+    """Return the frames of the main thread, innermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         yield frame
@@ -111,7 +111,7 @@ def _interesting_lines(frames: Iterable[FrameType]) -> tuple[str, ...]:
 
 
 def birth_of(pid: int) -> str:
-    """Return when a process of this machine began, in the system's own count; empty if it has ended or is not seen."""
+    """Return a local process's start time in system ticks; empty if it is gone or hidden."""
     try:
         # The name before them may hold anything: the first field is the state, the twentieth the start time.
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
@@ -122,7 +122,7 @@ def birth_of(pid: int) -> str:
 
 
 def missing_ranks(positions: Mapping[int, Position], silent: Iterable[int], num_ranks: int) -> list[int]:
-    """Find the ranks that the others wait for.
+    """Return the ranks that the others wait for.
 
     A rank that gives no sign of life, or is not inside a collective, keeps those waiting whose collective it takes part
     in. Ranks that wait themselves are at fault only if no other rank is: then they are inside collectives that do not
@@ -144,7 +144,7 @@ def missing_ranks(positions: Mapping[int, Position], silent: Iterable[int], num_
 
 
 def _absent(waiting: Position, positions: Mapping[int, Position], silent: set[int]) -> Iterator[int]:
-    """List the ranks that have not arrived where one rank waits."""
+    """Return the ranks that have not arrived at the point where one rank waits."""
     call = waiting.call
     if call is None:
         return
@@ -159,7 +159,7 @@ def _has_arrived(position: Position, call: Call) -> bool:
 
 
 def is_ahead(own: Position, positions: Mapping[int, Position]) -> bool:
-    """Tell whether a rank has started a collective that another rank of its group has not."""
+    """Return whether a rank has started a collective that a rank of its group has not."""
     call = own.call
     if call is None or call.kind == "exchange":
         return False
@@ -167,7 +167,7 @@ def is_ahead(own: Position, positions: Mapping[int, Position]) -> bool:
 
 
 def hang_report(positions: Mapping[int, Position], missing: Iterable[int], ages: Mapping[int, float]) -> str:
-    """Write what a person needs to know about a job that hangs.
+    """Return the message that describes a hanging job.
 
     Args:
         positions: What is known of each rank.

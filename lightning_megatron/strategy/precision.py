@@ -1,4 +1,4 @@
-"""What the Trainer's ``precision`` means under this strategy: dtypes of parameters and mains, never autocast."""
+"""Precision plugin: dtypes of parameters and main parameters, without autocast."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Say in which types a precision computes and keeps its parameters.
+    """Dtypes of the parameters and main parameters of one precision.
 
     Args:
         parameters: Type of the model's parameters, and of all that is computed from them.
@@ -53,7 +53,7 @@ PRECISIONS: Mapping[str, Dtypes] = {
 
 
 class MegatronPrecision(Precision):
-    """Give the Trainer's precision its Megatron meaning.
+    """Precision plugin with half-precision parameters and float32 main parameters.
 
     * ``32-true``, ``64-true``, ``bf16-true``: parameters of that type, trained as they are.
     * ``bf16-mixed``: bfloat16 parameters and activations; the optimizer trains float32 main parameters with float32
@@ -91,7 +91,7 @@ class MegatronPrecision(Precision):
 
     @classmethod
     def from_lightning(cls, plugin: Precision | None) -> MegatronPrecision:
-        """Translate the plugin that the Trainer chose for its ``precision`` argument.
+        """Convert the plugin that the Trainer has chosen for its ``precision`` argument.
 
         Raises:
             UnsupportedError: If the plugin has no counterpart here.
@@ -108,16 +108,16 @@ class MegatronPrecision(Precision):
         )
 
     def bind(self, state: TrainingState | None) -> None:
-        """Take the parameters and groups that the next steps work on."""
+        """Set the training state that the next steps update."""
         self._state = state
 
     @property
     def loss_factor(self) -> float:
-        """What every loss is multiplied by before its backward pass."""
+        """Factor of every loss before its backward pass."""
         return self.loss_scale.scale if self.loss_scale is not None else 1.0
 
     def values_to_log(self) -> dict[str, float]:
-        """Name what the user cannot see from the module: the loss scale and the steps skipped so far."""
+        """Return the loss scale and the number of skipped steps, by name."""
         if self.loss_scale is None:
             return {}
         return {"loss_scale": self.loss_scale.scale, "skipped_steps": float(self.skipped_steps)}
@@ -170,7 +170,7 @@ class MegatronPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, which makes the gradients; then sum, clip and step on the mains, and write them back.
+        """Run the closure, then reduce and clip gradients and update the parameters.
 
         torch's Adam and AdamW run as one kernel where they can, which clips and writes back in the same pass.
         """
@@ -208,7 +208,7 @@ class MegatronPrecision(Precision):
         return result
 
     def _step(self, optimizer: Any, kwargs: dict[str, Any]) -> bool:
-        """Update by finished gradients; tell whether the model's parameters already have the result."""
+        """Update main parameters; return whether the model's parameters are updated, too."""
         assert self._state is not None, "optimizers step after the strategy has set them up"
         main, fused, stored = self._state.main, self._state.fused_update, False
         # The closure may have given the optimizer other parameters.
@@ -246,7 +246,7 @@ class MegatronPrecision(Precision):
         return result, stored
 
     def finish_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Sum gradients over the ranks and take the loss scale out of them, once after the last backward pass.
+        """Reduce and unscale gradients, once after the last backward pass.
 
         Args:
             optimizer: Whose gradients; None means all.
@@ -271,7 +271,7 @@ class MegatronPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over all shards and stages, each element of each full tensor counted once."""
+        """Clip by the global norm, which counts each element of each full tensor once."""
         assert self._state is not None, "gradients are clipped while training"
         main, names = self._state.main, self._state.names_of(optimizer)
         self._clip_now(optimizer)
@@ -283,7 +283,7 @@ class MegatronPrecision(Precision):
             scale_gradients_(main, coefficient, names)
 
     def _clip_now(self, optimizer: Optimizer) -> None:
-        """Multiply the gradients by the factor that waits for the update, if there is one."""
+        """Apply a deferred clipping factor to the gradients."""
         if self._coefficient is not None and self._state is not None:
             scale_gradients_(self._state.main, self._coefficient, self._state.names_of(optimizer))
         self._coefficient = None

@@ -1,4 +1,4 @@
-"""Every private name of Lightning that this project uses, in one place; `tests/strategy/test_private.py` watches them.
+"""Private names of Lightning that this project uses, checked by ``tests/strategy/test_private.py``.
 
 The rest of the room reads the loops through the functions below and imports nothing that Lightning does not promise.
 """
@@ -98,7 +98,7 @@ def automatic_optimization(trainer: Trainer) -> AutomaticOptimization:
 
 
 def replace_automatic_optimization(trainer: Trainer, loop: AutomaticOptimization) -> None:
-    """Put another optimization loop in, which goes on with the counters and settings of the one that it replaces."""
+    """Replace the optimization loop, and keep its counters and settings."""
     previous = automatic_optimization(trainer)
     loop.optim_progress = previous.optim_progress
     loop._skip_backward = previous._skip_backward
@@ -106,22 +106,22 @@ def replace_automatic_optimization(trainer: Trainer, loop: AutomaticOptimization
 
 
 def skips_backward(trainer: Trainer) -> bool:
-    """Tell whether a callback (stochastic weight averaging) wants this pass without gradients."""
+    """Return whether stochastic weight averaging runs this pass without gradients."""
     return bool(trainer.fit_loop._skip_backward)
 
 
 def accumulates(trainer: Trainer) -> bool:
-    """Tell whether the optimizer steps at a later batch."""
+    """Return whether the optimizer steps at a later batch."""
     return bool(trainer.fit_loop._should_accumulate())
 
 
 def logged_step(trainer: Trainer) -> int:
-    """Return the step under which Lightning logs what this batch logs: batches before it that did not accumulate."""
+    """Return the step number under which Lightning logs this batch."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def is_logged(trainer: Trainer) -> bool:
-    """Tell whether Lightning gives what this batch logs to the loggers; the same on all ranks."""
+    """Return whether loggers receive the values of this batch; the same on all ranks."""
     # What Lightning asks itself also depends on should_stop, which one rank may set before the others.
     every = trainer.log_every_n_steps  # type: ignore[attr-defined]
     return every > 0 and (logged_step(trainer) + 1) % every == 0
@@ -133,30 +133,30 @@ def searches_learning_rate(trainer: Trainer) -> bool:
 
 
 def total_batch_index(trainer: Trainer) -> int:
-    """Count the training batches before this one, over all epochs (batches)."""
+    """Return the number of training batches before this one, over all epochs (batches)."""
     return int(trainer.fit_loop.epoch_loop.total_batch_idx)
 
 
 def train_dataloaders(trainer: Trainer) -> list[Any]:
-    """List the training dataloaders; empty before they are set up."""
+    """Return the training dataloaders; empty before they are set up."""
     loader = trainer.fit_loop._combined_loader
     return [] if loader is None else list(loader.flattened)
 
 
 def training_loader_states(trainer: Trainer) -> list[Any]:
-    """Return the states of the dataloaders that can be resumed, of this rank."""
+    """Return the states of this rank's resumable dataloaders."""
     loader = trainer.fit_loop._combined_loader
     return [] if loader is None else list(loader._state_dicts())
 
 
 def call_after_backward_hooks(trainer: Trainer) -> None:
-    """Run ``on_after_backward`` of the callbacks and of the module, as Lightning's backward does."""
+    """Call ``on_after_backward`` of callbacks and module, as Lightning's backward does."""
     call._call_callback_hooks(trainer, "on_after_backward")
     call._call_lightning_module_hook(trainer, "on_after_backward")
 
 
 def run_backward(trainer: Trainer, loss: Tensor, prepare: Callable[[], None]) -> None:
-    """Run ``on_before_backward`` of the callbacks and of the module, then its ``backward``, as Lightning does.
+    """Call ``on_before_backward`` hooks, then the module's ``backward``, as Lightning does.
 
     Args:
         trainer: The trainer.
@@ -171,12 +171,12 @@ def run_backward(trainer: Trainer, loss: Tensor, prepare: Callable[[], None]) ->
 
 
 def call_strategy_step(trainer: Trainer, args: tuple[Any, ...]) -> Any:
-    """Run the strategy's training step under the profiler and with the hook's name set for logging."""
+    """Run the strategy's training step under the profiler, with the hook's name for logging."""
     return call._call_strategy_hook(trainer, "training_step", *args)
 
 
 def forward_zero_grad(strategy: Strategy) -> None:
-    """Let ``zero_grad`` of the wrapped optimizers, which manual optimization gets, be that of those inside of them.
+    """Forward ``zero_grad`` of Lightning's optimizer wrappers to the wrapped optimizers.
 
     The wrappers' own is that of the optimizer's class, and knows nothing of a method that an optimizer was given.
     """
@@ -189,14 +189,14 @@ def _zero_grad_of(optimizer: Optimizer, set_to_none: bool = True) -> None:
 
 
 def publish_device_mesh(module: LightningModule, mesh: Any) -> None:
-    """Let ``self.device_mesh`` of a LightningModule return ``mesh``."""
+    """Set ``self.device_mesh`` of a LightningModule to ``mesh``."""
     module._device_mesh = mesh
 
 
 def replace_signal_check(
     trainer: Trainer, check: Callable[[], None], notify: Callable[..., None], notify_requeue: Callable[..., None]
 ) -> None:
-    """Call ``check`` before every training batch, and replace the device broadcast and the handlers of signals."""
+    """Call ``check`` before every training batch, in place of Lightning's signal handling."""
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     advance = loop.advance
 
@@ -221,7 +221,7 @@ def restore_signal_check(trainer: Trainer) -> None:
 
 
 def call_before_epoch_ends(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Call a function before the hooks and the metrics of the end of an epoch, and of the end of a dataloader."""
+    """Call a function before the hooks and metrics at the end of an epoch or dataloader."""
     for owner, name in _epoch_ends(trainer):
         setattr(owner, name, partial(_after, function, getattr(type(owner), name), owner))
 
@@ -247,18 +247,18 @@ def _after(function: Callable[[], None], method: Callable[[Any], Any], owner: An
 
 
 def requeues_itself(trainer: Trainer) -> bool:
-    """Tell whether Lightning submits an interrupted SLURM job again, and then looks for its checkpoint."""
+    """Return whether Lightning requeues an interrupted SLURM job and resumes it."""
     environment = trainer._accelerator_connector.cluster_environment
     return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
 
 
 def slurm_save_path(trainer: Trainer) -> str:
-    """Return the path of the next checkpoint that Lightning finds when SLURM starts the job again."""
+    """Return the path at which Lightning looks for a requeued SLURM job's checkpoint."""
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
 def find_last_checkpoint_by(trainer: Trainer, find: Callable[[], str | None]) -> None:
-    """Let ``find`` say what ``ckpt_path="last"`` is, when all ranks of the run can answer together.
+    """Resolve ``ckpt_path="last"`` by ``find``, once all ranks of the run can communicate.
 
     Lightning asks the file system on every rank by itself, before the ranks know each other.
     """
@@ -276,7 +276,7 @@ def find_last_checkpoint_by(trainer: Trainer, find: Callable[[], str | None]) ->
 
 
 def inject_samplers_where(trainer: Trainer, asks: Callable[[DataLoader], bool]) -> None:
-    """Let Lightning replace the sampler of a dataloader only where ``asks`` says so, too."""
+    """Let Lightning replace a dataloader's sampler only if ``asks`` returns True, too."""
     connector = trainer._data_connector
     requires = type(connector)._requires_distributed_sampler
 
@@ -292,5 +292,5 @@ def inject_samplers_as_before(trainer: Trainer) -> None:
 
 
 def announce_sigterm(trainer: Trainer) -> None:
-    """Let Lightning know that the job was told to end."""
+    """Set Lightning's flag for a received SIGTERM."""
     trainer._signal_connector.received_sigterm = True

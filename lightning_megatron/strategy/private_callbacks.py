@@ -1,4 +1,4 @@
-"""Private names of Lightning's own callbacks and profilers that this project uses, and nobody else in it.
+"""Private names of Lightning's callbacks and profilers that this project uses.
 
 `tests/strategy/test_private.py` watches them.
 """
@@ -27,7 +27,7 @@ from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
 
 
 def group_on_every_stage(trainer: Trainer) -> None:
-    """Let Lightning's callbacks for finetuning add a group to the optimizer of a stage that has nothing to unfreeze.
+    """Let finetuning callbacks add a parameter group on stages with nothing to unfreeze.
 
     They go on to set the rate of the last group, which would be another one there.
     """
@@ -54,7 +54,7 @@ def _unfreeze_and_add(
 
 
 def let_finetuning_know(trainer: Trainer, main_of: Callable[[], Mapping[str, nn.Parameter]]) -> None:
-    """Let Lightning's callbacks for finetuning name the mains that optimizers hold, and put mains into their groups.
+    """Let finetuning callbacks work on the main parameters that optimizers train.
 
     Args:
         trainer: Its callbacks are meant.
@@ -77,7 +77,7 @@ def _apply_with_mains(
 
 
 def restore_finetuning(trainer: Trainer, module: LightningModule, checkpoint: Mapping[str, Any]) -> None:
-    """Make the groups that these callbacks had added to optimizers, which Lightning does too early for this strategy.
+    """Restore the groups of finetuning callbacks, after Lightning's own attempt was too early.
 
     Args:
         trainer: Its callbacks are meant.
@@ -101,7 +101,7 @@ def restore_finetuning(trainer: Trainer, module: LightningModule, checkpoint: Ma
 
 
 def _names_of(groups: Sequence[Mapping[str, Any]], named: Sequence[Sequence[Sequence[str]]]) -> Sequence[Sequence[str]]:
-    """Return the names of the parameters of groups: those of all stages, where they are known."""
+    """Return the parameter names of groups, over all stages if they are known."""
     known = named and len(named[0]) == len(groups)
     return named[0] if known else [group["params"] for group in groups]
 
@@ -111,7 +111,7 @@ def _finetuning(trainer: Trainer) -> list[BaseFinetuning]:
 
 
 def foresee_saves(trainer: Trainer, foresees: Callable[[str], bool | None], link: Callable[[str, str], bool]) -> None:
-    """Let the callbacks that save take what is being written behind the training for what is there.
+    """Let checkpoint callbacks treat checkpoints being written as existing.
 
     Args:
         trainer: The trainer.
@@ -148,7 +148,7 @@ def foresee_no_saves(trainer: Trainer) -> None:
 
 
 def average_by(callback: WeightAveraging, source: Any, swap: Callable[[nn.Module, nn.Module], None]) -> None:
-    """Let a callback average what ``source`` shows of the model, and put averages into the model by ``swap``.
+    """Let a callback average the tensors of ``source``, and apply averages by ``swap``.
 
     Args:
         callback: One whose copy of the model is made.
@@ -169,7 +169,7 @@ def average_as_before(callback: WeightAveraging) -> None:
 
 
 class _Copies(nn.Module):
-    """Hold copies of parameters, in their order."""
+    """Copies of parameters, in their order."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class _Copies(nn.Module):
 
 
 def average_what_is_trained(trainer: Trainer, module: LightningModule) -> None:
-    """Let stochastic weight averaging, which copied the module before parts of it were replaced, average what is there.
+    """Let stochastic weight averaging use the parameters that exist after module replacement.
 
     What Lightning's callback finds nothing to average in, because the module was empty then, it goes on to leave alone.
     """
@@ -190,23 +190,23 @@ def average_what_is_trained(trainer: Trainer, module: LightningModule) -> None:
 
 
 def traces_graph(logger: Logger) -> bool:
-    """Return whether a logger runs the module on rank 0 alone, to draw its graph."""
+    """Return whether a logger runs the module on rank 0 alone, to trace its graph."""
     # The logger of a fast_dev_run has every attribute.
     return getattr(logger, "_log_graph", False) is True
 
 
 def resets_weights(callback: Callback) -> bool:
-    """Return whether a callback puts first weights back into what it prunes."""
+    """Return whether a callback resets pruned modules to their first weights."""
     return isinstance(callback, ModelPruning) and bool(callback._use_lottery_ticket_hypothesis)
 
 
 def pruned_modules(callback: Callback) -> list[nn.Module]:
-    """List the modules whose weights a callback is going to prune; known once its ``setup`` has run."""
+    """Return the modules that a callback will prune; known after its ``setup``."""
     return [module for module, _ in callback._parameters_to_prune] if isinstance(callback, ModelPruning) else []
 
 
 def record_module_names_again(trainer: Trainer) -> None:
-    """Take the hooks of PyTorch's profiler off the modules; its next record puts them on those that are there then."""
+    """Remove the PyTorch profiler's module hooks, so that its next record registers them again."""
     profiler = trainer.profiler  # type: ignore[attr-defined]
     if isinstance(profiler, PyTorchProfiler) and profiler._register is not None:
         profiler._register.__exit__(None, None, None)

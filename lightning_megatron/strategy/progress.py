@@ -1,4 +1,4 @@
-"""A progress bar that says how fast tokens go by and how long the rest will take."""
+"""Progress bar with tokens per second and the remaining time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_megatron.plan.settings import Index, settled_arguments
 
 
 def count_tokens(batch: Any) -> int:
-    """Count the tokens of a batch: the elements of its first integer tensor with a batch and a sequence dimension.
+    """Return the number of tokens of a batch, from its first integer tensor of two dimensions.
 
     Returns:
         The number of tokens, or 0 if the batch has no such tensor.
@@ -34,12 +34,12 @@ def count_tokens(batch: Any) -> int:
 
 
 def count_replicas(trainer: Trainer) -> int:
-    """Count the ranks that read different data: copies along the tensor or pipeline axis are one reader."""
+    """Return the number of data replicas; tensor and pipeline ranks count once."""
     return getattr(trainer.strategy, "distributed_sampler_kwargs", {}).get("num_replicas", 1)
 
 
 class TokenRate:
-    """Measure tokens per second over the last batches, without the time that pauses take.
+    """Tokens per second over the last batches, without pauses.
 
     Args:
         window: Number of batches that the rate looks back on.
@@ -50,15 +50,15 @@ class TokenRate:
         self._since: float | None = None
 
     def start(self, now: float) -> None:
-        """Start, or go on after a pause."""
+        """Start or resume the measurement."""
         self._since = now
 
     def pause(self) -> None:
-        """Leave out what happens until the next start."""
+        """Pause the measurement until the next start."""
         self._since = None
 
     def add(self, num_tokens: int, now: float) -> None:
-        """Count a batch that has just ended."""
+        """Add a batch that has just ended."""
         if self._since is not None:
             self._batches.append((num_tokens, now - self._since))
         self._since = now
@@ -71,7 +71,7 @@ class TokenRate:
 
 
 class TokensProgressBar(TQDMProgressBar):
-    """Show the optimizer steps done, what was logged with `prog_bar=True`, tokens per second and the time left.
+    """Progress bar with steps, values logged by ``prog_bar=True``, tokens per second and ETA.
 
     Tokens are those of all data-parallel ranks together, counted once: ranks of one tensor or pipeline group read the
     same batch. The time left includes validation, at the rate seen so far.
@@ -93,7 +93,7 @@ class TokensProgressBar(TQDMProgressBar):
         self._kept: dict[str, torch.Tensor] = {}
 
     def keep(self, name: str, value: torch.Tensor) -> None:
-        """Keep a scalar to show, on its device until the bar is drawn."""
+        """Store a scalar on its device until the bar is drawn."""
         self._kept[name] = value
 
     @override
@@ -158,6 +158,6 @@ class TokensProgressBar(TQDMProgressBar):
 
 
 def count_steps(trainer: Trainer) -> int | None:
-    """Return the optimizer steps at which `fit` ends, or None where only the data's end can tell."""
+    """Return the optimizer steps of the whole ``fit``; None if they depend on the data's end."""
     num_steps = trainer.estimated_stepping_batches
     return None if math.isinf(num_steps) or num_steps < 0 else int(num_steps)

@@ -1,4 +1,4 @@
-"""The default random generators of this process as plain values, so that a checkpoint can bring them back safely."""
+"""States of the default random generators as plain values, for safe checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Continue the default generators of this process where :func:`random_states` found them."""
+    """Restore the states that :func:`random_states` has returned."""
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)

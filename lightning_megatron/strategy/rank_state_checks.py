@@ -1,4 +1,4 @@
-"""Which per-rank values a checkpoint can have: those that a fit goes on from, with their types and ranges."""
+"""Validation of the per-rank values in a checkpoint: names, types and ranges."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_rank_state(values: Mapping[str, Any], where: str) -> None:
-    """Refuse per-rank values that are missing, or not what a save writes.
+    """Refuse per-rank values that are missing or invalid.
 
     Args:
         values: The values of one rank.
@@ -98,7 +98,7 @@ def check_rank_state(values: Mapping[str, Any], where: str) -> None:
 
 @contextmanager
 def naming_damaged_states(where: str) -> Iterator[None]:
-    """Turn what generators raise for a state of theirs that cannot be into an error that names the checkpoint."""
+    """Convert generators' errors about invalid states into errors that name the checkpoint."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:

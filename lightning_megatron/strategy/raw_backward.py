@@ -1,4 +1,4 @@
-"""Backward passes that user code starts itself, without ``manual_backward``."""
+"""Interception of backward passes that user code starts without ``manual_backward``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def surrounding_backward(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Run every backward pass that begins inside the block in a context of its own.
+    """Run every backward pass that starts inside the block in a new context.
 
     ``loss.backward()`` and ``torch.autograd.backward(...)`` are seen. Passes inside of such a pass, as those of
     recomputed activations, belong to it.

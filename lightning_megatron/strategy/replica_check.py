@@ -1,4 +1,4 @@
-"""Decide when replicas are compared, and what follows from how parameters are used."""
+"""Periodic comparison of parameters, gradients and loss between replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN = 8
 
 
 class ReplicaCheck:
-    """Compare copies of parameters and gradients, and the loss, at the first steps of a fit, and every so many.
+    """Comparison of replicas at the first steps of a fit and at a fixed interval after them.
 
     Args:
         module: The module that is trained.
@@ -50,11 +50,11 @@ class ReplicaCheck:
 
     @property
     def inspector(self) -> Callable[[Any, bool], None] | None:
-        """Return who looks at graphs before their backward pass, if replicas are compared at the next step."""
+        """Return the inspector of graphs if the next step compares replicas, else None."""
         return self._use.inspect if self._is_due(min(self._num_steps.values(), default=0)) else None
 
     def before_sums(self, names: frozenset[str]) -> bool:
-        """Let all ranks know what the graphs of this step have shown; return whether replicas are to be compared.
+        """Exchange the findings of this step's graphs; return whether replicas are compared.
 
         Communication: at such a step one gather of names over tp.
         """
@@ -73,7 +73,7 @@ class ReplicaCheck:
         return True
 
     def after_sums(self, names: frozenset[str], *, are_finite: bool = True) -> None:
-        """Compare the loss, parameters and finished gradients; where gradients overflowed, at the next step.
+        """Compare loss, parameters and finished gradients; defer it to the next step on overflow.
 
         Raises:
             ReplicaMismatchError: If copies or losses differ.

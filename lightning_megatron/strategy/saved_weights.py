@@ -1,4 +1,4 @@
-"""What ``on_save_checkpoint`` has made of the weights in a checkpoint: left out, changed, added."""
+"""Weights that ``on_save_checkpoint`` has removed, changed or added in a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_megatron.training.main_parameters import MainParameters
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """Hold what is saved of a model.
+    """Weights of a model that are saved.
 
     Args:
         tensors: This rank's entries.
@@ -39,7 +39,7 @@ class SavedWeights:
 
 @dataclass(frozen=True)
 class _Changes:
-    """List what one rank's ``state_dict`` has otherwise than its module; ``added`` with a digest of each tensor.
+    """Differences between a rank's ``state_dict`` and its module; ``added`` has digests.
 
     Experts are listed by themselves: other ranks hold copies of them, and decide.
     """
@@ -51,7 +51,7 @@ class _Changes:
 
 
 class _Place(NamedTuple):
-    """Name the ranks that hold the same part of a model's experts, or of all else."""
+    """Ranks that hold the same shard of experts, or of all other parameters."""
 
     is_expert: bool
     pp: int
@@ -68,7 +68,7 @@ def _places(rank: int, mesh: ParallelMesh) -> tuple[_Place, _Place]:
 def weights_to_save(
     given: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh
 ) -> SavedWeights:
-    """Compare the ``state_dict`` of a checkpoint with the module's own and list what is saved.
+    """Return the weights to save, from a checkpoint's ``state_dict`` and the module's own.
 
     Tensors that are as the module has them are saved from the mains, in full precision. What is otherwise counts as
     the first data-parallel rank has it, or of experts the first rank with the same ones, as Lightning's other
@@ -129,7 +129,7 @@ def _warn_of_extra_states(own: Mapping[str, Any]) -> None:
 def _compare(
     given: Mapping[str, Any], own: Mapping[str, Any], main: MainParameters, mesh: ParallelMesh
 ) -> tuple[_Changes, _Changes]:
-    """List the changes of all but experts, and those of experts."""
+    """Return the changes of expert weights and of all other weights separately."""
     changed, added, complaints = set(), {}, []
     experts = frozenset(name for name in own if main.holds(name) and main.spec(name).is_expert)
     first_name = first_names(own)
@@ -171,7 +171,7 @@ def _compare(
 
 
 def _check(reports: Iterable[tuple[_Changes, ...]], first: Mapping[_Place, _Changes]) -> None:
-    """Refuse, on all ranks alike, what cannot be put together."""
+    """Refuse changes that cannot be merged, on all ranks."""
     complaints = [complaint for report in reports for part in report for complaint in part.complaints]
     by_name: dict[str, str] = {}
     for place, report in first.items():
@@ -194,7 +194,7 @@ def _check(reports: Iterable[tuple[_Changes, ...]], first: Mapping[_Place, _Chan
 
 
 def _is_same(value: Tensor, now: Tensor, main_dtype: torch.dtype) -> bool:
-    """Tell whether a tensor is what the module has, by itself or a copy of it, also one in the mains' precision."""
+    """Return whether a tensor is the module's own or a copy, possibly of main parameters."""
     if value.shape != now.shape or value.dtype not in (now.dtype, main_dtype):
         return False
     alike = value.dtype == now.dtype and value.device == now.device and value.stride() == now.stride()
@@ -202,7 +202,7 @@ def _is_same(value: Tensor, now: Tensor, main_dtype: torch.dtype) -> bool:
 
 
 def first_names(own: Mapping[str, Any]) -> dict[str, str]:
-    """Return, for every tensor, the name under which it is saved: the first of those that it has."""
+    """Return the name under which each tensor is saved: the first of its names."""
     seen: dict[tuple[Any, ...], str] = {}
     return {
         name: seen.setdefault((one.data_ptr(), one.shape, one.stride()), name) if one.numel() else name

@@ -1,4 +1,4 @@
-"""The one replaced loop of Lightning: its closure runs a schedule over the microbatches of a batch."""
+"""Optimization loop of Lightning whose closure runs a pipeline schedule over microbatches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Forget = Callable[[], None]
 
 
 class ScheduledClosure(Closure):
-    """Let the strategy run forward and backward of all microbatches, and forget old gradients in between."""
+    """Closure that runs all microbatches by the strategy, and clears old gradients in between."""
 
     @override
     @torch.enable_grad()
@@ -34,7 +34,7 @@ class ScheduledClosure(Closure):
 
 
 class ScheduledOptimization(AutomaticOptimization):
-    """Run one optimizer step, whose forward and backward passes the strategy's ``training_step`` owns.
+    """Automatic optimization whose forward and backward passes run in ``training_step``.
 
     Args:
         trainer: The trainer.
@@ -59,7 +59,7 @@ class ScheduledOptimization(AutomaticOptimization):
 
 
 def install_scheduled_loop(trainer: Trainer, prepare: Callable[[Forget | None], None]) -> None:
-    """Make the trainer's automatic optimization scheduled, once; its counters go on."""
+    """Replace the trainer's automatic optimization once, with its counters kept."""
     loop = automatic_optimization(trainer)
     if isinstance(loop, ScheduledOptimization):
         loop.prepare = prepare

@@ -1,4 +1,4 @@
-"""What a step draws from the generators of Python and NumPy, made comparable between a batch and its parts."""
+"""Seeded Python and NumPy generators, to compare draws for a batch and its parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class SeededDraws:
-    """Seed the generators of Python and NumPy before each part of a batch, and note how far each part draws.
+    """Python and NumPy generators, seeded before each part of a batch, and their positions.
 
     Orders that are drawn (``shuffle``, ``permutation``) give every entry the place of its neighbour, without drawing.
     A step that draws as often for one sample as for two draws once for its batch, such as the share of a mixture; one
@@ -28,7 +28,7 @@ class SeededDraws:
 
     @property
     def ends(self) -> frozenset[int]:
-        """Return where the generators were after the parts, one number for each place."""
+        """Return the distinct states of the generators after the parts, as hashes."""
         return frozenset(self._ends)
 
     def begin(self) -> None:
@@ -40,7 +40,7 @@ class SeededDraws:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Replace orders that are drawn inside the block, and note the end of the last part after it."""
+        """Replace random orders inside the block, and record the final state of the last part."""
         before = random.shuffle, np.random.shuffle, np.random.permutation
         random.shuffle, np.random.shuffle = _shuffle, _shuffle  # type: ignore[assignment]
         np.random.permutation = _permutation  # type: ignore[assignment]

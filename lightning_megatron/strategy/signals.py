@@ -1,4 +1,4 @@
-"""Save and leave a fit together when the job is told to end."""
+"""Coordinated checkpoint and exit of all ranks after SIGTERM or a SLURM signal."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ CHECKPOINT_NAME = "last-preempted.ckpt"
 
 
 class ToldToEnd(SIGTERMException):
-    """End the process because the job was told to, after its checkpoint has been saved."""
+    """Exit of the process after a termination signal and the checkpoint that follows."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_CODE)
 
 
 class SignalAgreement:
-    """Replace Lightning's handling of SIGTERM and of SLURM's signal for time running out.
+    """Handling of SIGTERM and of SLURM's time-limit signal, agreed on by all ranks.
 
     Lightning asks on the device before every batch, and waits for it; and it saves inside of the signal's handler,
     which may run in the middle of a step, at another step on every rank. Here a rank that receives a signal notes it.
@@ -68,21 +68,21 @@ class SignalAgreement:
         self._num_batches = 0
 
     def install(self) -> None:
-        """Take Lightning's place."""
+        """Install these handlers in place of Lightning's."""
         replace_signal_check(self._trainer, self.check, self.notify, self.notify_requeue)
 
     def remove(self) -> None:
-        """Give Lightning its check back."""
+        """Restore Lightning's check and handlers."""
         restore_signal_check(self._trainer)
 
     def notify(self, signum: Any, *_: Any) -> None:
-        """Handle SIGTERM: remember it, and pass it on to the processes that this one launched."""
+        """Handle SIGTERM: record it, and forward it to the launched processes."""
         if not self._told_to_end:
             self._told_to_end = True
             self._pass_on(signum)
 
     def notify_requeue(self, signum: Any, *_: Any) -> None:
-        """Handle the signal that SLURM sends before the job's time is over: remember it."""
+        """Handle SLURM's time-limit signal: record it."""
         self._told_to_requeue = True
 
     def _pass_on(self, signum: Any) -> None:
@@ -91,7 +91,7 @@ class SignalAgreement:
             kill(signum)
 
     def check(self) -> None:
-        """Ask before a training batch, every so many batches, whether any rank was told to end; then save and leave.
+        """Ask all ranks at an interval of batches for received signals; after one, save and exit.
 
         Raises:
             ToldToEnd: On all ranks, if one was.
@@ -123,7 +123,7 @@ class SignalAgreement:
             link_for_slurm(path, slurm_save_path(self._trainer))
 
     def _requeue(self) -> None:
-        """Submit the SLURM job again, from one rank."""
+        """Requeue the SLURM job, from one rank."""
         for logger in self._trainer.loggers:
             logger.finalize("finished")
         if self._mesh.rank != 0:
@@ -143,7 +143,7 @@ class SignalAgreement:
 
 
 def preemption_folder(trainer: Trainer) -> str:
-    """Return where the checkpoint of a job that was told to end is saved: beside those of its ModelCheckpoint."""
+    """Return the folder for checkpoints after a signal: that of the ModelCheckpoint."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath:
             return os.fspath(callback.dirpath)
@@ -151,7 +151,7 @@ def preemption_folder(trainer: Trainer) -> str:
 
 
 def link_for_slurm(path: str, slurm_path: str) -> None:
-    """Let a checkpoint be found under the name that Lightning looks for when SLURM starts the job again.
+    """Link a checkpoint to the path from which Lightning resumes a requeued SLURM job.
 
     A link, so that jobs which are often interrupted do not fill the disk. Links to checkpoints that are gone are
     removed.

@@ -1,4 +1,4 @@
-"""What integers alone can refuse: sizes of model, layout and batches, before any other process is started."""
+"""Checks of model, layout and batch sizes, before other processes start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_megatron.swap.families import find_family
 def check_sizes(
     module: LightningModule, options: StrategyOptions, layout: ParallelLayout, arguments: Mapping[str, Any]
 ) -> None:
-    """Refuse what cannot run, as far as it is known when the Trainer is called.
+    """Refuse sizes that cannot run, as far as they are known when the Trainer is called.
 
     A model is known by a ``config`` of the module that is a :class:`GPTConfig`, or by the folder that the module loads,
     batches by the ``batch_size`` of a dataloader or the ``tokens_shape`` (samples, tokens of each) of a data module.

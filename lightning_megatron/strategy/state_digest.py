@@ -1,4 +1,4 @@
-"""Short descriptions of Python objects that change when the objects do."""
+"""Digests of Python objects, to detect changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COMPARED = 65536
 
 @dataclass(frozen=True)
 class ListDigest:
-    """A digest of a list of numbers, strings and tensors, which also tells whether a list has only grown.
+    """Digest of a list of numbers, strings and tensors, which also detects appended items.
 
     Args:
         owner: Identity of the list.
@@ -54,7 +54,7 @@ class ListDigest:
 
 
 def digest(value: Any) -> bytes | ListDigest | None:
-    """Describe a value and all that it holds; None if it cannot be described.
+    """Return the digest of a value and its content; None for unsupported values.
 
     Two digests of one object differ if it was changed between them: rebound, appended to, written in place. The value
     must live until its digests are compared, because identities count. Tensors on a device are not read.
@@ -71,7 +71,7 @@ def digest(value: Any) -> bytes | ListDigest | None:
 
 
 def num_kept(value: Any, before: bytes | ListDigest | None) -> int:
-    """Count the items that a list has kept if it has only grown since a digest was made; else 0."""
+    """Return the length of a digested list if items were only appended since; else 0."""
     if type(value) is not list or not isinstance(before, ListDigest) or id(value) != before.owner:
         return 0
     kept = value[: len(before.items)]
@@ -83,7 +83,7 @@ def _versions(values: list[Any]) -> int:
 
 
 def _is_untraced(value: Any) -> bool:
-    """Return whether a value is a tensor that does not count how often it is written to."""
+    """Return whether a value is a tensor without a version counter."""
     return isinstance(value, Tensor) and value.is_inference()
 
 
@@ -97,14 +97,14 @@ class _Sink:
 
 
 class _Digester(pickle.Pickler):
-    """Write the parts of objects one after the other; nothing that is written is ever read."""
+    """Pickler whose output feeds a hash and is never read."""
 
     def reducer_override(self, obj: Any) -> Any:
         return NotImplemented if obj is _parts else (_parts, (id(obj), *_parts_of(obj)))
 
 
 def _parts(*parts: Any) -> None:
-    """Stand for the class of an object."""
+    """Placeholder for the class of an object."""
 
 
 def _parts_of(obj: Any) -> tuple[Any, ...]:

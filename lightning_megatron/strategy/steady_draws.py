@@ -1,4 +1,4 @@
-"""Random operators that give one value everywhere, to compare a step on a batch with the step on its parts."""
+"""Deterministic random operators, to compare a step on a batch with its parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OFF: Mapping[str, Any] = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "tr
 
 
 class SteadyDraws(TorchDispatchMode):
-    """Replace what torch draws inside the block by values that do not depend on a tensor's shape; dropout is off.
+    """Mode that replaces torch's random values by shape-independent ones; dropout is off.
 
     Two forward passes over the same samples, together or one after the other, then see the same numbers. Draws of
     kernels that torch does not know, and of Python and NumPy, are left as they are.

@@ -1,4 +1,4 @@
-"""Run a user's step on the microbatches of a batch, through the pipeline, and bring loss and logs to every rank."""
+"""Execution of a user's step on microbatches, with loss and logs sent to every rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_megatron.strategy.weight_writes import unwritten_weights
 
 @dataclass(frozen=True)
 class AroundBackward:
-    """Hold what runs around the backward passes of a batch.
+    """Callbacks around the backward passes of a batch.
 
     Args:
         forget: Forgets the gradients of the step before, unless they accumulate. It runs where Lightning runs its
@@ -55,7 +55,7 @@ class AroundBackward:
 
 
 class StepRunner:
-    """Run steps: split, schedule, replay.
+    """Runner of training and evaluation steps: split, schedule and replay of logs.
 
     Args:
         mesh: The groups of this rank.
@@ -208,7 +208,7 @@ class StepRunner:
         args: tuple[Any, ...],
         step: int,
     ) -> None:
-        """Compare a step on parts of samples, and of features, with itself on all, at its first batch."""
+        """Try a step at its first batch, for microbatches and for sharded features."""
         if self._trials is None:
             return
         of_samples, of_features = self._trials
@@ -223,7 +223,7 @@ class StepRunner:
         of_features.check(key[0], microbatches[0], run)
 
     def _say_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
-        """Log once how batches are cut, where the user left it open."""
+        """Log the number of microbatches once, if the user has not set their size."""
         if self._has_said_size or not self._rule.is_chosen or is_cut(batch):
             return
         self._has_said_size = True
@@ -299,13 +299,13 @@ class StepRunner:
             )
 
     def _unit_of_tokens(self, microbatches: list[Microbatch]) -> int:
-        """Return what token counts are divided by: chosen from the first batches of all ranks, then kept."""
+        """Return the divisor of token counts, chosen from the first batches of all ranks."""
         if self._unit is None:
             self._unit = int(all_reduce_(torch.tensor(unit_of(microbatches)), self._mesh.data_cpu, "max"))
         return self._unit
 
     def _agree_on_counting(self, is_counted: bool) -> None:
-        """Check that a step counts its tokens on all ranks or on none, and goes on as it has begun."""
+        """Refuse steps that return token counts on some ranks or in some batches only."""
         if self._is_counted is None:
             check_same_everywhere(self._mesh.world_cpu, {"training_step returns num_tokens": is_counted})
             self._is_counted = is_counted
@@ -320,7 +320,7 @@ class StepRunner:
 
 @contextmanager
 def _kept_state(module: LightningModule, step: str) -> Iterator[None]:
-    """Put back, after the block, what the module holds beside its parameters, which may not change."""
+    """Restore the module's other state after the block, and refuse changed parameters."""
     state = ModuleState(module)
     try:
         with unwritten_weights(module, step):

@@ -1,4 +1,4 @@
-"""What a fit keeps between its steps: main parameters, the sums of their gradients, how far these have come."""
+"""State of a fit between steps: main parameters, gradient sums and their progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_megatron.training.ties import TiedCopies, check_ties
 
 
 def division_of(options: StrategyOptions, main_dtype: torch.dtype | None) -> Division:
-    """Return how the strategy's arguments want mains and gradients to be kept.
+    """Return the division of main parameters and gradients from the strategy's options.
 
     Args:
         options: The arguments.
@@ -45,7 +45,7 @@ def division_of(options: StrategyOptions, main_dtype: torch.dtype | None) -> Div
 
 
 class TrainingState:
-    """Own the parameters that the optimizers of one fit train.
+    """Main parameters that the optimizers of one fit train, with their gradients.
 
     Args:
         module: The module whose parameters are trained.
@@ -126,16 +126,16 @@ class TrainingState:
         self.main.mesh = mesh
 
     def belongs_to(self, module: nn.Module) -> bool:
-        """Tell whether the module's parameters are still those that this state trains."""
+        """Return whether the module still has the parameters that this state trains."""
         return module is self._module and self.main.still_holds
 
     @property
     def observer(self) -> GradientReducer | None:
-        """Return who wants to know of the last backward pass; nobody where gradients are looked at before their sum."""
+        """Return the observer of the last backward pass; None if gradients are checked first."""
         return None if self._checks_gradients else self._reducer
 
     def begin_step(self, step: int, looks: bool) -> None:
-        """Note that a training step begins.
+        """Start a training step.
 
         Args:
             step: Number of the training batch (batches).
@@ -148,14 +148,14 @@ class TrainingState:
             self._reducer.look = partial(finite.look, "gradient") if looks else None
 
     def note(self, kind: str, value: Tensor | None) -> None:
-        """Keep a loss or the norm of a gradient, to be looked at later."""
+        """Record a loss or a gradient norm for a later check."""
         if kind == "loss":
             self.replicas.loss = value
         if self.finite is not None and value is not None:
             self.finite.note(kind, value)
 
     def check_values(self, *, at_end: bool = False) -> None:
-        """Refuse losses, weights and gradients that are not finite, at steps that are looked at and at the end.
+        """Refuse values that are not finite, at checked steps and at the end of the fit.
 
         Raises:
             NonFiniteError: If there are any.
@@ -166,11 +166,11 @@ class TrainingState:
             self.finite.check()
 
     def begin_fit(self) -> None:
-        """Take in what hooks of the user's code have filled since the optimizers were attached."""
+        """Copy weights that user hooks have written since the optimizers were attached."""
         self.main.written.take(all_values=True)
 
     def take_in(self, optimizers: Sequence[Optimizer], epoch: int | None = None) -> None:
-        """Take in what callbacks have frozen and unfrozen, or added to an optimizer, since the last step.
+        """Apply callbacks' changes of frozen parameters and optimizer groups since the last step.
 
         Args:
             optimizers: Those of the fit.
@@ -198,28 +198,28 @@ class TrainingState:
             model.wait_for_parameters = lambda: self.main.wait()
 
     def lend_gradients(self) -> None:
-        """Let the module's parameters show their gradients as ``parameter.grad`` from now on."""
+        """Expose gradients as ``parameter.grad`` from now on."""
         self.main.lent.is_on = True
 
     def show_gradients(self) -> None:
-        """Let parameters show what has been added up so far; finished gradients are shown without being asked."""
+        """Expose the gradient sums so far; finished gradients are exposed automatically."""
         if self.main.lent.is_on:
             self._reducer.lend_unreduced()
 
     def take_over(self) -> None:
-        """Go on with what user code has made of the gradients that it was shown."""
+        """Adopt the changes of user code to exposed gradients."""
         if self.main.lent.is_on:
             self._reducer.take_over()
 
     def hide_gradients(self) -> None:
-        """Let parameters show no gradients, before others are made."""
+        """Hide exposed gradients before new ones are computed."""
         if self.main.lent.is_on:
             self._reducer.take_over()
             self.main.lent.take_back()
 
     @contextmanager
     def backward_by_hand(self, loss_scale: DynamicLossScale | None) -> Iterator[None]:
-        """Run a backward pass of manual optimization inside the block; parameters show whole gradients after it.
+        """Run a backward pass of manual optimization in the block, and expose full gradients.
 
         Sums over ranks are finished at once, as under ``ddp``, because user code may look at them or clip them; what
         earlier passes have added up is kept apart until then, and added. A pass inside of another one belongs to it.
@@ -238,7 +238,7 @@ class TrainingState:
 
     @contextmanager
     def raw_backward(self, loss_scale: DynamicLossScale | None) -> Iterator[None]:
-        """Run a backward pass that user code has started itself, as :meth:`backward_by_hand` does.
+        """Run a backward pass that user code has started, as in :meth:`backward_by_hand`.
 
         Raises:
             UnsupportedError: If losses are scaled.
@@ -265,7 +265,7 @@ class TrainingState:
         self._reducer.add_finished(before)
 
     def gradients_changed(self, num_tokens: Tensor | None = None) -> None:
-        """Note that a backward pass has added to the gradients of this rank.
+        """Record that a backward pass has added to the gradients of this rank.
 
         Args:
             num_tokens: Weight of this rank's gradients: the divisor of the sum over all ranks and batches. None means
@@ -277,7 +277,7 @@ class TrainingState:
             self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
     def finish(self, loss_scale: DynamicLossScale | None, optimizer: Optimizer | None = None) -> None:
-        """Sum the gradients over the ranks, look for overflow and take the loss scale out; once after a backward pass.
+        """Reduce gradients, detect overflow and unscale, once after a backward pass.
 
         Args:
             loss_scale: What the loss was multiplied by.
@@ -314,21 +314,21 @@ class TrainingState:
         self._unfinished -= names
 
     def has_overflowed(self, optimizer: Optimizer) -> bool:
-        """Tell whether the finished gradients of an optimizer are not all finite; all ranks get the same answer."""
+        """Return whether an optimizer's gradients have overflowed; the same on all ranks."""
         return not self._overflowed.isdisjoint(self.names_of(optimizer))
 
     def rescale(self, factor: float) -> None:
-        """Multiply the gradients that are not finished yet, after the loss scale has changed by ``factor``."""
+        """Rescale unfinished gradients after the loss scale has changed by ``factor``."""
         gradients = list(self._reducer.unreduced(self._unfinished).values())
         if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
 
     def names_of(self, optimizer: Optimizer) -> set[str]:
-        """Name the parameters that an optimizer trains."""
+        """Return the names of the parameters that an optimizer trains."""
         return names_in(self.main.names_of(optimizer))
 
     def release(self) -> None:
-        """Leave gradients with the module's own parameters again; their values stay where they are."""
+        """Return gradients to the module's own parameters, without moving parameter values."""
         self.main.gather.release()
         self._reducer.release()
         for owner, original in self._zero_grads:
@@ -339,7 +339,7 @@ class TrainingState:
         self._zero_grads.clear()
 
     def _see_raw_backward(self, loss_scale: DynamicLossScale | None) -> None:
-        """Notice gradients that a plain ``loss.backward()`` has left."""
+        """Detect gradients of a plain ``loss.backward()``."""
         if self._unfinished or not self._reducer.has_unreduced:
             return
         if loss_scale is not None:
@@ -359,7 +359,7 @@ class TrainingState:
         self._num_tokens = None
 
     def _watch_zero_grad(self, owner: Optimizer | nn.Module, names_of: Callable[[], set[str]]) -> None:
-        """Forget the sums of all ranks when an optimizer or the module is told to forget the gradients that it sees."""
+        """Clear gradient sums when ``zero_grad`` of an optimizer or the module is called."""
         original: Callable[..., None] = owner.zero_grad
         self._zero_grads.append((owner, vars(owner).get("zero_grad")))
 

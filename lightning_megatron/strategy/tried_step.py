@@ -1,4 +1,4 @@
-"""A step that is tried before it trains: without gradients or random numbers, and with everything undone after it."""
+"""Trial run of a step without gradients or random numbers, undone afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOLERANCES = ((1e-15, 1e-9), (1e-6, 1e-5), (2e-3, 5e-3), (math.inf, 2e-2))
 
 @dataclass
 class Reading:
-    """Hold what a step gave for some samples.
+    """Results of a step for some samples.
 
     Args:
         values: By name, each with what it weighs; what is added up has no weight.
@@ -42,7 +42,7 @@ class Reading:
 
 
 class TriedStep:
-    """Run a step on parts of a batch.
+    """Trial runs of a step on parts of a batch.
 
     Args:
         mesh: The groups of this rank.
@@ -57,16 +57,16 @@ class TriedStep:
 
     @property
     def is_training(self) -> bool:
-        """Whether the step trains."""
+        """Return whether this is a training step."""
         return self._step == "training_step"
 
     @property
     def has_other_draws(self) -> bool:
-        """Whether one run has drawn more often from the generators of Python and NumPy than another."""
+        """Return whether parts differ in their number of draws from Python's or NumPy's generators."""
         return len(self._ends) > 1
 
     def read(self, parts: Sequence[Microbatch], seed: int) -> list[Reading]:
-        """Return what the step gives for every part, on the last stage.
+        """Return the step's results for every part, on the last stage.
 
         Args:
             parts: Microbatches.
@@ -85,7 +85,7 @@ class TriedStep:
         return _readings(outputs, parts, recorder)
 
     def tolerance(self) -> float:
-        """Return the relative difference of two values that rounding explains, by the coarsest type that was used.
+        """Return the relative tolerance for rounding, by the least precise dtype in use.
 
         Communication: a gather of one number over all ranks, on the CPU.
         """
@@ -107,7 +107,7 @@ class TriedStep:
 
 @contextmanager
 def undone(module: LightningModule, mesh: ParallelMesh) -> Iterator[ModuleState]:
-    """Put back, after the block, what the module holds beside its parameters, and the random streams.
+    """Restore the module's state outside its parameters, and random streams, after the block.
 
     Args:
         module: The user's module.
@@ -127,7 +127,7 @@ def undone(module: LightningModule, mesh: ParallelMesh) -> Iterator[ModuleState]
 
 
 def joined(values: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:
-    """Return a mean by weight, or a sum of what has none."""
+    """Return the weighted mean of values, or their sum without weights."""
     weights = [weight for _, weight in values if weight is not None]
     if not weights:
         return sum(value for value, _ in values), None
@@ -137,7 +137,7 @@ def joined(values: Sequence[tuple[float, float | None]]) -> tuple[float, float |
 
 
 def is_close(first: float, second: float, tolerance: float) -> bool:
-    """Return whether two numbers are the same but for rounding."""
+    """Return whether two numbers are equal up to rounding."""
     if math.isnan(first) or math.isnan(second):
         return math.isnan(first) == math.isnan(second)
     return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance / 10)

@@ -1,4 +1,4 @@
-"""Lightning's ``WeightAveraging`` callbacks: averages in full precision, saved and loaded like weights."""
+"""Support for ``WeightAveraging`` callbacks, with averages in full precision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_megatron.training.main_parameters import MainParameters
 
 
 def averaging_callback(trainer: Trainer) -> WeightAveraging | None:
-    """Find the callback that averages weights."""
+    """Return the callback that averages weights; None without one."""
     found = (one for one in trainer.callbacks if isinstance(one, WeightAveraging))  # type: ignore[attr-defined]
     return next(found, None)
 
@@ -34,7 +34,7 @@ def averaging_callback(trainer: Trainer) -> WeightAveraging | None:
 def load_averages(
     path: str | os.PathLike[str], metadata: dict[str, Any], module: LightningModule, main: MainParameters, mesh: Any
 ) -> None:
-    """Give the callback the averages of a checkpoint, and the model the weights that it goes on from.
+    """Load averages into the callback and current weights into the model.
 
     Args:
         path: A checkpoint of this library whose ``state_dict``, the averages if it has some, the model holds now.
@@ -71,7 +71,7 @@ def load_averages(
 
 
 def current_weights(weights: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the entries of a model under the names that they have beside those of its averages."""
+    """Return a model's entries under the names used next to its averages."""
     return {_current(name): entry for name, entry in weights.items()}
 
 
@@ -80,7 +80,7 @@ def _current(name: str) -> str:
 
 
 def average_mains(trainer: Trainer, module: LightningModule, main: MainParameters, mesh: ParallelMesh) -> None:
-    """Let the callback average the main parameters, where the model's own are rounded to half precision.
+    """Let the callback average main parameters if the model has half-precision parameters.
 
     Args:
         trainer: Its callback is meant, if it has one.
@@ -101,20 +101,20 @@ def average_models(trainer: Trainer) -> None:
 
 
 class _FullMains:
-    """Show a module's parameters as whole mains, to whoever reads ``parameters`` and ``buffers``."""
+    """Module whose ``parameters`` are full main parameters."""
 
     def __init__(self, module: nn.Module, main: MainParameters, mesh: ParallelMesh) -> None:
         self._module, self._main, self._mesh = module, main, mesh
 
     def parameters(self) -> Iterator[Tensor]:
-        """List the parameters of the module, in full precision; a sum over the data axis if ranks have parts."""
+        """Return full-precision parameters; a collective over data ranks if they are sharded."""
         full = {id(self._main.parameter(name)): name for name in self._main.trained}
         mains = self._gathered()
         for parameter in self._module.parameters():
             yield mains[full[id(parameter)]] if id(parameter) in full else parameter
 
     def buffers(self) -> Iterator[Tensor]:
-        """List the buffers of the module."""
+        """Return the buffers of the module."""
         return self._module.buffers()
 
     def _gathered(self) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ class _FullMains:
 
 
 class _Swap:
-    """Put averages into a model and take them out again, without rounding the averages."""
+    """Swap of averages and weights, without rounding the averages."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] | None = None

@@ -1,4 +1,4 @@
-"""Whether anything but optimizer steps may change what a checkpoint holds."""
+"""Check for code other than optimizer steps that may change checkpointed weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OURS = ("lightning_megatron", "lightning")
 
 
 def only_steps_change_weights(module: LightningModule, trainer: Trainer) -> bool:
-    """Tell whether weights and optimizer states surely stay as they are from a save to the next optimizer step.
+    """Return whether only optimizer steps can change weights and optimizer states.
 
     Then a GPU may go on with forward and backward passes while they are still being copied. Hooks of the user's own
     code may do anything, so with one of them between, the copies are waited for.

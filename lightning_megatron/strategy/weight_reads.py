@@ -1,4 +1,4 @@
-"""The user's code that reads weights in a step, of which a rank may have a part only."""
+"""Detection of user code that reads sharded weights in a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CALL = nn.Module._call_impl.__code__
 
 
 class WeightReads:
-    """Watch the first batch of every step for code that reads weights of which this rank has a part.
+    """Guard of each step's first batch against user code that reads sharded weights.
 
     A weight that is cut over tp is this rank's rows, and with stages a rank has the weights of its own blocks: a
     penalty over all parameters would be that of a part, and so would a norm that is logged. The layers themselves,
@@ -50,7 +50,7 @@ class WeightReads:
         self._seen: set[str] = set()
 
     def guard(self, module: nn.Module, step: str) -> AbstractContextManager[Any]:
-        """Return what to run a step in; it watches the first time that it is asked for.
+        """Return a context for a step, which watches the first call only.
 
         Args:
             module: The user's module.
@@ -65,7 +65,7 @@ class WeightReads:
         return _Guard(module, step, dict(self._incomplete(module)))
 
     def _incomplete(self, module: nn.Module) -> Iterator[tuple[int, tuple[str, str]]]:
-        """Yield the parameters that stand for more than this rank has: identity, name and reason."""
+        """Yield identity, name and reason of the parameters that are incomplete on this rank."""
         staged = [model for _, model in pipelined_modules(module)]
         inside = {id(parameter) for part in staged for parameter in part.parameters()}
         for name, parameter in module.named_parameters():
@@ -76,7 +76,7 @@ class WeightReads:
 
 
 class _Guard(TorchFunctionMode):
-    """Refuse functions of watched parameters that neither their own layers call nor this package.
+    """Mode that refuses torch functions of sharded parameters outside their own layers.
 
     Args:
         root: The user's module.
@@ -91,7 +91,7 @@ class _Guard(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch, unless it reads a watched parameter from elsewhere."""
+        """Run a torch function, unless it reads a watched parameter outside its layer."""
         kwargs = kwargs or {}
         if _reads_values(func):
             for value in _flat((*args, *kwargs.values())):
@@ -122,7 +122,7 @@ class _Guard(TorchFunctionMode):
         )
 
     def _is_by_owner(self, parameter: nn.Parameter, frame: FrameType | None) -> bool:
-        """Return whether a call of a module that may read the parameter is under way."""
+        """Return whether a module that may read the parameter is being called."""
         is_cut = shard_spec_of(parameter).full_shape != tuple(parameter.shape)
         while frame is not None:
             if frame.f_code is _CALL:

@@ -1,4 +1,4 @@
-"""The user's code that writes weights in a step, which runs more often than once for a batch."""
+"""Detection and undoing of user code that writes weights in a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_megatron.errors import UnsupportedError
 
 @contextmanager
 def unwritten_weights(module: nn.Module, step: str) -> Iterator[None]:
-    """Refuse weights that change inside the block, which tries out a step, such as those of a teacher.
+    """Refuse weights that a trial step in the block changes, such as those of a teacher.
 
     Args:
         module: The user's module.
@@ -56,7 +56,7 @@ def _norms_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 class WeightWrites(TorchDispatchMode):
-    """Keep what weights held before somebody writes into them inside the block, to undo it.
+    """Mode that saves weights before writes inside the block, so that they can be undone.
 
     Args:
         module: The user's module.
@@ -68,7 +68,7 @@ class WeightWrites(TorchDispatchMode):
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run an operator, after a copy of the weights that it writes into."""
+        """Run an operator after copying the weights that it writes."""
         given = dict(kwargs or {})
         if func._schema.is_mutable:
             arguments = func._schema.arguments
@@ -80,7 +80,7 @@ class WeightWrites(TorchDispatchMode):
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Write back what was kept."""
+        """Restore the saved weights."""
         while self._before:
             written, before = self._before.pop()
             written.copy_(before)
