@@ -1,9 +1,10 @@
-"""Time every fused kernel beside the operators of torch and beside torch.compile, on one GPU, and print one table.
+"""Benchmark of the fused kernels against the operators of torch and torch.compile, on one GPU.
 
     python -m benchmarks.block_kernels --out kernels.md
 
-A figure is the median of single calls with the chip idle before each; the variants take turns, so that none has the
-cooler chip. Bytes are what the step must read and write at least, and are the same for all variants.
+A time is the median of single calls, each after an idle period of the GPU. The variants alternate,
+so that all run at the same temperature. Bytes are the minimum that a step must read and write, the
+same for all variants.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from lightning_megatron.layers.rotary import apply_rotary, rotary_tables
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 
-DTYPE, SIZE = torch.bfloat16, 2
+DTYPE = torch.bfloat16
+SIZE = 2  # bytes of an element
 # Llama 3 8B with one sequence of 4096 tokens; GPT-2 1.2B with eight of 1024.
 LLAMA = GPTConfig.llama(
     vocab_size=131072, max_seq_length=4096, num_layers=2, hidden_size=4096, num_heads=32, num_kv_heads=8,
@@ -39,15 +41,15 @@ GPT2 = GPTConfig.gpt2(vocab_size=51200, max_seq_length=1024, num_layers=4, hidde
 
 @dataclass(frozen=True)
 class Case:
-    """One step of a block, on the fused kernel and on torch's operators.
+    """One step of a block, with a fused kernel and with the operators of torch.
 
     Args:
-        name: Row of the table.
-        inputs: Tensors that both take; those of a float dtype get gradients.
-        fused: The step on our kernel; returns one tensor or several.
-        eager: The step on torch's operators.
-        forward_bytes: What forward must move (bytes).
-        backward_bytes: What backward must move (bytes).
+        name: Label of the row in the table.
+        inputs: Inputs of both variants; floating-point inputs get gradients.
+        fused: Step with our kernel; returns one tensor or several.
+        eager: Step with the operators of torch.
+        forward_bytes: Minimum traffic of the forward pass (bytes).
+        backward_bytes: Minimum traffic of the backward pass (bytes).
     """
 
     name: str
@@ -59,13 +61,15 @@ class Case:
 
 
 def drawn(*shape: int) -> Tensor:
-    """Draw a tensor with gradients."""
+    """Return a random tensor that requires gradients."""
     return torch.randn(*shape, device="cuda").to(DTYPE).requires_grad_()
 
 
 def rotary_case() -> Case:
-    """Rotate queries and keys of the fused projection."""
-    heads, kv_heads, width = LLAMA.num_heads, LLAMA.kv_heads, LLAMA.head_size
+    """Return the case of rotary embeddings on the queries and keys of a fused projection."""
+    heads = LLAMA.num_heads
+    kv_heads = LLAMA.kv_heads
+    width = LLAMA.head_size
     tables = rotary_tables(4096, width, dtype=DTYPE, device="cuda")
     widths = [heads * width, kv_heads * width, kv_heads * width]
 
@@ -82,7 +86,7 @@ def rotary_case() -> Case:
 
 
 def swiglu_case() -> Case:
-    """Gate the projection."""
+    """Return the case of SwiGLU on a fused gate and up projection."""
 
     def eager(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -94,7 +98,7 @@ def swiglu_case() -> Case:
 
 
 def gelu_case() -> Case:
-    """Apply GELU by tanh."""
+    """Return the case of GELU in its tanh approximation."""
     elements = 8192 * GPT2.ffn_size * SIZE
     return Case(
         "GELU by tanh, F 6144",
@@ -107,8 +111,14 @@ def gelu_case() -> Case:
 
 
 def norm_case(config: GPTConfig, has_update: bool) -> Case:
-    """Add to the residual stream, normalise, and go on with both; or fork the stream and normalise."""
-    is_rms, width = config.norm == "rmsnorm", config.hidden_size
+    """Return the case of a norm on the residual stream.
+
+    Args:
+        config: Model that gives the kind of norm and its width.
+        has_update: Whether an update is added to the residual stream before the norm.
+    """
+    is_rms = config.norm == "rmsnorm"
+    width = config.hidden_size
     rows = (4096, 1) if is_rms else (1024, 8)
     inputs = [drawn(*rows, width), drawn(*rows, width), drawn(width), drawn(width)]
     if not has_update:
@@ -130,7 +140,7 @@ def norm_case(config: GPTConfig, has_update: bool) -> Case:
 
 
 def cross_entropy_case(tokens: int, vocab_size: int) -> Case:
-    """Compute the losses of all tokens."""
+    """Return the case of the cross entropy of all tokens."""
     mesh = ParallelMesh.single("cuda")
     labels = torch.randint(0, vocab_size, (tokens, 1), device="cuda")
 
@@ -146,10 +156,10 @@ def cross_entropy_case(tokens: int, vocab_size: int) -> Case:
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Return the milliseconds of one call on the device alone, with nothing of use in its cache."""
+    """Return the device time of one call with a cold cache (ms)."""
     torch.empty(2**28, dtype=torch.int8, device="cuda").zero_()
     torch.cuda.synchronize()
-    # While the device sleeps, the host queues the whole call.
+    # The host queues the whole call while the device sleeps, so that launches are not measured.
     torch.cuda._sleep(4_000_000)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -160,7 +170,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def passes(step: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return the forward and the backward pass of a step as calls."""
+    """Return functions that run the forward and the backward pass of a step."""
     outputs = step(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     grads = [torch.randn_like(output) for output in outputs]
@@ -169,7 +179,7 @@ def passes(step: Callable[..., Any], inputs: tuple[Tensor, ...]) -> tuple[Callab
 
 
 def measure(case: Case, rounds: int) -> str:
-    """Time all variants of a case in turns and return two rows of the table."""
+    """Time all variants of a case alternately and return two rows of the table."""
     torch._dynamo.reset()
     steps = {"fused": case.fused, "eager": case.eager, "compiled": torch.compile(case.eager, dynamic=False)}
     calls = {name: passes(step, case.inputs) for name, step in steps.items()}
@@ -188,7 +198,7 @@ def measure(case: Case, rounds: int) -> str:
 
 
 def measure_model(config: GPTConfig, shape: tuple[int, int], rounds: int) -> str:
-    """Time forward and backward of a whole small model, fused and not, and return a row."""
+    """Time a small model with and without fused kernels, and return a row of the table."""
     model = GPT(config, ParallelMesh.single("cuda", seed=0), seed=0).to(DTYPE)
     tokens = torch.randint(0, config.vocab_size, (shape[0], shape[1] + 1), device="cuda")
 
@@ -214,7 +224,7 @@ def main() -> None:
     """Measure all cases and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="timed calls of each variant")
-    parser.add_argument("--out", type=Path, help="file that the table is written to as well")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     torch._functorch.config.donated_buffer = False
     cases: list[Callable[[], Case]] = [

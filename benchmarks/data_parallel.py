@@ -1,12 +1,13 @@
-"""Time a training step of large shapes, beside another program's in the same job, and say where the time goes.
+"""Benchmark of a training step for large shapes, compared with another program on the same machine.
 
     python -m benchmarks.data_parallel --model llama8b_half --layout dp4 --profile runs/dp4.json.gz
     python -m benchmarks.data_parallel --model gpt2_1_2b --layout single --peer path/to/peer.py
 
-``benchmarks/train_shapes.py`` says what is trained and how a step is timed. The peer is a program that torchrun runs
-with ``--model --tp --mbs --steps --warmup`` and that prints a line ``RESULT {json}`` with ms, tok_s_gpu, tflops_gpu and
-mem_gib. Tokens, FLOPs (causal half) and steps that count are the same for both. What a step should take, part by part,
-stands in docs/where_time_goes.md.
+``benchmarks/train_shapes.py`` defines the training and the timing of a step. The peer is a program
+that torchrun runs with ``--model --tp --mbs --steps --warmup``. It prints a line ``RESULT {json}``
+with ms, tok_s_gpu, tflops_gpu and mem_gib. Both programs use the same tokens, the same FLOP formula
+(causal half) and the same number of measured steps. docs/where_time_goes.md gives the expected time
+of each part of a step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TABLE = [
 
 
 def launch(args: list[str], num_processes: int, variables: dict[str, str], timeout: float) -> str:
-    """Run a program under torchrun and return what it printed, which is also shown."""
+    """Run a program under torchrun, print its output and return it."""
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes), *args]
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join(p for p in (variables.pop("PYTHONPATH", ""), root, os.environ.get("PYTHONPATH", "")) if p)
@@ -41,7 +42,7 @@ def launch(args: list[str], num_processes: int, variables: dict[str, str], timeo
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        # torchrun ends its ranks when it is asked to end.
+        # torchrun ends its ranks on SIGTERM.
         process.terminate()
         output, _ = process.communicate()
         output += f"\nstopped after {timeout:.0f} s"
@@ -50,7 +51,7 @@ def launch(args: list[str], num_processes: int, variables: dict[str, str], timeo
 
 
 def run_ours(args: Any, extra: list[str]) -> list[str]:
-    """Train, and return a row of the table."""
+    """Run our training and return a row of the table."""
     out = Path(args.out)
     out.unlink(missing_ok=True)
     layout = LAYOUTS[args.layout]
@@ -67,7 +68,7 @@ def run_ours(args: Any, extra: list[str]) -> list[str]:
 
 
 def run_peer(args: Any) -> list[str]:
-    """Run the other program on the same work, and return a row of the table."""
+    """Run the peer on the same work and return a row of the table."""
     layout = LAYOUTS[args.layout]
     line = [
         args.peer,
@@ -98,7 +99,7 @@ def run_peer(args: Any) -> list[str]:
 
 
 def main() -> None:
-    """Run one case, ours and the peer's, and print the table."""
+    """Run one case with both programs and print the table."""
     options = parser()
     options.description = __doc__
     options.add_argument("--peer", default="", help="program to compare with")

@@ -1,12 +1,13 @@
-"""Time the way of tokens to their experts and back, by every transport, on the GPUs of one host.
+"""Benchmark of dispatch and combine of tokens by every expert transport, on the GPUs of one host.
 
     torchrun --nproc-per-node 2 -m benchmarks.expert_dispatch
 
-Dispatch and combine of one layer, without the experts between them, in bfloat16: forward, and backward with the
-gradients of tokens and probabilities. Before each pass the ranks meet on the device, with the host ahead; transports
-take turns, and a figure is the median. The forward pass of an all-to-all contains what the host does once it has read
-the sizes. MB are what a rank sends to others for this routing in dispatch and in combine together, GB/s that by the
-time of the forward pass, the sorting of rows included. Host is what it takes to queue both passes.
+The benchmark runs dispatch and combine of one layer in bfloat16, without the experts: forward, and
+backward with the gradients of tokens and probabilities. A barrier on the device precedes each pass
+while the host queues ahead. Transports alternate, and a time is the median. The forward time of an
+all-to-all includes the host work after the sizes were read. MB is the data that a rank sends to
+other ranks in dispatch and combine. GB/s divides it by the forward time, which includes the
+permutation of rows. The host time is the time to queue both passes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.layout import ParallelLayout
 
-#: Name: features, experts, choices of a token.
+#: Hidden size, number of experts and top_k, by name.
 SHAPES = {
     "Qwen3-30B-A3B": (2048, 128, 8),
     "Mixtral": (4096, 8, 2),
@@ -38,13 +39,13 @@ SHAPES = {
     "one choice": (4096, 8, 1),
 }
 TRANSPORTS: tuple[Transport, ...] = ("all_gather", "all_to_all", "one_sided")
-HEAD_START = 3_000_000  # about what the host needs for a pass (cycles)
-LONGEST = 12
+HEAD_START = 3_000_000  # about the host time of a pass (cycles)
+LONGEST = 12  # kernels listed by --profile
 
 
 @dataclass
 class Pass:
-    """One transport with tokens of its own."""
+    """Timed passes of one transport."""
 
     dispatcher: Dispatcher
     mesh: ParallelMesh
@@ -56,30 +57,34 @@ class Pass:
     host: list[float] = field(default_factory=list)
 
     def run(self) -> tuple[Tensor, Dispatched]:
-        """Bring tokens to their experts and back."""
+        """Dispatch the tokens to their experts and combine the rows."""
         sent = self.dispatcher.receive(self.dispatcher.send(self.hidden, self.probabilities, self.experts))
         return self.dispatcher.combine(sent.rows, sent), sent
 
     def run_backward(self, output: Tensor, sent: Dispatched) -> None:
-        """Bring gradients the same way."""
+        """Run the backward pass of ``run``."""
         torch.autograd.grad(
             (output, sent.probabilities), (self.hidden, self.probabilities), (output.detach(), sent.probabilities)
         )
 
     def measure(self) -> None:
         """Time both passes once (ms)."""
-        begin, start = self._meet(), time.perf_counter()
+        begin = self._synchronize_ranks()
+        start = time.perf_counter()
         found = self.run()
-        taken, end = time.perf_counter() - start, _mark()
-        begin_backward, start = self._meet(), time.perf_counter()
+        taken = time.perf_counter() - start
+        end = _mark()
+        begin_backward = self._synchronize_ranks()
+        start = time.perf_counter()
         self.run_backward(*found)
-        taken, end_backward = taken + time.perf_counter() - start, _mark()
+        taken += time.perf_counter() - start
+        end_backward = _mark()
         torch.cuda.synchronize()
         self.forward.append(begin.elapsed_time(end))
         self.backward.append(begin_backward.elapsed_time(end_backward))
         self.host.append(1e3 * taken)
 
-    def _meet(self) -> torch.cuda.Event:
+    def _synchronize_ranks(self) -> torch.cuda.Event:
         torch.cuda._sleep(HEAD_START)
         all_reduce_(torch.ones(1, device=self.mesh.device), self.mesh.ep)
         return _mark()
@@ -92,7 +97,7 @@ def _mark() -> torch.cuda.Event:
 
 
 def sent_bytes(transport: Transport, experts: Tensor, num_experts: int, mesh: ParallelMesh, row: int) -> int:
-    """Return what this rank sends to others in one direction (bytes)."""
+    """Return the data that this rank sends to other ranks in one direction (bytes)."""
     holders = experts // (num_experts // mesh.ep.size)
     others = holders != mesh.ep.rank
     if transport == "all_gather":
@@ -105,7 +110,7 @@ def sent_bytes(transport: Transport, experts: Tensor, num_experts: int, mesh: Pa
 
 
 def measure(shape: str, num_tokens: int, rounds: int, mesh: ParallelMesh, profiles: bool) -> list[str]:
-    """Return a line of the table for every transport."""
+    """Return a row of the table for every transport."""
     width, num_experts, top_k = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(mesh.ep.rank)
     scores = torch.rand(num_tokens, num_experts, device="cuda", generator=generator)
@@ -139,13 +144,14 @@ def measure(shape: str, num_tokens: int, rounds: int, mesh: ParallelMesh, profil
 def main() -> None:
     """Measure all shapes and print a table on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="what is measured")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a rank")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="shapes to measure")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank")
     parser.add_argument("--rounds", type=int, default=30, help="timed passes of each transport")
-    parser.add_argument("--profile", action="store_true", help="list the longest kernels, too")
-    parser.add_argument("--out", type=Path, help="file that the table is written to as well")
+    parser.add_argument("--profile", action="store_true", help="also list the longest kernels")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

@@ -1,10 +1,11 @@
-"""Time every kernel of experts beside the operators of torch and beside the bytes that it must move, on one GPU.
+"""Benchmark of the expert kernels against torch and against their memory traffic, on one GPU.
 
     python -m benchmarks.expert_kernels --out expert_kernels.md
 
-A figure is the median of single calls with the chip idle and its cache emptied before each; the variants take turns, so
-that none has the cooler chip. Bytes are what the step must read and write at least; the time of them is that at the
-speed of a copy. "Host" is what it takes to queue the call.
+A time is the median of single calls, each after an idle period and with a cold cache. The variants
+alternate, so that all run at the same temperature. Bytes are the minimum that a step must read and
+write, and the time of this traffic is given at the speed of a copy. "Host" is the time to queue the
+call.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ from lightning_megatron.layers import kernel_choice
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 
-DTYPE, SIZE = torch.bfloat16, 2
+DTYPE = torch.bfloat16
+SIZE = 2  # bytes of an element
 COPY_SPEED = 4.26e12  # bytes/s
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layer of experts.
+    """Sizes of a mixture-of-experts layer.
 
     Args:
-        name: Whose they are.
-        hidden_size: Size of a token, D (elements).
-        config: Numbers and sizes of the experts.
-        num_tokens: Tokens (tokens).
+        name: Model with these sizes.
+        hidden_size: Hidden size D (elements).
+        config: Number and sizes of the experts.
+        num_tokens: Number of tokens.
     """
 
     name: str
@@ -63,14 +65,14 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Case:
-    """One step of a layer of experts.
+    """One step of a mixture-of-experts layer.
 
     Args:
-        name: Row of the table.
-        step: Computes tensors from inputs, on fused kernels or not as ``layers.kernel_choice`` says.
-        inputs: What it takes; those that want gradients get them.
-        moved: Bytes that forward, and that backward must move (bytes).
-        plain: What it is compared with; None means the same step without fused kernels.
+        name: Label of the row in the table.
+        step: Function of the inputs, with fused kernels if ``layers.kernel_choice`` selects them.
+        inputs: Inputs of the step; those that require gradients get them.
+        moved: Minimum traffic of the forward and of the backward pass (bytes).
+        plain: Function to compare with; None uses ``step`` without fused kernels.
     """
 
     name: str
@@ -81,24 +83,34 @@ class Case:
 
 
 def drawn(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    """Draw a tensor with gradients."""
+    """Return a random tensor that requires gradients."""
     return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
 
 
 def cases_of(shape: Shape) -> list[Case]:
-    """List the steps of a layer with random choices."""
-    config, tokens, width = shape.config, shape.num_tokens, shape.hidden_size
-    num_experts, top_k, inner = config.num_experts, config.top_k, config.ffn_hidden_size
+    """Return the steps of a layer with random routing."""
+    config = shape.config
+    tokens = shape.num_tokens
+    width = shape.hidden_size
+    num_experts = config.num_experts
+    top_k = config.top_k
+    inner = config.ffn_hidden_size
     mesh = ParallelMesh.single("cuda", seed=0)
     router = Router(config, width, mesh)
     initialize_(router, torch.device("cuda"), 0)
     router = router.to("cuda", DTYPE)
-    hidden, probabilities = drawn(tokens, width), torch.rand(tokens, top_k, device="cuda").requires_grad_()
+    hidden = drawn(tokens, width)
+    probabilities = torch.rand(tokens, top_k, device="cuda").requires_grad_()
     experts = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
     row_map = map_rows(experts, 0, num_experts)
-    rows, token, row, scores = tokens * top_k, tokens * width * SIZE, tokens * top_k * width * SIZE, tokens * top_k * 4
+    rows = tokens * top_k
+    # Sizes of all hidden states, expert rows, probabilities and logits (bytes).
+    token = tokens * width * SIZE
+    row = rows * width * SIZE
+    scores = rows * 4
     logits = tokens * num_experts * 4
-    gate_up, scales = drawn(rows, 2 * inner), torch.rand(rows, device="cuda").requires_grad_()
+    gate_up = drawn(rows, 2 * inner)
+    scales = torch.rand(rows, device="cuda").requires_grad_()
 
     def route(x: Tensor) -> Tensor:
         routing = router(x.unsqueeze(1))
@@ -136,15 +148,15 @@ def cases_of(shape: Shape) -> list[Case]:
 
 
 def timed(call: Callable[[], Any], head_start: int = 4_000_000) -> float:
-    """Return the microseconds of one call on the device alone, with nothing of use in its cache.
+    """Return the device time of one call with a cold cache (µs).
 
     Args:
-        call: What is timed.
-        head_start: For how long the host queues before the device begins (cycles).
+        call: Function to time.
+        head_start: Time for the host to queue the call before the device starts (cycles).
     """
     torch.empty(2**28, dtype=torch.int8, device="cuda").zero_()
     torch.cuda.synchronize()
-    # While the device sleeps, the host queues the whole call.
+    # The host queues the whole call while the device sleeps, so that launches are not measured.
     torch.cuda._sleep(head_start)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -155,7 +167,7 @@ def timed(call: Callable[[], Any], head_start: int = 4_000_000) -> float:
 
 
 def host_time(call: Callable[[], Any]) -> float:
-    """Return the microseconds that the host needs to queue one call."""
+    """Return the time that the host needs to queue one call (µs)."""
     torch.cuda.synchronize()
     torch.cuda._sleep(40_000_000)
     start = time.perf_counter()
@@ -167,7 +179,7 @@ def host_time(call: Callable[[], Any]) -> float:
 
 
 def passes(step: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Callable[[], Any]]:
-    """Return the forward pass of a step as a call, and the backward pass if there is one."""
+    """Return functions that run the forward pass of a step and, if any, the backward pass."""
     outputs = step(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
@@ -178,7 +190,7 @@ def passes(step: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Callabl
 
 
 def measure(case: Case, rounds: int) -> list[str]:
-    """Time a case with and without kernels in turns, and return its rows of the table."""
+    """Time a case alternately with and without kernels, and return its rows of the table."""
     served = kernel_choice.is_served
     choices: dict[str, Callable[[Tensor], bool]] = {"fused": served, "torch": lambda tensor: False}
     calls = {}
@@ -211,7 +223,7 @@ def main() -> None:
     """Measure all cases and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="timed calls of each variant")
-    parser.add_argument("--out", type=Path, help="file that the table is written to as well")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}: microseconds"]
     print(lines[0], flush=True)

@@ -1,11 +1,11 @@
-"""Say where the time of a mixture of experts goes on one GPU: by kernel, and on the host.
+"""Profile of a mixture-of-experts layer on one GPU: time by kernel, and host time.
 
     python -m benchmarks.expert_layer --out expert_layer.md
 
-One layer in bfloat16, forward and backward, with weights and float32 sums of gradients side by side as in training. The
-time of the device is the median of single passes that the host has queued before they begin, with the cache emptied
-before each; that by kernel is the mean under torch.profiler. The time of the host is what it takes to queue the passes.
-"""
+The benchmark runs one layer in bfloat16, forward and backward. Weights and float32 gradient sums
+lie contiguously as in training. The device time is the median of single passes that the host has
+queued before they start, each with a cold cache. The time by kernel is the mean under
+torch.profiler. The host time is the time to queue the passes."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot, slot
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 
-HIDDEN_SIZE, TOP_K, FFN_SIZE = 2048, 8, 768  # Qwen3-30B-A3B
-LONGEST = 24
-HEAD_START = 20_000_000  # longer than the host needs for a pass (cycles)
+# Sizes of Qwen3-30B-A3B.
+HIDDEN_SIZE = 2048
+TOP_K = 8
+FFN_SIZE = 768
+LONGEST = 24  # kernels in the report
+HEAD_START = 20_000_000  # longer than the host time of a pass (cycles)
 
 
 def laid_out(module: nn.Module) -> nn.Module:
-    """Lay parameters out in one memory, in reverse order, and give each a slot in another, as training does."""
+    """Move the parameters and their gradient slots into two contiguous buffers, as in training."""
     parameters = list(module.parameters())
     total = sum(parameter.numel() for parameter in parameters)
-    values, sums = torch.empty(total, dtype=DTYPE, device="cuda"), torch.zeros(total, device="cuda")
+    values = torch.empty(total, dtype=DTYPE, device="cuda")
+    sums = torch.zeros(total, device="cuda")
     start = 0
     for parameter in reversed(parameters):
         stop = start + parameter.numel()
@@ -44,7 +48,7 @@ def laid_out(module: nn.Module) -> nn.Module:
         view.copy_(parameter.detach())
         parameter.data = view
         slot = GradientSlot(sums[start:stop].view_as(parameter), lambda: None)
-        # Sums of earlier microbatches are there.
+        # As after an earlier microbatch: gradients are added to the sum.
         slot.is_empty = False
         set_slot(parameter, slot)
         start = stop
@@ -52,7 +56,7 @@ def laid_out(module: nn.Module) -> nn.Module:
 
 
 def host_times(forward: Callable[[], Tensor], backward: Callable[[Tensor], None], rounds: int) -> tuple[float, float]:
-    """Return the microseconds that the host takes to queue a forward and a backward pass."""
+    """Return the time that the host needs to queue a forward and a backward pass (µs)."""
     found = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -67,7 +71,7 @@ def host_times(forward: Callable[[], Tensor], backward: Callable[[Tensor], None]
 
 
 def by_kernel(step: Callable[[], object], rounds: int) -> list[tuple[str, float, float]]:
-    """Return name, number of launches and microseconds of the kernels of a step, the longest first."""
+    """Return name, number of launches and time (µs) of the kernels of a step, longest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(rounds):
             step()
@@ -121,7 +125,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, nargs="+", default=[128, 32], help="experts of the layer")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the layer")
     parser.add_argument("--rounds", type=int, default=9, help="timed passes")
-    parser.add_argument("--out", type=Path, help="file that the report is written to as well")
+    parser.add_argument("--out", type=Path, help="also write the report to this file")
     options = parser.parse_args()
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}"]
     print(lines[0], flush=True)

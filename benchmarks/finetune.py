@@ -1,15 +1,14 @@
-"""Fine-tune one local Hugging Face folder by the recipe under several layouts: the same losses, and how fast.
+"""Fine-tuning of a local Hugging Face folder under several layouts: equal losses, and speed.
 
     python -m benchmarks.finetune --create FOLDER --tokenizer tokenizer.json
     python -m benchmarks.finetune --folder FOLDER --layouts tp4 tp2_pp2 dp4 --table runs/finetune.md
     python -m benchmarks.finetune --folder FOLDER --layouts tp2_pp2 --export trained --steps 4
 
-``--create`` writes random weights of a shape with transformers (Llama-3-8B unless ``--shape`` says otherwise). Every
-layout has the same samples in every step. Times are those of whole steps, the host waits for the device after each;
-tokens, FLOPs (causal half) and memory are those of ``benchmarks/measure.py``. With ``--export`` the recipe's own
-checkpoint becomes a Hugging Face folder again. The command fails if losses of two layouts are further apart than
-``--tolerance``.
-"""
+``--create`` writes random weights of a shape with transformers (``--shape``, by default
+Llama-3-8B). Every layout sees the same samples in every step. Times are those of whole steps, after
+each of which the host waits for the device. ``benchmarks/measure.py`` computes tokens, FLOPs
+(causal half) and memory. ``--export`` converts the recipe's checkpoint to a Hugging Face folder.
+The command fails if the losses of two layouts differ by more than ``--tolerance``."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ TABLE = [
 
 
 def create(folder: Path, shape: str, tokenizer: str) -> None:
-    """Write a folder of random weights in bfloat16, drawn on a GPU if there is one."""
+    """Write a folder of random weights in bfloat16, generated on a GPU if available."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -57,7 +56,7 @@ def create(folder: Path, shape: str, tokenizer: str) -> None:
 
 
 def options_of(args: argparse.Namespace, layout: Layout) -> list[str]:
-    """Return what is said to the recipe on the command line."""
+    """Return the command-line options of the recipe for a layout."""
     given = {
         "model.path": args.folder,
         "model.dtype": "auto",
@@ -84,7 +83,7 @@ def options_of(args: argparse.Namespace, layout: Layout) -> list[str]:
         }
         measure["init_args"] |= {"seq_length": args.seq_length}
         given |= {
-            # The callback that measures reads no parameters.
+            # No callback reads parameters, so gathering them can overlap with the next step.
             "trainer.strategy.overlap_parameters": "true",
             "trainer.limit_val_batches": 0,
             "trainer.callbacks": json.dumps([measure]),
@@ -96,7 +95,7 @@ def options_of(args: argparse.Namespace, layout: Layout) -> list[str]:
 
 
 def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
-    """Run the recipe under a layout and return the figures of its steps."""
+    """Run the recipe under a layout and return the measurements of its steps."""
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", args.recipe]
@@ -111,7 +110,7 @@ def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
 
 
 def export(args: argparse.Namespace, name: str) -> None:
-    """Turn the checkpoint that the recipe left into a Hugging Face folder."""
+    """Convert the checkpoint of the recipe to a Hugging Face folder."""
     (checkpoint,) = Path(args.out, name).glob("**/checkpoints/*.ckpt")
     begin = time.perf_counter()
     line = [sys.executable, "-m", "lightning_megatron", "convert", str(checkpoint), args.export]
@@ -121,7 +120,7 @@ def export(args: argparse.Namespace, name: str) -> None:
 
 
 def row(name: str, found: dict[str, Any]) -> str:
-    """Return a layout's line of the table."""
+    """Return the row of a layout in the table."""
     losses = " ".join(f"{loss:.4f}" for loss in found["losses"])
     return (
         f"| {name} | {found['step_ms']} | {found['fastest_ms']} | {found['tokens_per_second_per_rank']:,} | "
@@ -130,10 +129,10 @@ def row(name: str, found: dict[str, Any]) -> str:
 
 
 def check_same(found: dict[str, dict[str, Any]], tolerance: float) -> None:
-    """Fail where two layouts have different losses.
+    """Check that all layouts have the same losses.
 
     Raises:
-        SystemExit: If a step's losses are further apart than the tolerance (nats).
+        SystemExit: If the losses of a step differ by more than the tolerance (nats).
     """
     for number, losses in enumerate(zip(*(figures["losses"] for figures in found.values()), strict=True)):
         if max(losses) - min(losses) > tolerance:
@@ -144,9 +143,9 @@ def main() -> None:
     """Create the folder, or train from it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--create", metavar="FOLDER", help="write a folder of random weights")
-    parser.add_argument("--shape", default="llama3_8b", choices=list(SHAPES), help="of those weights")
+    parser.add_argument("--shape", default="llama3_8b", choices=list(SHAPES), help="shape of those weights")
     parser.add_argument("--tokenizer", help="tokenizer.json to put there")
-    parser.add_argument("--folder", help="what to fine-tune")
+    parser.add_argument("--folder", help="Hugging Face folder to fine-tune")
     parser.add_argument("--layouts", nargs="+", type=layout_of, default=list(map(layout_of, ("tp4", "tp2_pp2", "dp4"))))
     parser.add_argument("--recipe", default=str(Path(__file__).parents[1] / "recipes" / "finetune_hf.yaml"))
     parser.add_argument("--steps", type=int, default=12, help="steps in all")
@@ -159,7 +158,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=500.0, help="seconds of one training")
     parser.add_argument("--export", metavar="FOLDER", help="save by the recipe, and export to this folder")
     parser.add_argument("--table", help="append the rows to this file")
-    parser.add_argument("--out", default="runs/finetune", help="folder for what is written")
+    parser.add_argument("--out", default="runs/finetune", help="folder of results")
     parser.add_argument("options", nargs="*", help="further options of the recipe, after --")
     args = parser.parse_args()
     if args.create:

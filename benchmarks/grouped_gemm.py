@@ -1,13 +1,14 @@
-"""Time the bundled grouped GEMM beside torch's, a loop of products and Transformer Engine, and print one table.
+"""Benchmark of the bundled grouped GEMM against torch, a loop of products and Transformer Engine.
 
     lightning-megatron kernels build
     python -m benchmarks.grouped_gemm --out grouped_gemm.md
 
-A figure is the median of single calls with the chip idle before each; the variants take turns, so that none has the
-cooler chip. TFLOP/s count 2 x rows x n x k for each product, whatever a kernel computes beyond that. Operands are
-random normal. `weight grad +=` sums in float32: the kernels of this project add to the sum themselves, torch's grouped
-product makes a bfloat16 gradient that is added afterwards, and the loop calls `torch.addmm` with a float32 result for
-each group. Transformer Engine is timed where it is installed.
+A time is the median of single calls, each after an idle period of the GPU. The variants alternate,
+so that all run at the same temperature. TFLOP/s count 2 x rows x n x k for each product, whatever a
+kernel computes in addition. Operands are random normal. ``weight grad +=`` accumulates in float32:
+our kernels add to the sum themselves, torch's grouped product returns a bfloat16 gradient that is
+added afterwards, and the loop calls ``torch.addmm`` with a float32 result for each group.
+Transformer Engine is timed if it is installed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lightning_megatron.experts.products import PRODUCTS
 from lightning_megatron.layers.gradient_slot import GradientSlot
 from lightning_megatron.plan.grouped_gemm import Pass, choose_variant
 
-#: Groups, k, n and rows of the expert products of some models, as one rank of expert parallelism sees them.
+#: Groups, k, n and rows of the expert products of some models, on one expert-parallel rank.
 SHAPES = {
     "Qwen3-30B-A3B gate+up": (32, 2048, 1536, 32768),
     "Qwen3-30B-A3B down": (32, 768, 2048, 32768),
@@ -47,21 +48,24 @@ PASSES = {
     Pass.WEIGHT_GRAD_BF16: "weight grad",
     Pass.WEIGHT_GRAD_ADD: "weight grad +=",
 }
-OURS, TORCH, LOOP, ENGINE = "ours", "grouped_mm", "loop", "TE"
-#: Cycles that the chip idles before a call, for each millisecond.
+OURS = "ours"
+TORCH = "grouped_mm"
+LOOP = "loop"
+ENGINE = "TE"
+#: Cycles of the GPU in a millisecond.
 CYCLES = 1_900_000
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The operands of all passes of one shape.
+    """Operands of all passes of one shape.
 
     Args:
-        rows: Input features ``(R, K)``.
+        rows: Input ``(R, K)``.
         grad: Gradient of the output ``(R, N)``.
-        weights: ``(E, N, K)``.
-        sums: Float32 gradients of weights, ``(E, N, K)``.
-        sizes: Rows of each group.
+        weights: Weights ``(E, N, K)``.
+        sums: Float32 gradients of the weights ``(E, N, K)``.
+        sizes: Number of rows in each group.
     """
 
     rows: Tensor
@@ -77,18 +81,18 @@ class Problem:
 
     @property
     def groups(self) -> list[slice]:
-        """The rows of each group."""
+        """Rows of each group."""
         bounds = [0, *torch.tensor(self.sizes).cumsum(0).tolist()]
         return [slice(start, stop) for start, stop in pairwise(bounds)]
 
     @property
     def flops(self) -> int:
-        """Of one pass."""
+        """FLOPs of one pass."""
         return 2 * self.rows.shape[0] * self.weights.shape[1] * self.weights.shape[2]
 
 
 def draw(num_groups: int, k: int, n: int, sizes: Sequence[int], device: str = "cuda") -> Problem:
-    """Draw the operands of a shape."""
+    """Return random operands of a shape."""
     num_rows = sum(sizes)
     rows, grad, weights = (
         torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -98,7 +102,10 @@ def draw(num_groups: int, k: int, n: int, sizes: Sequence[int], device: str = "c
 
 
 def group_sizes(num_rows: int, num_groups: int, skewed: bool, generator: torch.Generator) -> list[int]:
-    """Return equal sizes, or sizes in proportion to squares of uniform numbers, as of a router that is not balanced."""
+    """Return equal group sizes, or skewed ones as of an unbalanced router.
+
+    Skewed sizes are proportional to the squares of uniform random numbers.
+    """
     if not skewed:
         return [num_rows // num_groups] * num_groups
     shares = torch.rand(num_groups, generator=generator).square() + 0.02
@@ -108,8 +115,11 @@ def group_sizes(num_rows: int, num_groups: int, skewed: bool, generator: torch.G
 
 
 def calls(problem: Problem, which: Pass, ours: str = "bundled") -> dict[str, Callable[[], Tensor]]:
-    """Return what to time for a pass; each call returns the result."""
-    rows, grad, ends, sums = problem.rows, problem.grad, problem.ends, problem.sums
+    """Return the variants of a pass as functions that return the result."""
+    rows = problem.rows
+    grad = problem.grad
+    ends = problem.ends
+    sums = problem.sums
     weights = problem.weights.unbind()
     products = {OURS: PRODUCTS[ours], TORCH: PRODUCTS["grouped_mm"]}  # type: ignore[index]
     if which is Pass.FORWARD:
@@ -145,8 +155,9 @@ def calls(problem: Problem, which: Pass, ours: str = "bundled") -> dict[str, Cal
 
 
 def loop_over_groups(problem: Problem, which: Pass) -> Tensor:
-    """Compute one product for each group, whose sizes the host knows already."""
-    rows, grad = problem.rows, problem.grad
+    """Compute one product for each group, with group sizes that the host already knows."""
+    rows = problem.rows
+    grad = problem.grad
     result = {
         Pass.FORWARD: torch.empty_like(grad),
         Pass.DATA_GRAD: torch.empty_like(rows),
@@ -186,7 +197,7 @@ def _engine_calls(problem: Problem) -> dict[str, Callable[[], Tensor]]:
 
 
 def relative_error(problem: Problem, which: Pass, call: Callable[[], Tensor]) -> float:
-    """Return the distance from float64's result, relative to it."""
+    """Return the distance from the float64 result, relative to its norm."""
     problem.sums.fill_(1.0)
     found = call()
     distance = size = 0.0
@@ -195,23 +206,26 @@ def relative_error(problem: Problem, which: Pass, call: Callable[[], Tensor]) ->
             tensor.double() for tensor in (problem.rows[group], problem.grad[group], problem.weights[number])
         )
         if which is Pass.FORWARD:
-            expected, got = rows @ weight.t(), found[group]
+            expected = rows @ weight.t()
+            got = found[group]
         elif which is Pass.DATA_GRAD:
-            expected, got = grad @ weight, found[group]
+            expected = grad @ weight
+            got = found[group]
         else:
-            expected, got = grad.t() @ rows + (1.0 if which is Pass.WEIGHT_GRAD_ADD else 0.0), found[number]
+            expected = grad.t() @ rows + (1.0 if which is Pass.WEIGHT_GRAD_ADD else 0.0)
+            got = found[number]
         distance += float((got.double() - expected).square().sum())
         size += float(expected.square().sum())
     return (distance / size) ** 0.5
 
 
 def burst(variants: Mapping[str, Callable[[], Tensor]], guess: float, rounds: int) -> dict[str, list[float]]:
-    """Return milliseconds of single calls, which take turns.
+    """Return the times of single calls of alternating variants (ms).
 
     Args:
-        variants: What to time.
-        guess: About what a call takes (milliseconds); the chip idles for longer before each.
-        rounds: Calls of each.
+        variants: Functions to time.
+        guess: Approximate time of a call (ms); the GPU idles longer than this before each.
+        rounds: Calls of each variant.
     """
     pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in variants}
     gap = int(CYCLES * min(8.0, max(0.8, 1.6 * guess)))
@@ -232,16 +246,16 @@ def burst(variants: Mapping[str, Callable[[], Tensor]], guess: float, rounds: in
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """Row of the table.
 
     Args:
         shape: Name of the shape.
-        skewed: Whether its groups are of unequal size.
-        which: The pass.
+        skewed: Whether the groups have different sizes.
+        which: Pass of the product.
         rates: TFLOP/s of each variant.
-        variant: What the rule chose.
-        errors: Relative errors of ours and torch's.
-        spread: How much torch's figure changes from one half of its calls to the other, relative.
+        variant: Selected kernel variant.
+        errors: Relative errors of our product and torch's.
+        spread: Relative difference of torch's median between the two halves of its calls.
     """
 
     shape: str
@@ -254,7 +268,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Ours to torch's grouped product."""
+        """Rate of our product relative to torch's grouped product."""
         return self.rates[OURS] / self.rates[TORCH]
 
 
@@ -300,7 +314,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def means(rows: Sequence[Row]) -> list[str]:
-    """Return the geometric means of the ratios, each pass for itself and for equal and skewed groups."""
+    """Return the geometric means of the ratios by pass, for equal, skewed and all groups."""
     lines = ["| ours / grouped_mm, geometric mean | equal | skewed | both |", "|---|---|---|---|"]
     parts = {name: {which} for which, name in PASSES.items()} | {
         "forward and input grad": {Pass.FORWARD, Pass.DATA_GRAD}
@@ -316,14 +330,14 @@ def means(rows: Sequence[Row]) -> list[str]:
 
 
 def read_options(description: str, shapes: Sequence[str]) -> argparse.Namespace:
-    """Return what is measured, how often, and where the table goes; end with the reason if there are no kernels.
+    """Parse the command line; exit with the reason if the bundled kernels cannot run.
 
     Args:
-        description: Of the benchmark.
-        shapes: Names of those that there are.
+        description: Description of the benchmark.
+        shapes: Names of its shapes.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the table to this file as well")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="calls of each variant (default: 10)")
     parser.add_argument("--shapes", nargs="+", choices=shapes, default=list(shapes), help="measure these only")
     options = parser.parse_args()
@@ -334,7 +348,7 @@ def read_options(description: str, shapes: Sequence[str]) -> argparse.Namespace:
 
 
 def publish(table: str, unit: str, out: Path | None) -> None:
-    """Print a table with what it was measured on, and write it to a file as well, if there is one."""
+    """Print a table with the name of the GPU, and write it to a file if one is given."""
     text = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {unit}\n\n{table}"
     print(text)
     if out is not None:
@@ -342,7 +356,7 @@ def publish(table: str, unit: str, out: Path | None) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all shapes and print the table."""
     options = read_options(__doc__, list(SHAPES))
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)

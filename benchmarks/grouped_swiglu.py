@@ -1,13 +1,12 @@
-"""Time the product of experts with SwiGLU in its launch beside the two one after the other, and print one table.
+"""Benchmark of the expert product with fused SwiGLU against the product followed by SwiGLU.
 
     lightning-megatron kernels build
     python -m benchmarks.grouped_swiglu --out grouped_swiglu.md
 
-A figure is the median of single calls with the chip idle before each; the variants take turns. `kept`: the product is
-stored as well, for the backward pass. `not stored`: it is not, as without gradients and in the first forward pass of
-recomputed experts. Both are compared with the bundled product and the Triton kernel of SwiGLU behind it, which needs
-the product in memory in either case.
-"""
+A time is the median of single calls, each after an idle period of the GPU; the variants alternate.
+``kept`` also stores the product for the backward pass. ``not stored`` does not, as without
+gradients and in the first forward pass of recomputed experts. Both are compared with the bundled
+product followed by the Triton kernel of SwiGLU, which always stores the product."""
 
 from __future__ import annotations
 
@@ -32,19 +31,22 @@ SHAPES = {
     "DeepSeek-V3": (32, 7168, 4096, 16384),
     "Mixtral-8x7B": (8, 4096, 28672, 16384),
 }
-PRODUCT, BOTH, KEPT, ALONE = "product", "product, then SwiGLU", "one launch, kept", "one launch, not stored"
+PRODUCT = "product"
+BOTH = "product, then SwiGLU"
+KEPT = "one launch, kept"
+ALONE = "one launch, not stored"
 NAMES = (PRODUCT, BOTH, KEPT, ALONE)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """Row of the table.
 
     Args:
         shape: Name of the shape.
-        skewed: Whether its groups are of unequal size.
-        times: Microseconds by name.
-        chosen: The variant, and why SwiGLU would be apart if it would.
+        skewed: Whether the groups have different sizes.
+        times: Time by name of the variant (µs).
+        chosen: Kernel variant, with a note if it is not selected for this shape.
     """
 
     shape: str
@@ -53,12 +55,12 @@ class Row:
     chosen: str
 
     def ratio(self, name: str) -> float:
-        """How many times as fast as the two one after the other."""
+        """Return the speed relative to the product followed by SwiGLU."""
         return self.times[BOTH] / self.times[name]
 
 
 def calls(rows: Tensor, weights: Tensor, probabilities: Tensor, ends: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Return what to time; each call but the product's returns the result."""
+    """Return the variants as functions; all but the plain product return the result of SwiGLU."""
     parts = weights.unbind()
     operands = (rows, parts, probabilities, ends)
     return {
@@ -95,7 +97,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all shapes and print the table."""
     options = read_options(__doc__, list(SHAPES))
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Layouts by their names: ``single``, or tp, pp and dp with their sizes, such as ``tp2_pp2`` and ``dp4``."""
+"""Names of layouts: ``single``, or tp, pp and dp with sizes, such as ``tp2_pp2`` and ``dp4``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """Say how many ranks share the work.
+    """Sizes of a layout.
 
     Args:
-        name: Of the layout.
-        tp: Size of the tensor axis.
-        pp: Size of the pipeline axis.
-        dp: Ranks that have samples of their own.
+        name: Name of the layout.
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        dp: Data-parallel size.
     """
 
     name: str
@@ -26,15 +26,15 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Count the ranks."""
+        """Number of ranks."""
         return self.tp * self.pp * self.dp
 
 
 def layout_of(name: str) -> Layout:
-    """Return the layout of a name.
+    """Return the layout with a given name.
 
     Raises:
-        ArgumentTypeError: If the name says something else.
+        ArgumentTypeError: If the name is not of the described form.
     """
     parts: Sequence[str] = () if name == "single" else name.split("_")
     sizes = {part[:2]: int(part[2:]) for part in parts if re.fullmatch(r"(tp|pp|dp)[1-9]\d*", part)}

@@ -1,8 +1,8 @@
-"""Train one recipe under several layouts in one run; print a table and draw their loss curves into one picture.
+"""Training of one recipe under several layouts, with a table and a picture of the loss curves.
 
     python -m benchmarks.layouts --layouts dp4 tp4 tp2_pp2 pp4 --steps 200 --out runs/layouts
 
-Each layout sees the same samples in the same order, so the curves must lie on each other.
+Each layout sees the same samples in the same order, so the curves must coincide.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def command(recipe: str, layout: Layout, args: argparse.Namespace) -> list[str]:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """Format the figures as a Markdown table."""
+    """Format the measurements as a Markdown table."""
     lines = [
         "| layout | ms a step | tokens/s/GPU | TFLOP/s/GPU | peak GiB a GPU | last loss |",
         "|---|---|---|---|---|---|",
@@ -55,7 +55,7 @@ def table(rows: list[dict[str, object]]) -> str:
 
 
 def draw(rows: list[dict[str, object]], path: Path) -> None:
-    """Draw all loss curves, and their distance from the first, into one picture."""
+    """Draw all loss curves, and their distance from the first, into one image file."""
     pyplot = import_extra("matplotlib.pyplot", "plot")
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2))
     first = rows[0]["losses"]

@@ -1,4 +1,4 @@
-"""A callback that measures every step of a training run and writes the figures of rank 0's run to a file."""
+"""Callback that measures every training step and writes the results of rank 0 to a file."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from lightning_megatron.strategy.progress import count_replicas, count_tokens
 
 
 def flops_per_token(config: GPTConfig, seq_length: int) -> float:
-    """Count model FLOPs of forward and backward for a token by the causal-half rule.
+    """Return the model FLOPs of forward and backward for one token, by the causal-half rule.
 
-    Matrix products count twice their elements, attention scores and their use count half (a token sees half of the
-    sequence on average), logits count with the padded vocabulary, backward counts twice the forward; of experts those
-    count that a token goes to, and the router's logits; embeddings, norms and recomputation count nothing.
+    A matrix product counts two FLOPs for each weight and token. Attention counts half, because a
+    token attends to half of the sequence on average. Logits count with the padded vocabulary. Only
+    the selected experts count, and the router's logits. Backward counts twice the forward.
+    Embeddings, norms and recomputation do not count.
     """
-    width, head = config.hidden_size, config.head_size
+    width = config.hidden_size
+    head = config.head_size
     projections = 2 * width * head * (2 * config.num_heads + 2 * config.kv_heads)
     attention = 2 * 2 * seq_length * config.num_heads * head / 2
     products = 2 * width * (3 if config.is_gated else 2)
-    mlp, mixture = products * config.ffn_size, 0
+    mlp = products * config.ffn_size
+    mixture = 0
     if config.experts is not None:
         shared = config.experts.shared_ffn_hidden_size or 0
         inner = config.experts.top_k * config.experts.ffn_hidden_size + shared
@@ -39,27 +42,28 @@ def flops_per_token(config: GPTConfig, seq_length: int) -> float:
 
 
 def mark_on_device() -> torch.cuda.Event:
-    """Return an event that takes the time at which the device's compute stream comes to this place."""
+    """Record and return a timing event on the device's compute stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 class Measure(Callback):
-    """Write loss and time of every step, and the highest memory of any rank, as JSON.
+    """Callback that writes loss and time of every step, and the peak memory of all ranks, as JSON.
 
-    Either the host waits for the device after every step, so that a step's time is its own, or steps follow in a row as
-    in a training that reads nothing from the device: then a step is the time between two ends of steps on the device's
-    compute stream, and what a step leaves for the next one, such as parameters on their way, counts there. The first
-    steps are left out of the median, because they allocate memory and set up communication.
+    By default the host waits for the device after every step. With ``in_a_row`` it does not, as in
+    a training that reads nothing from the device. A step is then the time between the ends of two
+    steps on the device's compute stream, and work that overlaps with the next step, such as
+    gathering parameters, counts there. The median omits the first steps, which allocate memory and
+    set up communication.
 
     Args:
         path: File that rank 0 writes.
         label: Name of the run in the table.
-        warmup: Steps left out of the median (steps).
-        steps: Steps that count after those; later ones are measured but left out, too. None means all (steps).
+        warmup: Number of first steps that the median omits.
+        steps: Number of steps after those that the median includes; None includes all.
         in_a_row: Whether the host does not wait for the device between the steps.
-        seq_length: Length of a sample; None is the longest that the model takes (tokens).
+        seq_length: Length of a sample (tokens); None uses the largest of the model.
     """
 
     def __init__(
@@ -71,19 +75,24 @@ class Measure(Callback):
         in_a_row: bool = False,
         seq_length: int | None = None,
     ) -> None:
-        self.path, self.label, self.warmup, self.steps, self.in_a_row = Path(path), label, warmup, steps, in_a_row
+        self.path = Path(path)
+        self.label = label
+        self.warmup = warmup
+        self.steps = steps
+        self.in_a_row = in_a_row
         self.seq_length = seq_length
         self._made = time.perf_counter()
         self._to_first_step = 0.0
         self.figures: dict[str, Any] = {}
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self._tokens, self._last = 0, 0.0
+        self._tokens = 0
+        self._last = 0.0
         self._ends: list[torch.cuda.Event] = []
         self._losses: list[torch.Tensor] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget the memory of building the model."""
+        """Reset the peak memory, which includes building the model, and start timing."""
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         self._tokens = 0
@@ -93,7 +102,7 @@ class Measure(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take the time and the loss of the step."""
+        """Record the time and the loss of the step."""
         self._tokens = self._tokens or count_tokens(batch) * count_replicas(trainer)
         logged = trainer.callback_metrics.get("train_loss")
         loss = outputs["loss"] if logged is None else logged
@@ -138,19 +147,19 @@ class Measure(Callback):
         print(f"{self.label}: {shown}", flush=True)
 
     def counted(self) -> list[float]:
-        """List the times of the steps that count (s)."""
+        """Return the times of the steps in the median (s)."""
         stop = None if self.steps is None else self.warmup + self.steps
         return self.seconds[self.warmup : stop] or self.seconds
 
     def _end_on_device(self, trainer: Trainer) -> bool:
-        """Mark the end of a step on the device's compute stream, if nothing waits there."""
+        """Record the end of a step on the device unless the host waits; return whether it did."""
         if not self.in_a_row or trainer.strategy.root_device.type != "cuda":
             return False
         self._ends.append(mark_on_device())
         return True
 
     def _read_device(self) -> None:
-        """Read what was marked on the device, after the last step."""
+        """Read the times and losses that were recorded on the device."""
         if self._ends:
             torch.cuda.synchronize()
             self.seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(self._ends, self._ends[1:], strict=False)]

@@ -1,10 +1,11 @@
-"""Train shapes for a few steps and print the estimated peak of every pipeline stage's memory beside the measured one.
+"""Comparison of the estimated and the measured peak memory of every pipeline stage.
 
     python -m benchmarks.memory --devices 4 --out runs/memory
     python -m benchmarks.memory --devices 1 --cases gpt2 gpt2_full llama4
 
-Each case is trained in processes of its own. The command fails if an estimate is further from the measured peak than
-``--tolerance``. Without GPUs nothing measures the peak, and the tables show the estimate alone.
+Each case trains for a few steps in processes of its own. The command fails if the relative error of
+an estimate is larger than ``--tolerance``. Without GPUs the peak is not measured, and the tables
+show only the estimate.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from lightning_megatron.strategy.memory_report import MemoryReport, as_figures
 
 @dataclass(frozen=True)
 class Case:
-    """Say what is trained.
+    """Training to measure.
 
     Args:
         model: Name of a shape.
-        devices: Ranks it takes.
-        batch: Samples of one data-parallel rank in a step.
-        microbatch: Samples of a microbatch.
-        layers: Replaces the shape's number of layers, unless 0.
-        precision: Of the Trainer.
+        devices: Number of ranks.
+        batch: Samples per data-parallel rank and step.
+        microbatch: Samples per microbatch.
+        layers: Number of layers; 0 keeps the shape's own.
+        precision: Precision of the Trainer.
         options: Further arguments of the strategy.
     """
 
@@ -82,7 +83,7 @@ CASES: dict[str, Case] = {
 
 
 def train(case: Case, accelerator: str, steps: int) -> list[dict[str, Any]]:
-    """Train one case; return the figures of every stage, which rank 0 has printed as tables."""
+    """Train one case and return the memory of every stage on rank 0, nothing on other ranks."""
     config = SHAPES[case.model]
     if case.layers:
         config = GPTConfig(**{**vars(config), "num_layers": case.layers})
@@ -90,7 +91,7 @@ def train(case: Case, accelerator: str, steps: int) -> list[dict[str, Any]]:
     trainer = Trainer(
         accelerator=accelerator,
         devices=case.devices,
-        # The trial of the first batch would be in the measured peak.
+        # The check of microbatches runs the first batch and would raise the measured peak.
         strategy=MegatronStrategy(microbatch_size=case.microbatch, check_microbatches=False, **case.options),
         precision=case.precision,  # type: ignore[arg-type]
         max_steps=steps,
@@ -108,7 +109,7 @@ def train(case: Case, accelerator: str, steps: int) -> list[dict[str, Any]]:
 
 
 def run_case(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train one case in a process of its own and return what it wrote; nothing if it failed."""
+    """Train one case in a process of its own and return its results; nothing if it failed."""
     out = Path(args.out) / f"{name}.json"
     out.unlink(missing_ok=True)
     line = [sys.executable, "-m", "benchmarks.memory", "--case", name, "--out", args.out]
@@ -140,10 +141,10 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def main() -> int:
-    """Train, print the table and return how many estimates were wrong."""
+    """Train, print the table and return the number of wrong estimates and failed cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=1, help="runs the cases that take so many ranks or fewer")
-    parser.add_argument("--cases", nargs="*", choices=list(CASES), help="only these")
+    parser.add_argument("--devices", type=int, default=1, help="run the cases with at most this number of ranks")
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), help="run only these cases")
     parser.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
     parser.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--steps", type=int, default=3)

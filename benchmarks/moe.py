@@ -1,11 +1,12 @@
-"""Time training steps of mixtures of experts, beside another program's in the same job, and say where the time goes.
+"""Benchmark of training steps with mixtures of experts, compared with another program.
 
     python -m benchmarks.moe --devices 4 --peer path/to/mcore_peer.py --out runs/moe
     python -m benchmarks.moe --devices 2 --shapes qwen3_30b_s --kinds balanced
 
-Each shape is trained with experts dealt out in turn (balanced) and with those that its untrained router chooses
-(natural). Shapes and rules are those of ``benchmarks/train_shapes.py``; what the peer must be stands in
-``benchmarks/data_parallel.py``. The FLOPs of a token are those of the experts that it goes to.
+Each shape is trained with round-robin routing (balanced) and with the routing of its untrained
+router (natural). ``benchmarks/train_shapes.py`` defines shapes and timing, and
+``benchmarks/data_parallel.py`` the interface of the peer. The FLOPs of a token include only its
+selected experts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.train_shapes import parser
 
 SHAPES = ("qwen3_30b_s", "mixtral_s", "tiny_moe")
 KINDS = ("balanced", "natural")
-#: Groups of the profiler's classes of kernels, as the table names them.
+#: Classes of kernels in each column of the table.
 PARTS = {
     "matmul": ("matmul",),
     "attention": ("attention",),
@@ -33,7 +34,7 @@ PARTS = {
 
 
 def case(shape: str, kind: str, options: argparse.Namespace) -> list[str]:
-    """Run one shape, the peer's program first, and return the rows of the table."""
+    """Run one shape with the peer and with our program, and return the rows of the table."""
     out = Path(options.out) / f"{shape}_{kind}.json"
     layout = "single" if options.devices == 1 else f"ep{options.devices}"
     line = ["--model", shape, "--layout", layout, "--steps", str(options.steps), "--out", str(out)]
@@ -42,7 +43,9 @@ def case(shape: str, kind: str, options: argparse.Namespace) -> list[str]:
     line += ["--in-a-row"] if options.in_a_row else []
     line += ["--accelerator", options.accelerator, "--options", options.options]
     args = argparse.Namespace(**vars(parser().parse_args(line)))
-    args.peer, args.peer_path, args.timeout = options.peer, options.peer_path, options.timeout
+    args.peer = options.peer
+    args.peer_path = options.peer_path
+    args.timeout = options.timeout
     args.connections = options.connections
     rows = run_peer(args) if options.peer else []
     rows += run_ours(args, line) if not options.only_peer else []
@@ -50,7 +53,7 @@ def case(shape: str, kind: str, options: argparse.Namespace) -> list[str]:
 
 
 def breakdown(folder: Path) -> list[str]:
-    """Return a table of what our steps are made of, one row for each profile in a folder."""
+    """Return a table of the parts of our steps, with one row for each profile in a folder."""
     lines = ["| shape | step | " + " | ".join(PARTS) + " | exposed communication | nothing runs |"]
     lines.append("|---" * (len(PARTS) + 4) + "|")
     for path in sorted(folder.glob("*.json")):
@@ -72,9 +75,9 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=8, help="steps that count")
     options.add_argument("--peer", default="", help="program to compare with")
     options.add_argument("--peer-path", default="", help="folders for its imports alone")
-    options.add_argument("--only-peer", action="store_true", help="leave our own out")
+    options.add_argument("--only-peer", action="store_true", help="run only the peer")
     options.add_argument("--in-a-row", action="store_true", help="ours: do not wait for the device between the steps")
-    options.add_argument("--profile", action="store_true", help="say what the steps are made of, too")
+    options.add_argument("--profile", action="store_true", help="also print the parts of our steps")
     options.add_argument("--options", default="{}", help="further arguments of the strategy, as JSON")
     options.add_argument("--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS for ours")
     options.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])

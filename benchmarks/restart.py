@@ -1,9 +1,9 @@
-"""Time what passes between the death of a rank and the first step of the training that torchrun starts again.
+"""Time from the death of a rank to the first step after the restart by torchrun, by phase.
 
     python -m benchmarks.restart --runs 3
 
-A tiny GPT trains on CPU processes and saves every second step; one rank is killed. Seconds are the middle ones of
-``--runs``, each those of the last rank.
+A tiny GPT trains on CPU processes and saves every second step; one rank is killed. A time is the
+median of ``--runs``, each measured on the rank that reaches the end of the phase last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-#: Moments of a restart, in order: what a rank notes, and what has passed since the moment before.
+#: Moments of a restart in order, each with a description of the phase that it ends.
 MOMENTS = {
     "error": "the other rank notices",
     "begun": "the other rank ends, torchrun starts processes, and Python",
@@ -44,7 +44,7 @@ def note(folder: Path, moment: str, when: float | None = None) -> None:
 
 
 def train(folder: Path, steps: int) -> None:
-    """Train as one rank, noting its moments."""
+    """Train as one rank and log the moments of a restart."""
     note(folder, "begun", _BEGUN)
     import torch
     from lightning.pytorch import Callback, Trainer
@@ -92,14 +92,14 @@ def train(folder: Path, steps: int) -> None:
 
 
 def moments(folder: Path, rank: int) -> list[tuple[str, float, int]]:
-    """Read what a rank has noted: moment, time (seconds), process."""
+    """Return the log of a rank: moment, time (s) and process id."""
     path = folder / f"rank_{rank}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [(moment, when, pid) for moment, when, pid in map(json.loads, lines)]
 
 
 def kill_one(folder: Path, ranks: int, steps: int) -> dict[str, float]:
-    """Run a job of which one rank is killed, and return the seconds of each part of its restart."""
+    """Run a job, kill one rank, and return the time of each phase of the restart (s)."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node", str(ranks)]
     own = ["-m", "benchmarks.restart", "--train", str(folder), "--steps", str(steps)]
     with subprocess.Popen(
@@ -118,13 +118,14 @@ def kill_one(folder: Path, ranks: int, steps: int) -> dict[str, float]:
 
 
 def parts(noted: list[list[tuple[str, float, int]]], killed: float) -> dict[str, float]:
-    """Return how long each part of a restart took for the last rank (seconds).
+    """Return the time of each phase of a restart, until the last rank has ended it (s).
 
     Args:
-        noted: What each rank has noted.
-        killed: When one was killed (seconds).
+        noted: Logs of all ranks.
+        killed: Time at which a rank was killed (s).
     """
-    result, before = {}, killed
+    result = {}
+    before = killed
     for moment, part in MOMENTS.items():
         first = [next((w for m, w, _ in rank if m == moment and w > killed), None) for rank in noted]
         times = [when for when in first if when is not None]
@@ -135,7 +136,7 @@ def parts(noted: list[list[tuple[str, float, int]]], killed: float) -> dict[str,
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure restarts and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)

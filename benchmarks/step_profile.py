@@ -1,9 +1,9 @@
-"""Read a profiler trace and say where the time of a training step goes: matrix products, attention, the rest, waiting.
+"""Analysis of a profiler trace: the time of a training step by class of kernel.
 
-Kernels are told apart by their names and communication by NCCL's. Time that a communication kernel runs while any other
-kernel runs is hidden; the rest is exposed. A communication kernel also runs while it waits for other ranks, so exposed
-time includes their unevenness. Idle time is time in which nothing runs on the device. A step reaches from one optimizer
-step to the next on the device, wherever the host is.
+Kernels are classified by their names. Communication that runs at the same time as another kernel is
+hidden; the rest is exposed. A communication kernel also runs while it waits for other ranks, so
+exposed time includes load imbalance. Idle time is time without any kernel on the device. A step
+lasts from one optimizer step to the next on the device, independent of the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 COMMUNICATION = "communication"
 
-# The first that fits counts: attention kernels have matrix products in their names.
+# The first match counts: names of attention kernels can also contain those of matrix products.
 _CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         COMMUNICATION,
@@ -38,13 +38,13 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One run of something on the device.
+    """Kernel, copy or fill on the device.
 
     Args:
-        name: Its name in the trace.
-        start: When it began (µs).
-        stop: When it ended (µs).
-        stream: The stream it ran on.
+        name: Name in the trace.
+        start: Start time (µs).
+        stop: End time (µs).
+        stream: CUDA stream.
     """
 
     name: str
@@ -54,13 +54,13 @@ class Kernel:
 
     @property
     def kind(self) -> str:
-        """Name the class of work."""
+        """Class of the kernel."""
         lower = self.name.lower()
         return next((kind for kind, marks in _CLASSES if any(mark in lower for mark in marks)), ELEMENTWISE)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Join intervals that touch, in order."""
+    """Merge overlapping and adjacent intervals, and sort them."""
     joined: list[Interval] = []
     for start, stop in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -71,7 +71,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the time that intervals cover together."""
+    """Return the total time that intervals cover."""
     return sum(stop - start for start, stop in union(intervals))
 
 
@@ -82,20 +82,24 @@ def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
 
 
 def read_trace(path: str | Path) -> list[Kernel]:
-    """Read the kernels from a trace of torch.profiler (``.json`` or ``.gz``), in the order of their starts."""
+    """Return the kernels of a torch.profiler trace (``.json`` or ``.gz``), sorted by start time."""
     opened = gzip.open if str(path).endswith(".gz") else open
     with opened(path, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     kernels = []
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            start, stop = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+            start = float(event["ts"])
+            stop = start + float(event["dur"])
             kernels.append(Kernel(event["name"], start, stop, int(event.get("args", {}).get("stream", 0))))
     return sorted(kernels, key=lambda kernel: kernel.start)
 
 
 def find_steps(kernels: Sequence[Kernel]) -> list[Interval]:
-    """Return the spans between the beginnings of optimizer steps: an optimizer's kernel after matrix products."""
+    """Return the intervals between starts of optimizer steps.
+
+    An optimizer step starts with the first optimizer kernel after a matrix product.
+    """
     starts: list[float] = []
     has_multiplied = False
     for kernel in kernels:
@@ -108,7 +112,7 @@ def find_steps(kernels: Sequence[Kernel]) -> list[Interval]:
 
 
 def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, Any]:
-    """Return the mean over ``steps`` of what their time is made of (ms)."""
+    """Return the parts of a step's time (ms), as the mean over ``steps``."""
     found: dict[str, Any] = {"step_ms": 0.0, "idle_ms": 0.0, "kernels": 0.0}
     kinds: dict[str, float] = defaultdict(float)
     collectives: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -135,7 +139,8 @@ def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, A
             row["ms"] += (kernel.stop - kernel.start) * scale
             row["exposed_ms"] += outside([(kernel.start, kernel.stop)], compute) * scale
     found["kinds_ms"] = dict(sorted(kinds.items(), key=lambda item: -item[1]))
-    found["communication_ms"], found["exposed_ms"] = covered, exposed
+    found["communication_ms"] = covered
+    found["exposed_ms"] = exposed
     found["hidden_percent"] = 100.0 * (1.0 - exposed / covered) if covered else 100.0
     found["collectives"] = {name: dict(row) for name, row in collectives.items()}
     found["longest"] = [
@@ -145,7 +150,7 @@ def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, A
 
 
 def report(found: dict[str, Any], width: int = 96) -> str:
-    """Format what :func:`analyse` found."""
+    """Format the result of :func:`analyse` as text."""
     lines = [f"step under the profiler {found['step_ms']:8.2f} ms, {found['kernels']:.0f} kernels; device time of:"]
     lines += [f"  {kind:<28}{ms:8.2f} ms" for kind, ms in found["kinds_ms"].items()]
     lines.append(f"  {'nothing runs (host, gaps)':<28}{found['idle_ms']:8.2f} ms")
@@ -162,5 +167,5 @@ def report(found: dict[str, Any], width: int = 96) -> str:
 
 
 def _short(name: str) -> str:
-    """Drop the algorithm's parameters from a kernel's name."""
+    """Return the name of a kernel without its template and call arguments."""
     return name.split("(")[0].split("<")[0][:40]

@@ -1,11 +1,11 @@
-"""Time the tensor-parallel linear layers of a block, and what their communication adds to the products.
+"""Benchmark of the tensor-parallel linear layers of a block, with and without communication.
 
     torchrun --nproc-per-node 4 -m benchmarks.tensor_products
 
-For each layer of a Llama-3-8B block under sequence parallelism: forward, and forward and backward with gradient slots,
-in ms: ``alone`` is the same local product without any communication, ``plain`` runs collectives beside products where
-they do not need each other, ``pipelined`` runs both piece by piece through symmetric memory.
-"""
+The table has the times of each layer of a Llama-3-8B block under sequence parallelism (ms):
+forward, and forward and backward with gradient slots. ``alone`` is the same local product without
+communication. ``plain`` overlaps collectives with independent products. ``pipelined`` divides both
+into pieces that overlap through symmetric memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[type[nn.Module], int, int]] = {
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """Return the mean time of a call."""
+    """Return the mean time of a call (ms)."""
     on_gpu = torch.get_default_device().type == "cuda"
     for _ in range(3):
         run()
@@ -49,7 +49,13 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def build(name: str, mesh: ParallelMesh, local: bool) -> nn.Module:
-    """Return one layer with slots; ``local``: as one rank's part, without communication."""
+    """Return one layer with gradient slots.
+
+    Args:
+        name: Name of the layer.
+        mesh: Mesh of this rank.
+        local: Whether to build only this rank's part, without communication.
+    """
     kind, width, features = LAYERS[name]
     size = mesh.tp.size
     if local:
@@ -63,9 +69,10 @@ def build(name: str, mesh: ParallelMesh, local: bool) -> nn.Module:
 
 
 def measure(name: str, mesh: ParallelMesh, rows: tuple[int, int], local: bool, repeats: int) -> tuple[float, float]:
-    """Return the times of forward, and of forward and backward."""
+    """Return the time of forward, and of forward and backward together (ms)."""
     layer = build(name, mesh, local)
-    is_row, size = isinstance(layer, RowParallelLinear), mesh.tp.size
+    is_row = isinstance(layer, RowParallelLinear)
+    size = mesh.tp.size
     seq = rows[0] if local or is_row else rows[0] // size
     width = LAYERS[name][1] // size if is_row else LAYERS[name][1]
     x = torch.randn(seq, rows[1], width, requires_grad=True)
@@ -86,16 +93,18 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--cpu", action="store_true", help="only to try this program out")
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU, to test this program")
     args = parser.parse_args()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu" if args.cpu else f"cuda:{os.environ['LOCAL_RANK']}")
     if not args.cpu:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if args.cpu else "nccl")
     torch.set_default_device(device)
     torch.set_default_dtype(torch.bfloat16)
-    rows, lines = (args.seq, args.batch), []
+    rows = (args.seq, args.batch)
+    lines: list[str] = []
     for priority in (False, True):
         mesh = ParallelMesh.create(
             ParallelLayout(size, tp=size),

@@ -1,11 +1,11 @@
-"""Train one shape under one layout on random tokens and write what was measured; every rank runs this file.
+"""Measured training of one shape under one layout on random tokens; every rank runs this program.
 
-    torchrun --nproc-per-node 4 -m benchmarks.train_shapes --model llama8b_half --layout dp4 --out runs/dp4.json
+    torchrun --nproc-per-node 4 -m benchmarks.train_shapes --model llama8b_half --layout dp4
 
-The rules are those of a plain training: AdamW (fused, lr 1e-4, decay 0.01), clipping at 1.0, float32 main parameters
-and gradients, random tokens from the CPU. A step's time is from the end of the step before, so it includes loading the
-batch and all that Lightning does. The host waits for the device at its end, or not at all with ``--in-a-row``.
-"""
+The training uses AdamW (fused, lr 1e-4, weight decay 0.01), gradient clipping at 1.0, float32 main
+parameters and gradients, and random tokens from the CPU. The time of a step starts at the end of
+the previous step and includes loading the batch and all work of Lightning. The host waits for the
+device after each step, or not at all with ``--in-a-row``."""
 
 from __future__ import annotations
 
@@ -62,16 +62,17 @@ SHAPES: dict[str, GPTConfig] = {
     "tiny_gpt2": GPTConfig.gpt2(vocab_size=512, max_seq_length=64, num_layers=2, hidden_size=64, num_heads=4),
 }  # fmt: skip
 
-#: What the optimizer's step must move for an element (bytes): read gradient, main parameter and two moments (4 x 4) and
-#: write the last three (3 x 4), write the model's parameter in bfloat16 (2), read the gradient for its norm (4).
+#: Minimum traffic of the optimizer step for an element (bytes): read gradient, main parameter and
+#: two moments (4 x 4), write the last three (3 x 4), write the model's parameter in bfloat16 (2),
+#: and read the gradient for its norm (4).
 OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2 + 4
-#: What a device-to-device copy reaches on an H200, bytes read plus bytes written (bytes/s).
+#: Speed of a device-to-device copy on an H200, counting bytes read and bytes written (bytes/s).
 COPY_RATE = 4.26e12
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Say how many ranks share the work and how many samples each data-parallel rank has in a step."""
+    """Sizes of a layout, and samples per data-parallel rank and step for each family of models."""
 
     devices: int
     tp: int
@@ -80,7 +81,7 @@ class Layout:
     ep: int = 1
 
     def batch(self, model: str) -> int:
-        """Return the samples of one data-parallel rank in a step."""
+        """Return the samples per data-parallel rank and step."""
         return self.gpt2_batch if "gpt2" in model else self.llama_batch
 
 
@@ -96,10 +97,11 @@ LAYOUTS = {
 
 
 class Tokens(Dataset):
-    """Repeatable random tokens."""
+    """Dataset of reproducible random tokens."""
 
     def __init__(self, config: GPTConfig, num_samples: int) -> None:
-        self.config, self.num_samples = config, num_samples
+        self.config = config
+        self.num_samples = num_samples
 
     def __len__(self) -> int:
         return self.num_samples
@@ -111,20 +113,21 @@ class Tokens(Dataset):
 
 
 class Trained(LightningModule):
-    """A GPT and its mean loss; it logs nothing.
+    """GPT that trains on its mean loss and logs nothing.
 
     Args:
-        config: Shape of the model.
-        forced_balance: Whether experts are dealt out in turn instead of being chosen.
+        config: Configuration of the model.
+        forced_balance: Whether tokens are routed to experts in turn, independent of the router.
     """
 
     def __init__(self, config: GPTConfig, forced_balance: bool = False) -> None:
         super().__init__()
-        self.config, self.forced_balance = config, forced_balance
+        self.config = config
+        self.forced_balance = forced_balance
         self.model: GPT | None = None
 
     def configure_model(self) -> None:
-        """Build this rank's part."""
+        """Build this rank's part of the model."""
         if self.model is None:
             self.model = GPT(self.config, mesh=self.device_mesh, seed=1234)
             for layer in self.model.mixtures().values():
@@ -141,17 +144,18 @@ class Trained(LightningModule):
 
 
 class Profile(Callback):
-    """Profile steps on rank 0 and write what the time between the first and the last optimizer step is made of.
+    """Callback that profiles steps on rank 0 and writes an analysis of their time.
 
     Args:
-        path: The trace (``.json.gz``); the analysis is beside it, as ``.txt``.
-        first: The step before the profiled ones, in which the profiler warms up.
+        path: File of the trace (``.json.gz``); the analysis has the same name with ``.txt``.
+        first: Number of the step before the profiled ones, in which the profiler warms up.
     """
 
     num_steps = 3
 
     def __init__(self, path: Path, first: int) -> None:
-        self.path, self.first = path, first
+        self.path = path
+        self.first = first
         self.result: dict[str, Any] = {}
         self._profiler: Any = None
 
@@ -183,35 +187,37 @@ class Profile(Callback):
 
 
 class OptimizerTime(Callback):
-    """Time clipping and the optimizer's step on the device, from the summed gradients to the updated parts.
+    """Callback that times clipping and the optimizer step on the device.
 
-    Gathers of the updated parameters go on beside what follows, on streams of their own.
+    The time starts with the reduced gradients and ends with the updated slices of this rank.
+    Gathers of the updated parameters overlap with later work on other streams and are not included.
 
     Args:
-        first: Number of the first step that counts.
-        steps: How many do (steps).
+        first: Number of the first measured step.
+        steps: Number of measured steps.
     """
 
-    #: Gradients need not be where hooks look at them, which would take another sum over the ranks.
+    #: This callback does not read gradients, so the strategy need not reduce them for its hooks.
     reads_gradients = False
 
     def __init__(self, first: int, steps: int) -> None:
-        self.first, self.stop = first, first + steps
+        self.first = first
+        self.stop = first + steps
         self.result: dict[str, Any] = {}
         self._spans: list[list[torch.cuda.Event]] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
-        """Mark where the compute stream has the gradients of all ranks."""
+        """Record the time at which the compute stream has the reduced gradients."""
         if trainer.strategy.root_device.type == "cuda" and self.first <= trainer.global_step < self.stop:
             self._spans.append([mark_on_device()])
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Mark the end of the step."""
+        """Record the end of the step."""
         if self._spans and len(self._spans[-1]) == 1:
             self._spans[-1].append(mark_on_device())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare with the time that the memory traffic alone takes."""
+        """Compare the median with the time of the memory traffic alone."""
         if not self._spans:
             return
         torch.cuda.synchronize()
@@ -231,24 +237,29 @@ class OptimizerTime(Callback):
 
 
 class SaveStall(Callback):
-    """Save in the background twice and count what the steps beside it lost; the second save reuses the first's buffers.
+    """Callback that saves twice in the background and measures the delay of later steps.
+
+    The second save reuses the host buffers of the first.
 
     Args:
-        folder: Where to save.
-        measure: Has the times of all steps.
-        first: Number of the step after which the first save begins.
-        steps: Steps to look at after each save (steps).
+        folder: Folder of the checkpoints.
+        measure: Callback with the times of all steps.
+        first: Number of the step after which the first save starts.
+        steps: Number of steps to measure after each save.
     """
 
     def __init__(self, folder: Path, measure: Measure, first: int, steps: int) -> None:
-        self.folder, self.measure, self.first, self.steps = folder, measure, first, steps
+        self.folder = folder
+        self.measure = measure
+        self.first = first
+        self.steps = steps
         self.result: dict[str, Any] = {}
         self._calls: list[float] = []
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Save; the step's time has been taken, so that the call counts as part of the next one."""
+        """Start a save; its call counts as part of the next step, because this one was recorded."""
         if trainer.global_step == self.first + self.steps - 2:
-            # The second save would wait for the first; that wait falls between the steps that are looked at.
+            # The second save waits for the first. Wait here, in a step that is not measured.
             trainer.strategy.finish_saves()
         if trainer.global_step in (self.first, self.first + self.steps):
             start = time.perf_counter()
@@ -256,7 +267,7 @@ class SaveStall(Callback):
             self._calls.append(time.perf_counter() - start)
 
     def on_train_end(self, trainer: Trainer, *args: Any) -> None:
-        """Add up what was lost after each save."""
+        """Sum the delays of the steps after each save."""
         median = statistics.median(self.measure.counted())
         for number, call in enumerate(self._calls):
             start = self.first + number * self.steps
@@ -274,11 +285,12 @@ class SaveStall(Callback):
 
 
 def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int]:
-    """Return the callbacks and how many steps they need together."""
+    """Return the callbacks, and the number of steps that they need."""
     measure = Measure(
         str(out), f"{args.model} {args.layout}", warmup=args.warmup, steps=args.steps, in_a_row=args.in_a_row
     )
-    callbacks, end = [measure], args.warmup + args.steps
+    callbacks: list[Any] = [measure]
+    end = args.warmup + args.steps
     if args.profile:
         callbacks.append(Profile(Path(args.profile), end))
         end += 1 + Profile.num_steps
@@ -291,15 +303,16 @@ def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Train, and return this rank's figures."""
-    layout, config = LAYOUTS[args.layout], SHAPES[args.model]
+    """Train, and return the measurements of this rank."""
+    layout = LAYOUTS[args.layout]
+    config = SHAPES[args.model]
     if args.layers:
         config = GPTConfig(**{**vars(config), "num_layers": args.layers})
     batch = args.batch or layout.batch(args.model)
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     callbacks, steps = build_callbacks(args, out)
-    # The callback that measures reads no parameters.
+    # No callback reads parameters, so gathering them can overlap with the next step.
     options = {"overlap_parameters": True, "async_save": bool(args.async_save), "zero": args.zero}
     options |= json.loads(args.options)
     trainer = Trainer(
@@ -331,14 +344,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the options of one training."""
+    """Build the parser of the options of one training."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--model", default="llama8b_half", choices=list(SHAPES))
     result.add_argument("--layout", default="dp4", choices=list(LAYOUTS))
-    result.add_argument("--layers", type=int, default=0, help="replaces the number of layers")
+    result.add_argument("--layers", type=int, default=0, help="number of layers (0: of the shape)")
     result.add_argument("--batch", type=int, default=0, help="samples of one data-parallel rank (0: by the layout)")
-    result.add_argument("--steps", type=int, default=8, help="steps that count")
-    result.add_argument("--warmup", type=int, default=4, help="steps before those")
+    result.add_argument("--steps", type=int, default=8, help="measured steps")
+    result.add_argument("--warmup", type=int, default=4, help="steps before the measured ones")
     result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
     result.add_argument("--zero", type=int, default=1, choices=[0, 1])
     result.add_argument("--options", default="{}", help="further arguments of the strategy, as JSON")
@@ -347,8 +360,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--time-optimizer", action="store_true", help="time the optimizer's step alone")
     result.add_argument("--async-save", default="", help="save in the background to this folder")
     result.add_argument("--save-steps", type=int, default=20, help="steps to look at after each save")
-    result.add_argument("--forced-balance", action="store_true", help="deal experts out in turn")
-    result.add_argument("--out", default="runs/train_shapes.json", help="file for rank 0's figures")
+    result.add_argument("--forced-balance", action="store_true", help="route tokens to experts in turn")
+    result.add_argument("--out", default="runs/train_shapes.json", help="file for the measurements of rank 0")
     return result
 
 
