@@ -1,10 +1,16 @@
-"""Find, build, pack and load the bundled CUDA extension, whose sources are the project's folder ``kernels``.
+"""Building, packaging and loading of the bundled CUDA kernels.
 
-Apart from ``load`` this room needs the standard library only.
+The CUDA sources are in the folder ``kernels`` of the project. All modules except ``load`` need the
+standard library only.
 """
 
 from lightning_megatron.extension.build import build_library
-from lightning_megatron.extension.library import BuiltLibrary, default_cache, find_library, why_no_library
+from lightning_megatron.extension.library import (
+    BuiltLibrary,
+    default_cache,
+    find_library,
+    why_no_library,
+)
 from lightning_megatron.extension.sources import read_sources
 from lightning_megatron.extension.toolchain import Toolchain, find_toolchain
 from lightning_megatron.extension.wheel import build_wheel

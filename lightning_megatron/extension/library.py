@@ -1,7 +1,8 @@
-"""A built library: where it may lie, and which one belongs to the sources.
+"""Search for built libraries in the cache and in an installed wheel.
 
-A folder of libraries has one folder for each state of sources and compilers, named ``SOURCES-COMPILERS`` by their keys.
-The cache is such a folder, and so is the package that a wheel of kernels installs.
+A folder of libraries has one subfolder for each state of sources and compilers. Its name is
+``SOURCES-COMPILERS``, the keys of both. The cache is such a folder, and so is the package that a
+wheel of kernels installs.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ from typing import Literal
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extension.sources import Sources
 
-LIBRARY, DESCRIPTION = "liblm_kernels.so", "build.json"
-#: What a wheel of kernels installs: a package with this folder of libraries.
+#: File name of a library.
+LIBRARY = "liblm_kernels.so"
+#: File name of the description of a build, next to the library.
+DESCRIPTION = "build.json"
+#: Name of the package that a wheel of kernels installs, which is a folder of libraries.
 WHEEL_PACKAGE = "lightning_megatron_kernels"
 
 
 @dataclass(frozen=True)
 class BuiltLibrary:
-    """Hold a built library.
+    """A built library with the facts of its build.
 
     Args:
-        path: The library.
-        nvcc: Version of the compiler that made it.
-        cutlass: Version of CUTLASS that it is made of.
-        seconds: What the build took.
-        origin: Whether it lies in the cache, or was installed from a wheel.
+        path: Path of the library.
+        nvcc: Version of nvcc in the build.
+        cutlass: Version of CUTLASS in the build.
+        seconds: Duration of the build (seconds).
+        origin: Origin of the library, the cache or an installed wheel.
     """
 
     path: Path
@@ -40,19 +44,19 @@ class BuiltLibrary:
 
 
 def default_cache() -> Path:
-    """Return the folder of libraries that is used when none is named."""
+    """Return the default folder of libraries."""
     return Path.home() / ".cache" / "lightning_megatron" / "kernels"
 
 
 def find_library(cache: Path, sources: Sources) -> BuiltLibrary | None:
-    """Return a library of these sources, whatever it was compiled with; None if there is none.
+    """Return a library of the sources, compiled with any compiler; None if there is none.
 
-    The newest of the cache comes first, then that of an installed wheel. No compiler is needed: a machine without one
-    finds what another built in a shared folder, or what was installed.
+    The newest library in the cache has priority over an installed wheel. The search needs no
+    compiler, so it also works on machines that share a cache with a build machine.
 
     Args:
         cache: Folder of libraries.
-        sources: What the library must be made of.
+        sources: Sources of the library.
     """
     found = _newest(cache, sources)
     if found is not None:
@@ -63,42 +67,52 @@ def find_library(cache: Path, sources: Sources) -> BuiltLibrary | None:
 
 
 def why_no_library(cache: Path, sources: Sources) -> str:
-    """Return where none was found and what to do; a wheel of other sources is named.
+    """Explain why no library was found, and how to get one.
 
     Args:
         cache: Folder of libraries.
-        sources: What the library must be made of.
+        sources: Sources of the library.
     """
     folder = _installed_folder()
-    others = sorted({path.parent.name.split("-")[0] for path in folder.glob(f"*/{LIBRARY}")}) if folder else []
-    wheel = f"the wheel in {folder} is of other sources ({', '.join(others)})" if others else "no wheel is installed"
+    libraries = folder.glob(f"*/{LIBRARY}") if folder else ()
+    others = sorted({path.parent.name.split("-")[0] for path in libraries})
+    wheel = "no wheel is installed"
+    if others:
+        wheel = f"the wheel in {folder} is of other sources ({', '.join(others)})"
     return (
-        f"{cache} has no library of these sources ({sources.key}), and {wheel}. Build one: lightning-megatron kernels "
-        "build. Or install a wheel that lightning-megatron kernels wheel made from these sources"
+        f"{cache} has no library of these sources ({sources.key}), and {wheel}. "
+        "Build one: lightning-megatron kernels build. "
+        "Or install a wheel that lightning-megatron kernels wheel made from these sources"
     )
 
 
 def describe(path: Path) -> BuiltLibrary:
-    """Return a library with what its description says.
+    """Read the description of a library.
 
     Args:
-        path: The library.
+        path: Path of the library.
 
     Raises:
-        UnsupportedError: If the description is damaged.
+        UnsupportedError: If the description is missing or damaged.
     """
     try:
         fields = json.loads((path.parent / DESCRIPTION).read_text(encoding="utf-8"))
-        return BuiltLibrary(path, str(fields["nvcc"]), str(fields["cutlass"]), float(fields["seconds"]))
+        return BuiltLibrary(
+            path,
+            str(fields["nvcc"]),
+            str(fields["cutlass"]),
+            float(fields["seconds"]),
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedError(
-            f"a built library must have its description: {path.parent / DESCRIPTION} is damaged ({error}). The folder "
-            f"was changed by hand. Delete {path.parent} and build again."
+            f"a built library must have its description: {path.parent / DESCRIPTION} is damaged "
+            f"({error}). The folder was changed by hand. "
+            f"Delete {path.parent} and build again."
         ) from error
 
 
 def _installed_folder() -> Path | None:
-    spec = find_spec(WHEEL_PACKAGE)  # looked for, not imported
+    spec = find_spec(WHEEL_PACKAGE)  # this does not import the package
     return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 

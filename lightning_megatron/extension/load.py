@@ -1,4 +1,4 @@
-"""Load the built library into this process, and say whether its kernels run on a GPU."""
+"""Loading of the built library, and the check whether a GPU can run its kernels."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import torch
 
 from lightning_megatron.errors import UnsupportedError
 
-#: sm_90a code runs on compute capability 9.0 alone.
+#: Compute capability of the kernels. Code for sm_90a runs on no other.
 CAPABILITY = (9, 0)
-#: That of sm_100a code, which was compiled and has never been run.
+#: Compute capability of the sm_100a kernels, which have been compiled but never run.
 _NEVER_RUN = (10, 0)
 
 
 def load_library(path: Path) -> None:
-    """Register the operators of a library as ``torch.ops.lm_kernels``; a library is loaded once.
+    """Register the operators of a library as ``torch.ops.lm_kernels``.
+
+    Loading a library again has no effect.
 
     Args:
-        path: The library.
+        path: Path of the library.
 
     Raises:
         UnsupportedError: If it cannot be loaded.
@@ -27,13 +29,14 @@ def load_library(path: Path) -> None:
         torch.ops.load_library(path)
     except OSError as error:
         raise UnsupportedError(
-            f"the library must be loadable: {path} is not ({error}). It was built for another system, or for a newer "
-            "torch. Delete its folder and run: lightning-megatron kernels build."
+            f"the library must be loadable: {path} is not ({error}). "
+            "It was built for another system, or for a newer torch. "
+            "Delete its folder and run: lightning-megatron kernels build."
         ) from error
 
 
 def why_not_runnable(device: int = 0) -> str | None:
-    """Return why the kernels cannot run on a GPU; None if they can.
+    """Return the reason why a GPU cannot run the kernels; None if it can.
 
     Args:
         device: Index of the GPU.
@@ -44,7 +47,7 @@ def why_not_runnable(device: int = 0) -> str | None:
     if found != CAPABILITY:
         never_run = "; those for 10.0 were compiled but have never been run" if found == _NEVER_RUN else ""
         return (
-            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, and the kernels are "
-            f"compiled for {CAPABILITY[0]}.{CAPABILITY[1]}{never_run}"
+            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, "
+            f"and the kernels are compiled for {CAPABILITY[0]}.{CAPABILITY[1]}{never_run}"
         )
     return None

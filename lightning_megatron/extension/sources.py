@@ -1,4 +1,4 @@
-"""The sources of the extension: where they are, how they are compiled, and a hash of what they say."""
+"""Sources of the CUDA extension: their folder, compiler flags and hash."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pathlib import Path
 
 from lightning_megatron.errors import UnsupportedError
 
-#: In a checkout a link to the folder `kernels/csrc` of the project, in an installed package a copy of it.
+#: Folder of the sources: in a checkout a link to ``kernels/csrc``, in an installed package a copy.
 BUNDLED = Path(__file__).parent / "csrc"
-#: What kernels are compiled for: those of the rule, and those that were compiled and have never been run. The fast
-#: instructions are in the architecture-specific sets only, hence the `a`.
-ARCHITECTURE, NEVER_RUN = "sm_90a", "sm_100a"
-#: The oldest torch whose stable ABI the operators use: 2.10, in the form that torch's headers want.
+#: Default architecture of the kernels. The ``a`` selects the architecture-specific instruction set,
+#: which the fast matrix instructions need.
+ARCHITECTURE = "sm_90a"
+#: Architecture whose kernels have been compiled but never run.
+NEVER_RUN = "sm_100a"
+#: Oldest supported version of torch's stable ABI, 2.10, in the form of torch's headers.
 _TORCH_TARGET = "0x020a000000000000"
-#: Of the compiler, for kernels and for the operators.
+#: Compiler flags for kernels (``.cu``) and operators (``.cpp``).
 _FLAGS = {
     ".cu": ("-O3", "-DNDEBUG", "-Xcompiler", "-fPIC", "-std=c++17", "--expt-relaxed-constexpr"),
     ".cpp": (
@@ -29,12 +31,12 @@ _VARIANT = re.compile(r"^ +V\((\w+),", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Sources:
-    """Hold the folder of the sources and a hash of the contents of its files.
+    """A folder of sources with the hash of its files.
 
     Args:
-        folder: The folder.
-        key: Hash of names, contents and flags of the compiler, 16 digits.
-        architecture: What the kernels are compiled for.
+        folder: Folder of the files to compile.
+        key: Hash of file names, contents and compiler flags, 16 digits.
+        architecture: Architecture of the kernels.
     """
 
     folder: Path
@@ -43,21 +45,21 @@ class Sources:
 
     @property
     def units(self) -> tuple[Path, ...]:
-        """The files to compile: kernels, then the operator."""
+        """Return the files to compile: kernels, then the operator."""
         return (*sorted(self.folder.glob("*.cu")), *sorted(self.folder.glob("*.cpp")))
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The names of the variants that a library of these sources has."""
+        """Return the names of the kernel variants of the sources."""
         return tuple(_VARIANT.findall((self.folder / "variants.h").read_text(encoding="utf-8")))
 
 
 def flags_of(suffix: str, architecture: str) -> tuple[str, ...]:
-    """Return the flags of the compiler for a kind of file, without folders of headers.
+    """Return the compiler flags of a kind of file, without include folders.
 
     Args:
-        suffix: ``.cu`` for kernels, ``.cpp`` for the operators.
-        architecture: What is compiled for.
+        suffix: Suffix of the file, ``.cu`` for kernels and ``.cpp`` for operators.
+        architecture: Architecture of the kernels.
     """
     if suffix != ".cu":
         return _FLAGS[suffix]
@@ -66,20 +68,22 @@ def flags_of(suffix: str, architecture: str) -> tuple[str, ...]:
 
 
 def read_sources(folder: Path = BUNDLED, architecture: str = ARCHITECTURE) -> Sources:
-    """Read the sources.
+    """Read the sources and compute their hash.
 
     Args:
-        folder: The folder; those of the package if none is named.
-        architecture: What to compile for. Other than for ARCHITECTURE they lie in a folder of that name inside.
+        folder: Folder of the sources.
+        architecture: Architecture of the kernels. Each architecture but the default has a subfolder
+            of its name.
 
     Raises:
-        UnsupportedError: If there are none.
+        UnsupportedError: If the folder has no sources.
     """
     if not (folder / "variants.h").is_file():
         raise UnsupportedError(
-            f"the kernels' sources must be installed: {folder} has none. They come with the package. Install it again."
+            f"the kernels' sources must be installed: {folder} has none. They come with the package. Install it again.",
         )
-    digest = hashlib.sha256(" ".join(flag for suffix in _FLAGS for flag in flags_of(suffix, architecture)).encode())
+    flags = " ".join(flag for suffix in _FLAGS for flag in flags_of(suffix, architecture))
+    digest = hashlib.sha256(flags.encode())
     folders = [folder] if architecture == ARCHITECTURE else [folder, folder / architecture]
     for path in (path for each in folders for path in sorted(each.iterdir())):
         if path.is_file():

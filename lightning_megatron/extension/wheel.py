@@ -1,7 +1,8 @@
-"""Pack a built library into a wheel of its own, for machines without compilers.
+"""Wheels of a built library, for machines without compilers.
 
-The wheel needs neither a certain Python nor a certain torch: the library uses torch's stable ABI alone. It is found by
-the key of its sources, so one that was packed from other sources is never loaded.
+A wheel works with every supported version of Python and torch, because the library uses torch's
+stable ABI only. The package finds the library by the key of its sources, so it never loads one of
+other sources.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lightning_megatron.extension.library import DESCRIPTION, WHEEL_PACKAGE, Bui
 from lightning_megatron.extension.sources import Sources
 
 _PROJECT = "lightning-megatron"
-#: The library holds code of CUTLASS' templates, whose licence wants to travel with it, and of CUDA's runtime.
+#: Licence of CUTLASS, which must be distributed with its compiled templates.
 _CUTLASS_LICENSE = Path(__file__).parent / "CUTLASS_LICENSE.txt"
 _METADATA = """Metadata-Version: 2.4
 Name: {name}
@@ -40,26 +41,37 @@ Tag: {tag}
 
 
 def build_wheel(out: Path, library: BuiltLibrary, sources: Sources, release: str) -> Path:
-    """Write the wheel of a library and return its path; the same library makes the same bytes.
+    """Write the wheel of a library and return its path.
 
-    The key of the sources is the local part of its version, so that a wheel of other sources replaces this one though
-    the package's version has not changed.
+    The wheel of a library is reproducible byte by byte. The key of the sources is the local part of
+    the version, so pip replaces a wheel of other sources even if the release is the same.
 
     Args:
-        out: Folder of the wheel, created if it is not there.
-        library: What to pack.
-        sources: What it was made of.
+        out: Folder of the wheel, created if missing.
+        library: Library to pack.
+        sources: Sources of the library.
         release: Version of the package that the sources belong to.
 
     Raises:
-        UnsupportedError: If the folder cannot be written.
+        UnsupportedError: If the folder is not writable.
     """
     version = f"{release}+src{sources.key}"
-    # torch is linked but not inside, so no policy of manylinux is claimed: the tag is that of the system
+    # The library links to torch, which the manylinux policies do not allow. The tag names the
+    # system only.
     tag = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
     info = f"{WHEEL_PACKAGE}-{version}.dist-info"
-    words = {"project": _PROJECT, "release": release, "name": WHEEL_PACKAGE.replace("_", "-"), "version": version}
-    words |= {"key": sources.key, "nvcc": library.nvcc, "cutlass": library.cutlass, "license": _CUTLASS_LICENSE.name}
+    words = {
+        "project": _PROJECT,
+        "release": release,
+        "name": WHEEL_PACKAGE.replace("_", "-"),
+        "version": version,
+    }
+    words |= {
+        "key": sources.key,
+        "nvcc": library.nvcc,
+        "cutlass": library.cutlass,
+        "license": _CUTLASS_LICENSE.name,
+    }
     inside = f"{WHEEL_PACKAGE}/{library.path.parent.name}"
     docstring = f'"""The compiled kernels of {_PROJECT}, which finds them by itself."""\n'
     files = {
@@ -76,7 +88,7 @@ def build_wheel(out: Path, library: BuiltLibrary, sources: Sources, release: str
         _write_archive(path, {**files, f"{info}/RECORD": _record(files, f"{info}/RECORD")})
     except OSError as error:
         raise UnsupportedError(
-            f"the folder of the wheel must be writable: {out} is not ({error}). Name another with --out."
+            f"the folder of the wheel must be writable: {out} is not ({error}). Name another with --out.",
         ) from error
     return path
 
@@ -94,6 +106,6 @@ def _record(files: dict[str, bytes], own_name: str) -> bytes:
 def _write_archive(path: Path, files: dict[str, bytes]) -> None:
     with ZipFile(path, "w") as archive:
         for name, content in files.items():
-            member = ZipInfo(name)  # of 1980, so that the bytes do not depend on the time
+            member = ZipInfo(name)  # dated 1980, so that the bytes do not depend on the time
             member.external_attr = (0o100755 if name.endswith(".so") else 0o100644) << 16
             archive.writestr(member, content, compress_type=ZIP_DEFLATED)

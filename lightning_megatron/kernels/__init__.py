@@ -1,18 +1,23 @@
-"""Fused kernels of a Transformer block and of its experts, in Triton, which the CUDA builds of torch bring.
+"""Fused Triton kernels of Transformer blocks, experts and the optimizer.
 
-Only ``layers.kernel_choice`` imports this room, when tensors are of a half type on a GPU. No kernel uses atomics: the
-same inputs give the same bits.
+Triton is installed with the CUDA builds of torch. ``layers.kernel_choice`` imports this room for
+tensors of half types on a GPU. No kernel uses atomics, so equal inputs give bitwise equal results.
+The letters of the shapes are those of ``lightning_megatron.layers``.
 """
 
 from lightning_megatron.kernels.adamw import AdamKernel
 from lightning_megatron.kernels.choice_sort import MAX_SORTED_EXPERTS, sort_choices
-from lightning_megatron.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
+from lightning_megatron.kernels.cross_entropy import (
+    cross_entropy_gradient,
+    cross_entropy_statistics,
+)
 from lightning_megatron.kernels.gelu import apply_gelu
 from lightning_megatron.kernels.norm import MAX_WIDTH as MAX_NORM_WIDTH
 from lightning_megatron.kernels.norm import add_norm
 from lightning_megatron.kernels.peer_rows import add_slots, put_sums, put_tokens
 from lightning_megatron.kernels.rotary import rotate_qkv
-from lightning_megatron.kernels.route import RouteSettings, route_tokens
+from lightning_megatron.kernels.route import route_tokens
+from lightning_megatron.kernels.route_settings import RouteSettings
 from lightning_megatron.kernels.router_losses import add_routing, attach_losses
 from lightning_megatron.kernels.swiglu import apply_swiglu
 from lightning_megatron.kernels.token_rows import permute_tokens, unpermute_rows

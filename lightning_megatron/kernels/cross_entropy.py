@@ -1,4 +1,4 @@
-"""Cross entropy over a shard of the vocabulary: read half logits once forward, once backward, with no wide copy."""
+"""Cross entropy over a shard of the vocabulary, without a float32 copy of the logits."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ _BACKWARD_BLOCK = 4096
 
 
 def cross_entropy_statistics(
-    logits: Tensor, index: Tensor, num_valid: int, with_sum: bool
+    logits: Tensor,
+    index: Tensor,
+    num_valid: int,
+    with_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reduce every row of logits to what a cross entropy needs, in one pass.
+    """Compute the row statistics of a cross entropy in one pass over the logits.
 
-    Equal to, over the first ``num_valid`` columns in float32: ``x.amax(-1)``, ``(x - x.amax(-1)).exp().sum(-1)``, the
-    logit of the label, ``x.sum(-1)``. Without columns they are -inf, 0, 0, 0.
+    Equal to ``x.amax(-1)``, ``(x - x.amax(-1)).exp().sum(-1)``, the logit of the label and
+    ``x.sum(-1)``, where x is the first ``num_valid`` columns in float32. Without valid columns the
+    results are -inf, 0, 0, 0.
 
     Shapes: logits ``(..., W)``; index and results ``(...)``; results in float32.
 
     Args:
         logits: Logits of a half type or float32.
-        index: Column of each label; negative where the label is elsewhere, which makes its logit 0.
-        num_valid: Columns that take part; those after them are padding (columns).
-        with_sum: Whether the sum of the logits is needed; it is 0 otherwise.
+        index: Column of each label; negative for labels of other shards, whose logit is 0.
+        num_valid: Number of columns without the padding after them (columns).
+        with_sum: Whether to compute the sum of the logits; it is 0 otherwise.
 
     Returns:
-        Largest logit, sum of exponentials relative to it, label's logit, sum of logits.
+        The largest logit, the sum of exponentials relative to it, the label's logit, and the sum of
+        the logits.
     """
-    rows, labels = as_rows(logits), index.contiguous()
+    rows = as_rows(logits)
+    labels = index.contiguous()
     results = torch.empty((4, *index.shape), dtype=torch.float32, device=logits.device)
     if index.numel():
         block = min(_FORWARD_BLOCK, power_of_two(max(num_valid, 128)))
@@ -46,40 +52,42 @@ def cross_entropy_statistics(
 
 
 def cross_entropy_gradient(
-    logits: Tensor, index: Tensor, normaliser: Tensor, scale: Tensor, num_valid: int, smoothing: float,
-    vocab_size: int, overwrite: bool,
+    logits: Tensor, index: Tensor, normaliser: Tensor, scale: Tensor, num_valid: int,
+    smoothing: float, vocab_size: int, overwrite: bool,
 ) -> Tensor:  # fmt: skip
     """Compute the gradient of the logits in one pass.
 
-    Equal to ``scale * (softmax - smoothing / vocab_size - (1 - smoothing) * one_hot)``; 0 in padded columns, and in
-    rows whose scale is 0, which are not even read.
+    Equal to ``scale * (softmax - smoothing / vocab_size - (1 - smoothing) * one_hot)``. The
+    gradient is 0 in padded columns and in rows whose scale is 0. These rows are not read.
 
     Shapes: logits and result ``(..., W)``; index, normaliser and scale ``(...)``.
 
     Args:
         logits: The logits.
-        index: Column of each label; negative where the label is elsewhere.
-        normaliser: Logarithm of the sum of all exponentials, of all shards, in float32.
-        scale: Gradient of each loss, 0 where the label is ignored, in float32.
-        num_valid: Columns that take part (columns).
-        smoothing: Probability spread over the vocabulary.
-        vocab_size: Tokens of the whole vocabulary (tokens).
-        overwrite: Whether the result may take the memory of the logits, where they are contiguous.
+        index: Column of each label; negative for labels of other shards.
+        normaliser: Logarithm of the sum of exponentials over all shards, in float32.
+        scale: Gradient of each loss in float32; 0 for ignored labels.
+        num_valid: Number of columns without padding (columns).
+        smoothing: Probability that is spread over the vocabulary.
+        vocab_size: Size of the full vocabulary (tokens).
+        overwrite: Whether the result may use the memory of the logits, if they are contiguous.
 
     Returns:
         The gradient in the dtype of the logits.
     """
     rows = as_rows(logits)
-    result = logits.detach() if overwrite and logits.is_contiguous() else torch.empty(
-        logits.shape, dtype=logits.dtype, device=logits.device
-    )  # fmt: skip
+    if overwrite and logits.is_contiguous():
+        result = logits.detach()
+    else:
+        result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if result.numel():
         width = rows.shape[1]
         block = min(_BACKWARD_BLOCK, power_of_two(width))
         with on_device_of(rows):
             _gradient[(rows.shape[0], ceil_div(width, block))](
-                rows, index.contiguous(), normaliser.contiguous(), scale.contiguous(), result, rows.stride(0),
-                width, num_valid, smoothing / vocab_size, 1.0 - smoothing, BLOCK=block,
+                rows, index.contiguous(), normaliser.contiguous(), scale.contiguous(), result,
+                rows.stride(0), width, num_valid, smoothing / vocab_size, 1.0 - smoothing,
+                BLOCK=block,
             )  # fmt: skip
     return result
 
@@ -104,11 +112,13 @@ def _statistics(
     for start in range(0, num_valid, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         valid = columns < num_valid
-        # Padding is read as well, because the padded width is a multiple of 16, which keeps accesses wide.
+        # The load covers the padding too: its mask ends at a multiple of 16, which keeps memory
+        # accesses wide.
         x = tl.load(source + columns, mask=columns < width, other=0.0).to(tl.float32)
         if WITH_SUM:
             sums += tl.where(valid, x, 0.0)
         x = tl.where(valid, x, float("-inf"))
+        # Online softmax: rescale the sums when a larger logit is found.
         peak = tl.maximum(largest, tl.max(x, axis=0))
         base = tl.where(peak == float("-inf"), 0.0, peak)
         totals = totals * tl.exp(largest - base) + tl.exp(x - base)

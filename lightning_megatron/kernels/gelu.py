@@ -1,4 +1,4 @@
-"""GELU, exact and by tanh, forward and backward in one pass each."""
+"""GELU, exact or with the tanh approximation; forward and backward are one pass each."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _CUBIC = tl.constexpr(0.044715)
 
 
 def apply_gelu(hidden: Tensor, approximate_by_tanh: bool) -> Tensor:
-    """Multiply every element by the normal distribution's mass below it.
+    """Apply GELU: multiply every element by the standard normal distribution function at it.
 
-    Equal to torch.nn.functional.gelu, computed in float32 and rounded once. By tanh it is ``x sigmoid(2 u)``, which is
-    the same as ``x (1 + tanh u) / 2`` and needs one exponential, no branch.
+    Equal to torch.nn.functional.gelu, computed in float32 and rounded once. The tanh approximation
+    is computed as ``x sigmoid(2 u)``. This is equal to ``x (1 + tanh u) / 2``, and needs one
+    exponential and no branch.
 
     Shapes: any; output the same.
 
     Args:
-        hidden: The elements.
-        approximate_by_tanh: Whether the mass is approximated as GPT-2 does.
+        hidden: Input of the activation.
+        approximate_by_tanh: Whether to use the tanh approximation, as GPT-2 does.
 
     Source: Hendrycks and Gimpel 2016.
     """
@@ -46,7 +47,11 @@ class _GELU(torch.autograd.Function):
         if output.numel():
             with on_device_of(hidden):
                 _forward[(ceil_div(hidden.numel(), _BLOCK),)](
-                    hidden, output, hidden.numel(), BY_TANH=approximate_by_tanh, BLOCK=_BLOCK
+                    hidden,
+                    output,
+                    hidden.numel(),
+                    BY_TANH=approximate_by_tanh,
+                    BLOCK=_BLOCK,
                 )
         return output
 
@@ -58,13 +63,24 @@ class _GELU(torch.autograd.Function):
         if result.numel():
             with on_device_of(hidden):
                 _backward[(ceil_div(hidden.numel(), _BLOCK),)](
-                    hidden, grad, result, hidden.numel(), BY_TANH=ctx.by_tanh, BLOCK=_BLOCK
+                    hidden,
+                    grad,
+                    result,
+                    hidden.numel(),
+                    BY_TANH=ctx.by_tanh,
+                    BLOCK=_BLOCK,
                 )
         return result, None
 
 
 @triton.jit
-def _forward(hidden: tl.tensor, output: tl.tensor, size: tl.tensor, BY_TANH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _forward(
+    hidden: tl.tensor,
+    output: tl.tensor,
+    size: tl.tensor,
+    BY_TANH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < size
     x = tl.load(hidden + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -77,7 +93,12 @@ def _forward(hidden: tl.tensor, output: tl.tensor, size: tl.tensor, BY_TANH: tl.
 
 @triton.jit
 def _backward(
-    hidden: tl.tensor, grad: tl.tensor, result: tl.tensor, size: tl.tensor, BY_TANH: tl.constexpr, BLOCK: tl.constexpr
+    hidden: tl.tensor,
+    grad: tl.tensor,
+    result: tl.tensor,
+    size: tl.tensor,
+    BY_TANH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < size
@@ -85,7 +106,7 @@ def _backward(
     outer = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
     if BY_TANH:
         mass = 1.0 / (1.0 + tl.exp(-_SLOPE * x * (1.0 + _CUBIC * x * x)))
-        # Rounded to 0 or 1, the mass is flat: without this a large x makes 0 times infinity.
+        # For a large x the mass is rounded to 0 or 1, and the product would be 0 times infinity.
         flat = mass * (1.0 - mass)
         slope = mass + tl.where(flat == 0.0, 0.0, x * flat * _SLOPE * (1.0 + 3.0 * _CUBIC * x * x))
     else:

@@ -1,4 +1,4 @@
-"""What every kernel launch shares: the device, rows of a tensor, sizes of blocks."""
+"""Helpers of kernel launches: the current device, row views and block sizes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Make a tensor's GPU the current one, where Triton launches; nothing is done when it already is."""
+    """Make a tensor's GPU the current device, on which Triton launches kernels."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """View a tensor as ``(N, last size)`` with adjacent elements in a row; copies only if no such view exists."""
+    """Return a tensor as rows ``(N, last size)`` with contiguous elements; copy only if needed."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
@@ -27,5 +27,8 @@ def power_of_two(size: int) -> int:
 
 
 def ceil_div(size: int, part: int) -> int:
-    """Return how many parts cover a size, as triton.cdiv does, a call of which costs the host more than a view does."""
+    """Return the number of parts that cover a size.
+
+    Equal to triton.cdiv, which takes the host longer than the creation of a view.
+    """
     return -(-size // part)

@@ -1,4 +1,4 @@
-"""Residual sum and normalisation in one pass; backward adds the residual gradient in the same pass."""
+"""Residual addition fused with a norm, forward and backward."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from triton import language as tl
 
 from lightning_megatron.kernels.launch import as_rows, on_device_of, power_of_two
 
-# Programs of the backward pass; each sums the weight's gradient over its rows, a second pass adds those sums in order.
+# Programs of the backward pass. Each sums the weight gradient over its rows; a later sum over
+# programs is in order.
 _PROGRAMS = 264
-#: The widest vector that the kernels take (elements).
+#: Largest supported vector size (elements).
 MAX_WIDTH = 32768
-#: Gets the gradient of a parameter as parts of a sum.
-Taker = Callable[[Tensor], None]
+#: Receives the gradient of a parameter as parts of a sum, in place of autograd.
+GradientSink = Callable[[Tensor], None]
 
 
 def add_norm(
@@ -27,26 +28,27 @@ def add_norm(
     bias: Tensor | None,
     eps: float,
     is_rms: bool,
-    take_weight: Taker | None = None,
-    take_bias: Taker | None = None,
+    take_weight: GradientSink | None = None,
+    take_bias: GradientSink | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add an update to the residual stream and normalise the sum.
 
-    Equal to ``stream = hidden + update; (stream, rms_norm(stream) or layer_norm(stream))``; statistics and products in
-    float32. The gradient of the weight is summed in a fixed order.
+    Equal to ``stream = hidden + update; (stream, rms_norm(stream) or layer_norm(stream))``, with
+    statistics and products in float32. The gradient of the weight is summed in a fixed order.
 
-    Shapes: all ``(..., D)`` but weight and bias ``(D,)``.
+    Shapes: weight and bias ``(D,)``; all others ``(..., D)``.
 
     Args:
         hidden: The residual stream.
-        update: What is added to it; None means nothing, the first result is then ``hidden`` itself.
+        update: Tensor that is added to the stream; None means that the first result is ``hidden``
+            itself.
         weight: Scale of each feature.
-        bias: Shift of each feature, or None.
-        eps: Added to the mean square or the variance.
-        is_rms: Whether vectors are only scaled; otherwise their mean is taken out as well.
-        take_weight: Gets the weight's gradient in the place of autograd, as parts of a sum ``(N, D)`` in float32; None
+        bias: Shift of each feature; None means no shift.
+        eps: Number that is added to the mean square or to the variance.
+        is_rms: Whether to compute an RMS norm; otherwise a layer norm.
+        take_weight: Receives the weight gradient as parts of a sum, ``(N, D)`` in float32; None
             leaves it to autograd.
-        take_bias: The same of the bias.
+        take_bias: Receives the bias gradient in the same way; None leaves it to autograd.
 
     Returns:
         The new residual stream, and the normalised vectors in its dtype.
@@ -64,26 +66,31 @@ class _AddNorm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         is_rms: bool,
-        take_weight: Taker | None,
-        take_bias: Taker | None,
+        take_weight: GradientSink | None,
+        take_bias: GradientSink | None,
     ) -> tuple[Tensor, Tensor]:
         rows = as_rows(hidden)
         num_rows, width = rows.shape
         added = rows if update is None else as_rows(update)
         normalised = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         stream = hidden if update is None else torch.empty_like(normalised)
-        mean, inverse = torch.empty((2, num_rows), dtype=torch.float32, device=hidden.device).unbind(0)
+        statistics = torch.empty((2, num_rows), dtype=torch.float32, device=hidden.device)
+        mean, inverse = statistics.unbind(0)
         if rows.numel():
             with on_device_of(rows):
                 _forward[(num_rows,)](
-                    rows, added, weight, weight if bias is None else bias, stream, normalised, mean, inverse,
-                    rows.stride(0), added.stride(0), width, eps,
-                    IS_RMS=is_rms, HAS_UPDATE=update is not None, HAS_BIAS=bias is not None, **_shape(width),
+                    rows, added, weight, weight if bias is None else bias, stream, normalised, mean,
+                    inverse, rows.stride(0), added.stride(0), width, eps, IS_RMS=is_rms,
+                    HAS_UPDATE=update is not None, HAS_BIAS=bias is not None, **_shape(width),
                 )  # fmt: skip
         ctx.save_for_backward(stream, weight, mean, inverse)
-        ctx.bias_dtype, ctx.is_rms, ctx.has_update = None if bias is None else bias.dtype, is_rms, update is not None
-        ctx.take_weight, ctx.take_bias = take_weight, take_bias
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.is_rms = is_rms
+        ctx.has_update = update is not None
+        ctx.take_weight = take_weight
+        ctx.take_bias = take_bias
         ctx.set_materialize_grads(False)
+        # A view, because autograd treats an input that a function returns itself in a special way.
         return stream.view_as(stream) if update is None else stream, normalised
 
     @staticmethod
@@ -92,26 +99,32 @@ class _AddNorm(torch.autograd.Function):
         grad_stream, grad_normalised = grads
         if grad_normalised is None:
             return grad_stream, grad_stream if ctx.has_update else None, *[None] * 6
-        rows, outer = as_rows(stream), as_rows(grad_normalised)
+        rows = as_rows(stream)
+        outer = as_rows(grad_normalised)
         residual = outer if grad_stream is None else as_rows(grad_stream)
         num_rows, width = rows.shape
         result = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
-        programs, has_bias = min(num_rows, _PROGRAMS), ctx.bias_dtype is not None
-        partial = torch.empty((2 if has_bias else 1, programs, width), dtype=torch.float32, device=rows.device)
+        programs = min(num_rows, _PROGRAMS)
+        has_bias = ctx.bias_dtype is not None
+        partial = torch.empty(
+            (2 if has_bias else 1, programs, width),
+            dtype=torch.float32,
+            device=rows.device,
+        )
         if rows.numel():
             with on_device_of(rows):
                 _backward[(programs,)](
-                    rows, weight, mean, inverse, outer, residual, result, partial,
-                    rows.stride(0), outer.stride(0), residual.stride(0), num_rows, width,
-                    IS_RMS=ctx.is_rms, HAS_RESIDUAL=grad_stream is not None, HAS_BIAS=has_bias, **_shape(width),
+                    rows, weight, mean, inverse, outer, residual, result, partial, rows.stride(0),
+                    outer.stride(0), residual.stride(0), num_rows, width, IS_RMS=ctx.is_rms,
+                    HAS_RESIDUAL=grad_stream is not None, HAS_BIAS=has_bias, **_shape(width),
                 )  # fmt: skip
-        grad_weight = _handed_over(partial[0], weight.dtype, ctx.take_weight)
-        grad_bias = _handed_over(partial[1], ctx.bias_dtype, ctx.take_bias) if has_bias else None
+        grad_weight = _delivered(partial[0], weight.dtype, ctx.take_weight)
+        grad_bias = _delivered(partial[1], ctx.bias_dtype, ctx.take_bias) if has_bias else None
         return result, result if ctx.has_update else None, grad_weight, grad_bias, *[None] * 4
 
 
-def _handed_over(parts: Tensor, dtype: torch.dtype, take: Taker | None) -> Tensor | None:
-    """Give a gradient to who takes it, or return it for autograd."""
+def _delivered(parts: Tensor, dtype: torch.dtype, take: GradientSink | None) -> Tensor | None:
+    """Pass a gradient to its sink, or return it for autograd if there is none."""
     if take is None:
         return parts.sum(0).to(dtype)
     take(parts)
@@ -119,12 +132,13 @@ def _handed_over(parts: Tensor, dtype: torch.dtype, take: Taker | None) -> Tenso
 
 
 def _shape(width: int) -> dict[str, int]:
-    """Return the block that holds a row and its warps: 16 elements a thread, at most 16 warps."""
+    """Return the block size and the number of warps: 16 elements a thread, at most 16 warps."""
     block = power_of_two(width)
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
 
-# Compilers add a parameter `stream` to a kernel that they launch: none of ours may have that name.
+# torch.compile adds a parameter ``stream`` to kernels that it launches, so no parameter may have
+# that name.
 @triton.jit
 def _forward(
     hidden: tl.tensor,
@@ -152,7 +166,7 @@ def _forward(
         x += tl.load(update + row * update_stride + columns, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(total.dtype.element_ty)
         tl.store(total + row * width + columns, rounded, mask=inside)
-        # The next layers see the rounded sum.
+        # Normalise the rounded sum, which the next layers read.
         x = rounded.to(tl.float32)
     if not IS_RMS:
         centre = tl.sum(x, axis=0) / width
@@ -163,7 +177,11 @@ def _forward(
     result = x * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         result += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normalised + row * width + columns, result.to(normalised.dtype.element_ty), mask=inside)
+    tl.store(
+        normalised + row * width + columns,
+        result.to(normalised.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit
@@ -208,7 +226,8 @@ def _backward(
             change -= tl.sum(grad, axis=0) / width
         change *= scale
         if HAS_RESIDUAL:
-            change += tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
+            source = residual + row * residual_stride + columns
+            change += tl.load(source, mask=inside, other=0.0).to(tl.float32)
         tl.store(result + row * width + columns, change.to(result.dtype.element_ty), mask=inside)
     target = partial + tl.program_id(0) * width + columns
     tl.store(target, weight_sum, mask=inside)

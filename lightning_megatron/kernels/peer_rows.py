@@ -1,7 +1,9 @@
-"""Tokens put into the memory of other GPUs, and sums of rows put back: writes go over the links, reads never do.
+"""One-sided transport of expert parallelism: kernels that write into the memory of other GPUs.
 
-Every rank has a slot for every token of all ranks, as :class:`~lightning_megatron.plan.token_slots.TokenSlots` says.
-Slots of tokens that have nothing to do with the rank that holds them are neither written nor read.
+Ranks write tokens to the ranks of their experts, and sums of expert outputs back to the ranks of
+the tokens. Reads are local. Every rank has one slot for each token of all ranks;
+:class:`~lightning_megatron.plan.token_slots.TokenSlots` defines their memory layout. A slot is
+neither written nor read if its token chose no expert of the rank.
 """
 
 from __future__ import annotations
@@ -14,8 +16,11 @@ from triton import language as tl
 from lightning_megatron.kernels.launch import as_rows, ceil_div, on_device_of, power_of_two
 from lightning_megatron.plan.token_slots import TokenSlots
 
-#: Elements of a row that a program moves at once; programs that share all rows; warps of each.
-_BLOCK, _PROGRAMS, _WARPS = 2048, 1056, 8
+# Elements of a row in one iteration of a program.
+_BLOCK = 2048
+# Programs that share all rows: eight for every multiprocessor of an H200.
+_PROGRAMS = 1056
+_WARPS = 8
 
 
 def put_tokens(
@@ -27,29 +32,32 @@ def put_tokens(
     experts_each: int,
     slots: TokenSlots,
 ) -> None:
-    """Put every token into its slot on the ranks that hold experts that it chose, this one among them.
+    """Write every token into its slot on the ranks of its experts, this rank included.
 
-    Probabilities and choices, if there are probabilities, are put into the slots of all ranks.
+    If probabilities are given, they and the choices of every token are written to all ranks.
 
     Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``; pointers ``(num_ranks)``.
 
     Args:
         hidden: This rank's tokens.
-        probabilities: Those of their choices.
-        experts: The experts that they chose; -1 stands for none.
-        pointers: Where the slots of every rank begin.
-        rank: Position of this one.
-        experts_each: Experts that every rank holds.
-        slots: What lies where.
+        probabilities: Probabilities of the chosen experts; None writes tokens only.
+        experts: Experts that the tokens chose; -1 means none.
+        pointers: Addresses of the slots of every rank.
+        rank: Position of this rank on the expert axis.
+        experts_each: Number of experts of every rank (experts).
+        slots: Memory layout of the slots.
     """
-    hidden, experts = as_rows(hidden), experts.contiguous()
-    width, top_k = hidden.shape[1], experts.shape[1]
+    hidden = as_rows(hidden)
+    experts = experts.contiguous()
+    width = hidden.shape[1]
+    top_k = experts.shape[1]
     with on_device_of(hidden):
         _put_tokens[(min(_PROGRAMS, hidden.shape[0] * slots.num_ranks),)](
-            hidden, experts if probabilities is None else probabilities.contiguous(), experts, pointers,
-            hidden.stride(0), width, slots.num_tokens, rank, experts_each, slots.scales_at, slots.choices_at,
-            NUM_RANKS=slots.num_ranks, K=top_k, CHOICES=power_of_two(top_k), HAS_CHOICES=probabilities is not None,
-            BLOCK=_block(width), num_warps=_WARPS,
+            hidden, experts if probabilities is None else probabilities.contiguous(), experts,
+            pointers, hidden.stride(0), width, slots.num_tokens, rank, experts_each,
+            slots.scales_at, slots.choices_at, NUM_RANKS=slots.num_ranks, K=top_k,
+            CHOICES=power_of_two(top_k), HAS_CHOICES=probabilities is not None, BLOCK=_block(width),
+            num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -62,53 +70,68 @@ def put_sums(
     rank: int,
     slots: TokenSlots,
 ) -> None:
-    """Add up the rows of every token's choices in float32 and put the sum into this rank's slot on the token's rank.
+    """Sum the rows of every token in float32 and write the sum to the token's rank.
 
-    Nothing is put for tokens without rows here. Gradients of probabilities go with the sums, zeros for choices without
-    a row here.
+    Tokens without rows on this rank are skipped. The gradients of probabilities are written next to
+    the sums. They are zero for choices without a row on this rank. Float64 rows are summed in
+    float64.
 
-    Shapes: values ``(R, D)``; scales ``(R)``; rows ``(num_ranks * T, k)``; ends ``(E)``; pointers ``(num_ranks)``.
+    Shapes: values ``(R, D)``; scales ``(R)``; rows ``(num_ranks * T, k)``; ends ``(E)``; pointers
+        ``(num_ranks)``.
 
     Args:
-        values: The rows; those past the last end may hold anything.
-        scales: The gradient of every row's probability; None stands for none.
-        rows: Where each choice of the tokens of all ranks lies; past the last end for one that is not here.
-        ends: One past the last row of every expert, on the device.
-        pointers: Where the slots of every rank begin.
-        rank: Position of this one.
-        slots: What lies where.
+        values: Rows to sum; rows past the last end are not read.
+        scales: Gradient of the probability of every row; None means no gradients.
+        rows: Row of every choice of the tokens of all ranks; past the last end for experts of other
+            ranks.
+        ends: End (exclusive) of the rows of every expert, on the device.
+        pointers: Addresses of the slots of every rank.
+        rank: Position of this rank on the expert axis.
+        slots: Memory layout of the slots.
     """
-    values, rows = as_rows(values), rows.contiguous()
-    width, top_k = values.shape[1], rows.shape[1]
+    values = as_rows(values)
+    rows = rows.contiguous()
+    width = values.shape[1]
+    top_k = rows.shape[1]
     with on_device_of(values):
         _put_sums[(min(_PROGRAMS, rows.shape[0]),)](
-            values, rows if scales is None else scales.contiguous(), rows, ends, pointers, values.stride(0), width,
-            values.shape[0], ends.shape[0], slots.num_tokens, rank, slots.scales_at, NUM_RANKS=slots.num_ranks,
-            K=top_k, CHOICES=power_of_two(top_k), HAS_SCALES=scales is not None, IS_WIDE=_is_wide(values),
-            BLOCK=_block(width), num_warps=_WARPS,
+            values, rows if scales is None else scales.contiguous(), rows, ends, pointers,
+            values.stride(0), width, values.shape[0], ends.shape[0], slots.num_tokens, rank,
+            slots.scales_at, NUM_RANKS=slots.num_ranks, K=top_k, CHOICES=power_of_two(top_k),
+            HAS_SCALES=scales is not None, IS_WIDE=_is_wide(values), BLOCK=_block(width),
+            num_warps=_WARPS,
         )  # fmt: skip
 
 
-def add_slots(slots: Tensor, scales: Tensor | None, experts: Tensor, experts_each: int) -> tuple[Tensor, Tensor | None]:
-    """Add up what the ranks that hold experts of a token have put, in the order of ranks, in float32.
+def add_slots(
+    slots: Tensor,
+    scales: Tensor | None,
+    experts: Tensor,
+    experts_each: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum the slots that the ranks of a token's experts have written, in the order of ranks.
 
-    Shapes: slots ``(num_ranks * T, D)``; scales ``(num_ranks * T, k)``; experts ``(T, k)``; results ``(T, D)`` and
-    ``(T, k)``.
+    The sum is computed in float32, or in float64 for float64 slots.
+
+    Shapes: slots ``(num_ranks * T, D)``; scales ``(num_ranks * T, k)``; experts ``(T, k)``; results
+        ``(T, D)`` and ``(T, k)``.
 
     Args:
-        slots: What was put, by the rank that did.
-        scales: The same of probabilities; None stands for none.
-        experts: The experts that this rank's tokens chose; -1 stands for none.
-        experts_each: Experts that every rank holds.
+        slots: Sums of rows, ordered by the rank that wrote them.
+        scales: Gradients of probabilities in the same order; None means no gradients.
+        experts: Experts that this rank's tokens chose; -1 means none.
+        experts_each: Number of experts of every rank (experts).
     """
-    experts, width = experts.contiguous(), slots.shape[1]
+    experts = experts.contiguous()
+    width = slots.shape[1]
     num_tokens, top_k = experts.shape
     result = slots.new_empty((num_tokens, width))
     added = None if scales is None else scales.new_empty((num_tokens, top_k))
     with on_device_of(slots):
         _add_slots[(num_tokens, ceil_div(width, _block(width)))](
-            slots, experts if scales is None else scales, experts, result, result if added is None else added, width,
-            num_tokens, experts_each, NUM_RANKS=slots.shape[0] // num_tokens, K=top_k, CHOICES=power_of_two(top_k),
+            slots, experts if scales is None else scales, experts, result,
+            result if added is None else added, width, num_tokens, experts_each,
+            NUM_RANKS=slots.shape[0] // num_tokens, K=top_k, CHOICES=power_of_two(top_k),
             HAS_SCALES=scales is not None, IS_WIDE=_is_wide(slots), BLOCK=_block(width),
         )  # fmt: skip
     return result, added
@@ -203,8 +226,16 @@ def _put_sums(
             total = tl.zeros((BLOCK,), tl.float64 if IS_WIDE else tl.float32)
             for number in tl.static_range(K):
                 row = tl.load(rows + source * K + number)
-                total += tl.load(values + row * value_stride + columns, mask=inside & (row < end), other=0.0)
-            tl.store(target + slot * width + columns, total.to(values.dtype.element_ty), mask=inside)
+                total += tl.load(
+                    values + row * value_stride + columns,
+                    mask=inside & (row < end),
+                    other=0.0,
+                )
+            tl.store(
+                target + slot * width + columns,
+                total.to(values.dtype.element_ty),
+                mask=inside,
+            )
         if HAS_SCALES:
             gradient = tl.load(scales + lies, mask=(choices < K) & (lies < end), other=0.0)
             there = (base + scales_at).to(tl.pointer_type(scales.dtype.element_ty))
@@ -241,10 +272,18 @@ def _add_slots(
         is_there = (local >= 0) & (local < experts_each)
         is_needed = tl.max(is_there.to(tl.int32), axis=0) > 0
         slot = token + peer * num_tokens
-        total += tl.load(slots + slot * width + columns, mask=(columns < width) & is_needed, other=0.0)
+        total += tl.load(
+            slots + slot * width + columns,
+            mask=(columns < width) & is_needed,
+            other=0.0,
+        )
         if HAS_SCALES:
-            # A choice has its expert on one rank.
+            # Only one rank has the expert of a choice, so at most one term is not zero.
             gradient += tl.load(scales + slot * K + choices, mask=is_first & is_there, other=0.0)
-    tl.store(result + token * width + columns, total.to(result.dtype.element_ty), mask=columns < width)
+    tl.store(
+        result + token * width + columns,
+        total.to(result.dtype.element_ty),
+        mask=columns < width,
+    )
     if HAS_SCALES:
         tl.store(added + token * K + choices, gradient, mask=is_first)

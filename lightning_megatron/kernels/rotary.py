@@ -1,4 +1,4 @@
-"""Rotary positions: turn queries and keys inside the fused projection, and write its gradient in one pass."""
+"""Rotary position embedding of queries and keys in the memory of the fused projection."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from triton import language as tl
 
 from lightning_megatron.kernels.launch import ceil_div, on_device_of, power_of_two
 
-# Elements of one half of the heads that a program turns: 8 an access of 16 bytes for each of 128 threads.
+# Elements of the half heads of a program: 128 threads with 8 elements each, one access of 16 bytes.
 _TILE = 1024
 
 
 def rotate_qkv(
-    qkv: Tensor, tables: tuple[Tensor, Tensor], num_heads: int, num_kv_heads: int
+    qkv: Tensor,
+    tables: tuple[Tensor, Tensor],
+    num_heads: int,
+    num_kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a fused projection into heads and rotate queries and keys; the caller gives ``qkv`` up.
+    """Split a fused projection into heads and rotate queries and keys.
 
-    Equal to ``apply_rotary`` of the first ``num_heads`` and the next ``num_kv_heads`` heads, with the last
-    ``num_kv_heads`` left as they are; computed in float32 and rounded once. The results lie in the memory of ``qkv``,
-    which is overwritten, and the backward pass writes one gradient of its layout, without a concatenation.
+    Equal to ``apply_rotary`` of the queries and keys, the first ``num_heads + num_kv_heads`` heads,
+    computed in float32 and rounded once. Values do not change. The results share the memory of
+    ``qkv``, which is overwritten; the caller must not use it afterwards. The backward pass writes
+    one gradient in the layout of ``qkv``, without a concatenation.
 
-    Shapes: qkv ``(S, B, (H + 2 G) K)``; tables ``(S, 1, 1, K)`` each; query ``(S, B, H, K)``, key and value
-        ``(S, B, G, K)``.
+    Shapes: qkv ``(S, B, (H + 2 G) K)``; tables ``(S, 1, 1, K)`` each; query ``(S, B, H, K)``, key
+        and value ``(S, B, G, K)``.
 
     Args:
-        qkv: The projection; overwritten.
-        tables: Cosines and sines of ``rotary_tables``.
-        num_heads: Query heads H here (heads).
-        num_kv_heads: Key/value heads G here (heads).
+        qkv: Output of the fused projection; overwritten.
+        tables: Cosines and sines from ``rotary_tables``.
+        num_heads: Number H of this rank's query heads (heads).
+        num_kv_heads: Number G of this rank's key/value heads (heads).
     """
     return _RotateQKV.apply(qkv, *tables, num_heads, num_kv_heads)
 
@@ -39,29 +43,51 @@ def rotate_qkv(
 class _RotateQKV(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cosines: Tensor, sines: Tensor, num_heads: int, num_kv_heads: int
+        ctx: Any,
+        qkv: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        qkv, cosines, sines = qkv.contiguous(), cosines.contiguous(), sines.contiguous()
+        qkv = qkv.contiguous()
+        cosines = cosines.contiguous()
+        sines = sines.contiguous()
         seq_length, num_sequences, width = qkv.shape
         head_dim = cosines.shape[-1]
         lanes, heads = _tile(head_dim)
-        turned = num_heads + num_kv_heads
+        num_rotated = num_heads + num_kv_heads
         if qkv.numel():
             with on_device_of(qkv):
-                _rotate_in_place[(seq_length * num_sequences, ceil_div(turned, heads))](
-                    qkv, cosines, sines, num_sequences, width, turned, head_dim // 2, HEADS=heads, LANES=lanes
+                _rotate_in_place[(seq_length * num_sequences, ceil_div(num_rotated, heads))](
+                    qkv,
+                    cosines,
+                    sines,
+                    num_sequences,
+                    width,
+                    num_rotated,
+                    head_dim // 2,
+                    HEADS=heads,
+                    LANES=lanes,
                 )
         ctx.save_for_backward(cosines, sines)
         ctx.sizes = num_heads, num_kv_heads, width
-        # New tensors of the same memory instead of views: autograd forbids views that a function returns to be inputs
-        # of another in-place function, and has no reason to, since nobody else reads qkv.
-        parts, first = [], 0
+        # New tensors that share the memory, instead of views: autograd does not allow in-place
+        # functions on several views that one function returned. Here they are safe, because nothing
+        # else reads qkv.
+        parts = []
+        first = 0
         for count in (num_heads, num_kv_heads, num_kv_heads):
             strides = (num_sequences * width, width, head_dim, 1)
             part = torch.empty(0, dtype=qkv.dtype, device=qkv.device)
             offset = qkv.storage_offset() + first * head_dim
             parts.append(
-                part.set_(qkv.untyped_storage(), offset, (seq_length, num_sequences, count, head_dim), strides)
+                part.set_(
+                    qkv.untyped_storage(),
+                    offset,
+                    (seq_length, num_sequences, count, head_dim),
+                    strides,
+                )
             )
             first += count
         return parts[0], parts[1], parts[2]
@@ -74,7 +100,8 @@ class _RotateQKV(torch.autograd.Function):
         seq_length, num_sequences, _, head_dim = grads[0].shape
         result = grads[0].new_empty((seq_length, num_sequences, width))
         lanes, heads = _tile(head_dim)
-        query_blocks, kv_blocks = ceil_div(num_heads, heads), ceil_div(num_kv_heads, heads)
+        query_blocks = ceil_div(num_heads, heads)
+        kv_blocks = ceil_div(num_kv_heads, heads)
         if result.numel():
             strides = [stride for grad in grads for stride in grad.stride()[:3]]
             with on_device_of(result):
@@ -98,7 +125,7 @@ class _RotateQKV(torch.autograd.Function):
 
 
 def _tile(head_dim: int) -> tuple[int, int]:
-    """Return the lanes (elements of half a head) and the heads of a program."""
+    """Return the lanes (elements of a half head) and the number of heads of a program."""
     lanes = power_of_two(head_dim // 2)
     return lanes, max(_TILE // lanes, 1)
 
@@ -156,11 +183,13 @@ def _gather_part(
     lanes = tl.arange(0, LANES)[None, :]
     inside = (heads < num_heads) & (lanes < half)
     position = token // num_sequences
-    low = grad + position * position_stride + token % num_sequences * sequence_stride + heads * head_stride + lanes
+    sequence = token % num_sequences
+    row = grad + position * position_stride + sequence * sequence_stride
+    low = row + heads * head_stride + lanes
     first = tl.load(low, mask=inside, other=0.0)
     second = tl.load(low + half, mask=inside, other=0.0)
     if ROTATED:
-        # The transpose of the rotation.
+        # The gradient is rotated back: the transpose of a rotation is its inverse.
         table = position * (2 * half) + lanes
         in_half = lanes < half
         cosine1 = tl.load(cosines + table, mask=in_half, other=0.0).to(tl.float32)
@@ -206,16 +235,18 @@ def _gather_gradients(
     block = tl.program_id(1)
     if block < query_blocks:
         _gather_part(
-            result, grad_query, cosines, sines, query_position, query_sequence, query_head, token, num_sequences,
-            width, block, 0, num_heads, half, True, HEADS, LANES,
+            result, grad_query, cosines, sines, query_position, query_sequence, query_head, token,
+            num_sequences, width, block, 0, num_heads, half, True, HEADS, LANES,
         )  # fmt: skip
     elif block < query_blocks + kv_blocks:
         _gather_part(
-            result, grad_key, cosines, sines, key_position, key_sequence, key_head, token, num_sequences,
-            width, block - query_blocks, num_heads, num_kv_heads, half, True, HEADS, LANES,
+            result, grad_key, cosines, sines, key_position, key_sequence, key_head, token,
+            num_sequences, width, block - query_blocks, num_heads, num_kv_heads, half, True, HEADS,
+            LANES,
         )  # fmt: skip
     else:
         _gather_part(
-            result, grad_value, cosines, sines, value_position, value_sequence, value_head, token, num_sequences,
-            width, block - query_blocks - kv_blocks, num_heads + num_kv_heads, num_kv_heads, half, False, HEADS, LANES,
+            result, grad_value, cosines, sines, value_position, value_sequence, value_head, token,
+            num_sequences, width, block - query_blocks - kv_blocks, num_heads + num_kv_heads,
+            num_kv_heads, half, False, HEADS, LANES,
         )  # fmt: skip

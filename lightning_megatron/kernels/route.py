@@ -1,12 +1,12 @@
-"""The router after its logits: scores, choices, weights and what the losses need, in one pass forward and one backward.
+"""Fused router: scores, choices, weights and loss statistics, computed from the logits in one pass.
 
-A program takes some tokens at a time with the scores of all experts in registers; a choice is the highest score, and
-the lowest number of the experts that have it.
+A program keeps the scores of all experts for some tokens in registers. The choices of a token are
+the experts with the highest scores. Of experts with equal scores, the one with the lowest number is
+chosen.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,79 +15,40 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import language as tl
 
-from lightning_megatron.kernels.launch import ceil_div, on_device_of, power_of_two
+from lightning_megatron.kernels.launch import ceil_div, on_device_of
+from lightning_megatron.kernels.route_settings import RouteSettings
 
-# Scores and tokens that a program holds at a time.
-_TILE, _MAX_TOKENS = 256, 32
-# One warp, so that a highest score is found without shared memory.
-_WARPS = 1
-# Eight for every multiprocessor of an H200; each adds up what it sees, so that few partial sums are left.
+# Eight for every multiprocessor of an H200. Each loops over tokens and sums over them, so that few
+# partial sums remain.
 _PROGRAMS = 1056
-# Programs and experts whose sums one program adds up.
-_ROWS, _COLUMNS = 1024, 4
-_MAX_EXPERTS, _MAX_CHOICES = 512, 16
+# Partial sums and columns in one iteration of the kernel that sums over programs.
+_ROWS = 1024
+_COLUMNS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouteSettings:
-    """Say how experts are scored and chosen; ``plan.experts.ExpertsConfig`` says what the numbers mean.
+def route_tokens(
+    logits: Tensor,
+    bias: Tensor | None,
+    settings: RouteSettings,
+) -> tuple[Tensor, ...]:
+    """Score all experts for every token, choose the best, and sum the statistics for the losses.
 
-    Args:
-        num_experts: Experts of the layer, E.
-        top_k: Experts that a token goes to, k.
-        num_groups: Groups of experts, of which the best are eligible; 1 where all are.
-        top_k_groups: Groups that are eligible.
-        is_softmax: Whether scores are a softmax; otherwise they are sigmoids.
-        is_normalized: Whether the scores of the chosen experts are divided by their sum.
-        scale: What they are multiplied by.
-        num_sequences: Sequences whose sums are kept apart: token t is of sequence ``t % num_sequences``.
-        first_turn: If experts are dealt out in turn, whatever the scores are: the turn of the first choice; else None.
-        counts_unbiased: Whether the choices without biases are counted, too.
-    """
+    The logits get gradients from the probabilities, from the sums of shares and from the sum of
+    squares.
 
-    num_experts: int
-    top_k: int
-    num_groups: int
-    top_k_groups: int
-    is_softmax: bool
-    is_normalized: bool
-    scale: float
-    num_sequences: int
-    first_turn: int | None
-    counts_unbiased: bool
-
-    def is_served(self) -> bool:
-        """Tell whether the kernels are made for these numbers: the rows of scores must fit into registers."""
-        in_range = self.num_experts <= _MAX_EXPERTS and self.top_k <= _MAX_CHOICES
-        # Groups are a dimension of a tile, whose sizes are powers of two.
-        return in_range and (self.num_groups == 1 or power_of_two(self.num_experts) == self.num_experts)
-
-    def constants(self) -> dict[str, Any]:
-        """Return what both kernels are compiled for."""
-        block = power_of_two(self.num_experts)
-        return {
-            "E": self.num_experts, "K": self.top_k, "SOFTMAX": self.is_softmax, "NORMALIZE": self.is_normalized,
-            "TOKENS": max(min(_TILE // block, _MAX_TOKENS), 1), "BLOCK": block, "num_warps": _WARPS,
-        }  # fmt: skip
-
-
-def route_tokens(logits: Tensor, bias: Tensor | None, settings: RouteSettings) -> tuple[Tensor, ...]:
-    """Score all experts for every token, choose the best, and add up what balances them.
-
-    Gradients reach the logits from the probabilities, from the sums of shares and from the sum of squares.
-
-    Shapes: logits ``(T, E)`` float32; bias ``(E,)``; C is the number of sequences that are kept apart.
+    Shapes: logits ``(T, E)`` float32; bias ``(E,)``.
 
     Args:
-        logits: Of the router.
-        bias: What is added to scores where experts are chosen; None stands for nothing.
-        settings: How experts are chosen.
+        logits: Logits of the router.
+        bias: Tensor that is added to the scores for the choice only; None means no bias.
+        settings: Rules of the choice.
 
     Returns:
-        Probabilities of the chosen experts ``(T, k)``; their numbers, best first, ``(T, k)`` int64; how often every
-        expert is chosen ``(C, E)`` int32, and the same without biases if it is counted; sums over tokens of the scores
-        divided by their sum ``(C, E)``; the sum of the squared logarithms of sums of exponentials; the sum of entropies
-        (nats).
+        Seven tensors: the probabilities of the chosen experts ``(T, k)``; the chosen experts, best
+        first, ``(T, k)`` int64; the number of choices of every expert ``(C, E)`` int32; the same
+        without biases, if it is counted; the sums over tokens of the shares, which are scores
+        divided by their sum, ``(C, E)``; the sum over tokens of the squared log-sum-exp of the
+        logits; the sum of the entropies of the shares (nats).
     """
     probabilities, experts, loads, *sums = _Route.apply(logits, bias, settings)
     return probabilities, experts, loads[0], loads[-1], *sums
@@ -95,18 +56,27 @@ def route_tokens(logits: Tensor, bias: Tensor | None, settings: RouteSettings) -
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, bias: Tensor | None, settings: RouteSettings) -> tuple[Tensor, ...]:
-        logits, device = logits.contiguous(), logits.device
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        bias: Tensor | None,
+        settings: RouteSettings,
+    ) -> tuple[Tensor, ...]:
+        logits = logits.contiguous()
+        device = logits.device
         num_tokens, num_experts = logits.shape
-        classes, top_k, constants = settings.num_sequences, settings.top_k, settings.constants()
+        classes = settings.num_sequences
+        top_k = settings.top_k
+        constants = settings.constants()
         probabilities = torch.empty((num_tokens, top_k), dtype=logits.dtype, device=device)
         experts = torch.empty((num_tokens, top_k), dtype=torch.int64, device=device)
         blocks = ceil_div(ceil_div(num_tokens, classes), constants["TOKENS"])
         programs = min(blocks, max(_PROGRAMS // classes, 1))
         kinds = 2 if settings.counts_unbiased else 1
-        loads = torch.empty((kinds, classes, programs, num_experts), dtype=torch.int32, device=device)
+        shape = (kinds, classes, programs, num_experts)
+        loads = torch.empty(shape, dtype=torch.int32, device=device)
         sums = torch.empty((classes, programs, num_experts + 2), dtype=torch.float32, device=device)
-        # Where there are no tokens nothing is launched.
+        # Without tokens no kernel is launched, so the results must be zeroed.
         make = torch.empty if num_tokens else torch.zeros
         load = make((kinds, classes, num_experts), dtype=torch.int32, device=device)
         total = make((classes, num_experts + 2), dtype=torch.float32, device=device)
@@ -115,19 +85,23 @@ class _Route(torch.autograd.Function):
         if num_tokens:
             with on_device_of(logits):
                 _route_forward[(programs, classes)](
-                    logits, logits if bias is None else bias, probabilities, experts, loads, sums, num_tokens,
-                    settings.first_turn or 0, settings.scale, HAS_BIAS=bias is not None and not is_forced,
+                    logits, logits if bias is None else bias, probabilities, experts, loads, sums,
+                    num_tokens, settings.first_turn or 0, settings.scale,
+                    HAS_BIAS=bias is not None and not is_forced,
                     COUNTS_UNBIASED=settings.counts_unbiased, IS_FORCED=is_forced,
-                    GROUPS=settings.num_groups if has_groups else 1, TOP_GROUPS=settings.top_k_groups, **constants,
+                    GROUPS=settings.num_groups if has_groups else 1,
+                    TOP_GROUPS=settings.top_k_groups, **constants,
                 )  # fmt: skip
                 _route_totals[(ceil_div(num_experts + 2, _COLUMNS), classes)](
-                    loads, sums, load, total, programs, KINDS=kinds, E=num_experts, ROWS=_ROWS, COLUMNS=_COLUMNS
-                )
+                    loads, sums, load, total, programs,
+                    KINDS=kinds, E=num_experts, ROWS=_ROWS, COLUMNS=_COLUMNS,
+                )  # fmt: skip
         ctx.save_for_backward(logits, experts)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(experts, load)
-        squares, entropies = (total[0, num_experts:] if classes == 1 else total[:, num_experts:].sum(0)).unbind()
+        scalars = total[0, num_experts:] if classes == 1 else total[:, num_experts:].sum(0)
+        squares, entropies = scalars.unbind()
         ctx.mark_non_differentiable(entropies)
         return probabilities, experts, load, total[:, :num_experts], squares, entropies
 
@@ -135,25 +109,30 @@ class _Route(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, experts = ctx.saved_tensors
-        settings, constants = ctx.settings, ctx.settings.constants()
+        settings = ctx.settings
+        constants = settings.constants()
         grad_probabilities, _, _, grad_shares, grad_squares, _ = grads
         result = torch.empty_like(logits)
+        # Without a gradient any tensor serves as its pointer, which the kernel does not read.
+        inputs = [logits if grad is None else grad.contiguous() for grad in (
+            grad_probabilities, grad_shares, grad_squares
+        )]  # fmt: skip
         blocks = ceil_div(ceil_div(logits.shape[0], settings.num_sequences), constants["TOKENS"])
         if logits.numel():
             with on_device_of(logits):
                 _route_backward[(blocks, settings.num_sequences)](
-                    logits, experts, *(logits if grad is None else grad.contiguous() for grad in (
-                        grad_probabilities, grad_shares, grad_squares
-                    )), result, logits.shape[0], settings.scale, HAS_WEIGHTS=grad_probabilities is not None,
-                    HAS_SHARES=grad_shares is not None, HAS_SQUARES=grad_squares is not None, **constants,
+                    logits, experts, *inputs, result, logits.shape[0], settings.scale,
+                    HAS_WEIGHTS=grad_probabilities is not None, HAS_SHARES=grad_shares is not None,
+                    HAS_SQUARES=grad_squares is not None, **constants,
                 )  # fmt: skip
         return result, None, None
 
 
 @triton.jit
 def _ordered(scores: tl.tensor) -> tl.tensor:
-    # Bits of a float in the order of integers, of which a warp finds the highest at once; NaN is above all, as torch
-    # has it, and minus infinity above the lowest integer, which stands for what cannot be chosen.
+    # Map floats to integers of the same order, because a warp has an instruction for the maximum of
+    # integers. NaN is the largest, as in torch. Minus infinity is above the lowest integer, which
+    # marks experts that cannot be chosen.
     bits = scores.to(tl.int32, bitcast=True)
     return tl.where(scores != scores, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
@@ -164,7 +143,12 @@ def _value(ordered: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _first_of_highest(keys: tl.tensor, numbers: tl.tensor, AXIS: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
+def _first_of_highest(
+    keys: tl.tensor,
+    numbers: tl.tensor,
+    AXIS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> tl.tensor:
     highest = tl.max(keys, axis=AXIS, keep_dims=True)
     return tl.min(tl.where(keys == highest, numbers, SIZE), axis=AXIS, keep_dims=True)
 
@@ -174,15 +158,16 @@ def _best(
     scores: tl.tensor, columns: tl.tensor, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return for every expert which choice it is, or -1."""
+    """Return the rank of every expert among the choices of a token, or -1."""
     taken = -0x80000000
     keys = tl.where(columns < E, _ordered(scores), taken)
     if GROUPS > 1:
         SIZE: tl.constexpr = BLOCK // GROUPS
         by_group = tl.reshape(keys, (TOKENS, GROUPS, SIZE))
-        places = tl.arange(0, SIZE)[None, None, :]
-        is_first = places == _first_of_highest(by_group, places, 2, SIZE)
+        members = tl.arange(0, SIZE)[None, None, :]
+        is_first = members == _first_of_highest(by_group, members, 2, SIZE)
         second = tl.max(tl.where(is_first, taken, by_group), axis=2)
+        # The value of a group is the sum of its two best scores.
         worth = _ordered(_value(tl.max(by_group, axis=2)) + _value(second))
         numbers = tl.arange(0, GROUPS)[None, :]
         is_in = tl.zeros((TOKENS, GROUPS), tl.int32)
@@ -190,8 +175,10 @@ def _best(
             hit = numbers == _first_of_highest(worth, numbers, 1, GROUPS)
             is_in = tl.where(hit, 1, is_in)
             worth = tl.where(hit, taken, worth)
-        is_in = tl.reshape(tl.broadcast_to(is_in[:, :, None], (TOKENS, GROUPS, SIZE)), (TOKENS, BLOCK))
-        keys = tl.where(is_in != 0, keys, _ordered(tl.full((TOKENS, BLOCK), float("-inf"), tl.float32)))
+        is_in = tl.broadcast_to(is_in[:, :, None], (TOKENS, GROUPS, SIZE))
+        is_in = tl.reshape(is_in, (TOKENS, BLOCK))
+        excluded = _ordered(tl.full((TOKENS, BLOCK), float("-inf"), tl.float32))
+        keys = tl.where(is_in != 0, keys, excluded)
     place = tl.full((TOKENS, BLOCK), -1, tl.int32)
     for choice in tl.static_range(K):
         hit = columns == _first_of_highest(keys, columns, 1, BLOCK)
@@ -202,10 +189,11 @@ def _best(
 
 @triton.jit
 def _route_forward(
-    logits: tl.tensor, bias: tl.tensor, probabilities: tl.tensor, experts: tl.tensor, loads: tl.tensor,
-    sums: tl.tensor, num_tokens: tl.tensor, first_turn: tl.tensor, scale: tl.tensor, HAS_BIAS: tl.constexpr,
-    COUNTS_UNBIASED: tl.constexpr, IS_FORCED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    E: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
+    logits: tl.tensor, bias: tl.tensor, probabilities: tl.tensor, experts: tl.tensor,
+    loads: tl.tensor, sums: tl.tensor, num_tokens: tl.tensor, first_turn: tl.tensor,
+    scale: tl.tensor, HAS_BIAS: tl.constexpr, COUNTS_UNBIASED: tl.constexpr,
+    IS_FORCED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
@@ -235,7 +223,8 @@ def _route_forward(
             scores = 1.0 / (1.0 + tl.exp(-x))
             shares = scores / (tl.sum(scores, axis=1)[:, None] + 1e-20)
         share_sum += tl.where(inside, shares, 0.0)
-        entropy_sum -= tl.sum(tl.where(inside & (shares != 0.0), shares * tl.log(shares), 0.0), axis=1)
+        products = tl.where(inside & (shares != 0.0), shares * tl.log(shares), 0.0)
+        entropy_sum -= tl.sum(products, axis=1)
         if IS_FORCED:
             turn = (first_turn + token * K) % E
             place = (columns - turn[:, None] + E).to(tl.int32) % E
@@ -260,7 +249,8 @@ def _route_forward(
                 weights /= tl.sum(tl.where(is_chosen, scores, 0.0), axis=1)[:, None] + 1e-20
         at = token[:, None] * K + place
         tl.store(probabilities + at, weights * scale, mask=inside & is_chosen)
-        tl.store(experts + at, tl.broadcast_to(columns, (TOKENS, BLOCK)).to(tl.int64), mask=inside & is_chosen)
+        expert = tl.broadcast_to(columns, (TOKENS, BLOCK)).to(tl.int64)
+        tl.store(experts + at, expert, mask=inside & is_chosen)
     row = sequence * tl.num_programs(0) + tl.program_id(0)
     numbers = tl.arange(0, BLOCK)
     tl.store(loads + row * E + numbers, tl.sum(load, axis=0), mask=numbers < E)
@@ -275,17 +265,18 @@ def _route_forward(
 
 @triton.jit
 def _route_totals(
-    loads: tl.tensor, sums: tl.tensor, load: tl.tensor, total: tl.tensor, num_parts: tl.tensor, KINDS: tl.constexpr,
-    E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    loads: tl.tensor, sums: tl.tensor, load: tl.tensor, total: tl.tensor, num_parts: tl.tensor,
+    KINDS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Add up what the programs have seen, in their order."""
+    """Sum the partial sums of the programs, in their order."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
     found = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, num_parts, ROWS):
         part = start + tl.arange(0, ROWS)
         at = sums + (sequence * num_parts + part)[:, None] * (E + 2) + columns[None, :]
-        found += tl.sum(tl.load(at, mask=(part < num_parts)[:, None] & (columns < E + 2)[None, :], other=0.0), axis=0)
+        inside = (part < num_parts)[:, None] & (columns < E + 2)[None, :]
+        found += tl.sum(tl.load(at, mask=inside, other=0.0), axis=0)
     tl.store(total + sequence * (E + 2) + columns, found, mask=columns < E + 2)
     for kind in tl.static_range(KINDS):
         row = kind * num_sequences + sequence
@@ -293,16 +284,18 @@ def _route_totals(
         for start in range(0, num_parts, ROWS):
             part = start + tl.arange(0, ROWS)
             at = loads + (row * num_parts + part)[:, None] * E + columns[None, :]
-            count += tl.sum(tl.load(at, mask=(part < num_parts)[:, None] & (columns < E)[None, :], other=0), axis=0)
+            inside = (part < num_parts)[:, None] & (columns < E)[None, :]
+            count += tl.sum(tl.load(at, mask=inside, other=0), axis=0)
         tl.store(load + row * E + columns, count, mask=columns < E)
 
 
 @triton.jit
 def _route_backward(
     logits: tl.tensor, experts: tl.tensor, grad_probabilities: tl.tensor, grad_shares: tl.tensor,
-    grad_squares: tl.tensor, result: tl.tensor, num_tokens: tl.tensor, scale: tl.tensor, HAS_WEIGHTS: tl.constexpr,
-    HAS_SHARES: tl.constexpr, HAS_SQUARES: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    grad_squares: tl.tensor, result: tl.tensor, num_tokens: tl.tensor, scale: tl.tensor,
+    HAS_WEIGHTS: tl.constexpr, HAS_SHARES: tl.constexpr, HAS_SQUARES: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
     columns = tl.arange(0, BLOCK)[None, :]
@@ -327,7 +320,8 @@ def _route_backward(
         outer = tl.zeros((TOKENS, BLOCK), tl.float32)
         for choice in tl.static_range(K):
             expert = tl.load(experts + token * K + choice, mask=is_token, other=-1)
-            grad = tl.load(grad_probabilities + token * K + choice, mask=is_token, other=0.0) * scale
+            grad = tl.load(grad_probabilities + token * K + choice, mask=is_token, other=0.0)
+            grad *= scale
             hit = columns == expert[:, None]
             is_chosen = tl.where(hit, 1, is_chosen)
             outer = tl.where(hit, grad[:, None], outer)

@@ -1,4 +1,4 @@
-"""The gated activation ``silu(gate) * up`` of a fused projection, forward and backward in one pass each."""
+"""SwiGLU, ``silu(gate) * up``, of a fused projection; forward and backward are one pass each."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BLOCK = 2048
 def apply_swiglu(gate_up: Tensor) -> Tensor:
     """Multiply the SiLU of the first half of the features by the second half.
 
-    Equal to ``silu(gate) * up`` of ``gate, up = gate_up.chunk(2, -1)``, computed in float32 and rounded once; the
-    backward pass keeps ``gate_up`` alone.
+    Equal to ``silu(gate) * up`` with ``gate, up = gate_up.chunk(2, -1)``, computed in float32 and
+    rounded once. Only ``gate_up`` is kept for the backward pass.
 
     Shapes: gate_up ``(..., 2 F)``; output ``(..., F)``.
     Source: Shazeer 2020.
@@ -37,28 +37,43 @@ class _SwiGLU(torch.autograd.Function):
             block = min(_BLOCK, power_of_two(features))
             with on_device_of(rows):
                 _forward[(rows.shape[0], ceil_div(features, block))](
-                    rows, output, rows.stride(0), features, BLOCK=block
+                    rows,
+                    output,
+                    rows.stride(0),
+                    features,
+                    BLOCK=block,
                 )
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
-        rows, grad = as_rows(gate_up), as_rows(grads[0])
+        rows = as_rows(gate_up)
+        grad = as_rows(grads[0])
         features = rows.shape[1] // 2
         result = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
         if result.numel():
             block = min(_BLOCK, power_of_two(features))
             with on_device_of(rows):
                 _backward[(rows.shape[0], ceil_div(features, block))](
-                    rows, grad, result, rows.stride(0), grad.stride(0), features, BLOCK=block
+                    rows,
+                    grad,
+                    result,
+                    rows.stride(0),
+                    grad.stride(0),
+                    features,
+                    BLOCK=block,
                 )
         return result
 
 
 @triton.jit
 def _forward(
-    gate_up: tl.tensor, output: tl.tensor, row_stride: tl.tensor, features: tl.tensor, BLOCK: tl.constexpr
+    gate_up: tl.tensor,
+    output: tl.tensor,
+    row_stride: tl.tensor,
+    features: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

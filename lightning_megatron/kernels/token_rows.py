@@ -1,4 +1,4 @@
-"""Tokens to the rows of their choices and back, each row moved once; rows past the last end are not touched."""
+"""Permutation of tokens to the rows of their experts, and the sum of rows back to tokens."""
 
 from __future__ import annotations
 
@@ -16,35 +16,46 @@ _BLOCK = 1024
 
 
 def permute_tokens(
-    hidden: Tensor, probabilities: Tensor | None, rows: Tensor, ends: Tensor, num_rows: int
+    hidden: Tensor,
+    probabilities: Tensor | None,
+    rows: Tensor,
+    ends: Tensor,
+    num_rows: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Copy every token, and the probabilities of its choices, into the rows of the choices.
 
-    Equal to ``result[rows[t, j]] = hidden[t]`` and ``scales[rows[t, j]] = probabilities[t, j]`` for all rows before the
-    last end; those past it are undefined. Gradients of a token are added up in float32.
+    Equal to ``result[rows[t, j]] = hidden[t]`` and ``scales[rows[t, j]] = probabilities[t, j]`` for
+    all rows before the last end. Rows past the last end are undefined. The gradient of a token is
+    summed in float32.
 
-    Shapes: hidden ``(T, D)``; probabilities and rows ``(T, k)``; ends ``(E)``; results ``(R, D)`` and ``(R)``.
+    Shapes: hidden ``(T, D)``; probabilities and rows ``(T, k)``; ends ``(E)``; results ``(R, D)``
+        and ``(R)``.
 
     Args:
-        hidden: The tokens.
-        probabilities: Of the choices; None stands for none, and the second result is then None.
-        rows: Where each choice goes; past the last end for one that goes nowhere.
-        ends: One past the last row of every expert, on the device.
-        num_rows: Rows of the result, R.
+        hidden: Hidden states of the tokens.
+        probabilities: Probabilities of the choices; with None the second result is None.
+        rows: Row of every choice; past the last end for choices without a row.
+        ends: End (exclusive) of the rows of every expert, on the device.
+        num_rows: Number R of rows of the result (rows).
     """
     return _Permute.apply(hidden, probabilities, rows, ends, num_rows)
 
 
-def unpermute_rows(values: Tensor, probabilities: Tensor | None, rows: Tensor, ends: Tensor) -> Tensor:
-    """Add up the rows of every token's choices in float32, each times its probability if there are some.
+def unpermute_rows(
+    values: Tensor,
+    probabilities: Tensor | None,
+    rows: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """Sum the rows of every token's choices in float32, weighted by their probabilities.
 
     Shapes: values ``(R, D)``; probabilities and rows ``(T, k)``; ends ``(E)``; output ``(T, D)``.
 
     Args:
-        values: The rows; those past the last end may hold anything.
-        probabilities: What the rows are multiplied by; None stands for ones.
-        rows: Where each choice lies; past the last end for one that adds nothing.
-        ends: One past the last row of every expert, on the device.
+        values: Rows to sum; rows past the last end are not read.
+        probabilities: Factor of the row of every choice; None means 1.
+        rows: Row of every choice; past the last end for choices without a row.
+        ends: End (exclusive) of the rows of every expert, on the device.
     """
     return _Unpermute.apply(values, probabilities, rows, ends)
 
@@ -52,7 +63,12 @@ def unpermute_rows(values: Tensor, probabilities: Tensor | None, rows: Tensor, e
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, probabilities: Tensor | None, rows: Tensor, ends: Tensor, num_rows: int
+        ctx: Any,
+        hidden: Tensor,
+        probabilities: Tensor | None,
+        rows: Tensor,
+        ends: Tensor,
+        num_rows: int,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(rows, ends)
         return _spread(hidden, probabilities, rows, ends, num_rows)
@@ -67,7 +83,13 @@ class _Permute(torch.autograd.Function):
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, probabilities: Tensor | None, rows: Tensor, ends: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        probabilities: Tensor | None,
+        rows: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(None if probabilities is None else values, probabilities, rows, ends)
         ctx.num_rows = values.shape[0]
         return _collect(values, rows, ends, probabilities=probabilities)[0]
@@ -78,14 +100,16 @@ class _Unpermute(torch.autograd.Function):
         values, probabilities, rows, ends = ctx.saved_tensors
         if probabilities is None:
             return _spread(grads[0], None, rows, ends, ctx.num_rows)[0], None, None, None
-        grad, values, width = as_rows(grads[0]), as_rows(values), values.shape[1]
+        grad = as_rows(grads[0])
+        values = as_rows(values)
+        width = values.shape[1]
         grad_values = grad.new_empty((ctx.num_rows, width), dtype=values.dtype)
         grad_probabilities = torch.empty(rows.shape, dtype=probabilities.dtype, device=rows.device)
         if rows.numel():
             with on_device_of(grad):
                 _weighed_rows_backward[(rows.shape[0],)](
-                    grad, values, probabilities.contiguous(), grad_values, grad_probabilities, rows, ends,
-                    grad.stride(0), values.stride(0), width, ctx.num_rows, ends.shape[0],
+                    grad, values, probabilities.contiguous(), grad_values, grad_probabilities, rows,
+                    ends, grad.stride(0), values.stride(0), width, ctx.num_rows, ends.shape[0],
                     K=rows.shape[1], BLOCK=_block(width),
                 )  # fmt: skip
         return grad_values, grad_probabilities, None, None
@@ -96,36 +120,51 @@ def _block(width: int) -> int:
 
 
 def _spread(
-    source: Tensor, probabilities: Tensor | None, rows: Tensor, ends: Tensor, num_rows: int
+    source: Tensor,
+    probabilities: Tensor | None,
+    rows: Tensor,
+    ends: Tensor,
+    num_rows: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Copy tokens, and probabilities if there are some, to the rows of choices."""
-    source, width = as_rows(source), source.shape[1]
+    """Copy tokens, and probabilities if given, to the rows of their choices."""
+    source = as_rows(source)
+    width = source.shape[1]
     result = source.new_empty((num_rows, width))
     scales = None if probabilities is None else probabilities.new_empty(num_rows)
     if rows.numel():
         with on_device_of(source):
             _spread_rows[(rows.shape[0], ceil_div(width, _block(width)))](
                 source, result, rows if probabilities is None else probabilities.contiguous(),
-                result if scales is None else scales, rows, ends, source.stride(0), width, num_rows, ends.shape[0],
-                K=rows.shape[1], HAS_SCALES=scales is not None, CHOICES=power_of_two(rows.shape[1]),
-                BLOCK=_block(width),
+                result if scales is None else scales, rows, ends, source.stride(0), width, num_rows,
+                ends.shape[0], K=rows.shape[1], HAS_SCALES=scales is not None,
+                CHOICES=power_of_two(rows.shape[1]), BLOCK=_block(width),
             )  # fmt: skip
     return result, scales
 
 
 def _collect(
-    values: Tensor, rows: Tensor, ends: Tensor, *, probabilities: Tensor | None = None, scales: Tensor | None = None
+    values: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    *,
+    probabilities: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Add up the rows of every token's choices, times probabilities if there are some; gather scales if there are."""
-    values, width = as_rows(values), values.shape[1]
+    """Sum the rows of every token's choices, and gather the scales of the rows.
+
+    Rows are multiplied by probabilities if given. Scales are gathered if given.
+    """
+    values = as_rows(values)
+    width = values.shape[1]
     result = values.new_empty((rows.shape[0], width))
     gathered = None if scales is None else scales.new_empty(rows.shape)
     if rows.numel():
         with on_device_of(values):
             _collect_rows[(rows.shape[0], ceil_div(width, _block(width)))](
                 values, result, rows if probabilities is None else probabilities.contiguous(),
-                result if scales is None else scales.contiguous(), result if gathered is None else gathered, rows, ends,
-                values.stride(0), width, values.shape[0], ends.shape[0], K=rows.shape[1],
+                result if scales is None else scales.contiguous(),
+                result if gathered is None else gathered, rows, ends, values.stride(0), width,
+                values.shape[0], ends.shape[0], K=rows.shape[1],
                 IS_WEIGHED=probabilities is not None, HAS_SCALES=scales is not None,
                 CHOICES=power_of_two(rows.shape[1]), BLOCK=_block(width),
             )  # fmt: skip
@@ -197,7 +236,9 @@ def _collect_rows(
     total = tl.zeros((BLOCK,), tl.float32)
     for choice in tl.static_range(K):
         row = tl.load(rows + token * K + choice)
-        x = tl.load(values + row * value_stride + columns, mask=inside & (row < end), other=0.0).to(tl.float32)
+        x = tl.load(values + row * value_stride + columns, mask=inside & (row < end), other=0.0).to(
+            tl.float32,
+        )
         if IS_WEIGHED:
             x *= tl.load(probabilities + token * K + choice)
         total += x
@@ -227,12 +268,16 @@ def _weighed_rows_backward(
         row = tl.load(rows + token * K + choice)
         probability = tl.load(probabilities + token * K + choice)
         total = tl.zeros((BLOCK,), tl.float32)
-        # The token's gradient is read again for every choice: it stays in the cache.
+        # The token's gradient is read once per choice, from the cache after the first time.
         for start in range(0, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = (columns < width) & (row < end)
-            outer = tl.load(grad + token * grad_stride + columns, mask=inside, other=0.0).to(tl.float32)
-            x = tl.load(values + row * value_stride + columns, mask=inside, other=0.0).to(tl.float32)
+            outer = tl.load(grad + token * grad_stride + columns, mask=inside, other=0.0).to(
+                tl.float32,
+            )
+            x = tl.load(values + row * value_stride + columns, mask=inside, other=0.0).to(
+                tl.float32,
+            )
             total += outer * x
             change = (outer * probability).to(grad_values.dtype.element_ty)
             tl.store(grad_values + row * width + columns, change, mask=inside)

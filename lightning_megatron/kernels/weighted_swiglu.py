@@ -1,6 +1,6 @@
-"""SwiGLU times a probability of each row, forward and backward, for the rows before an end that only the device knows.
+"""SwiGLU times a probability per row, for a number of rows that only the device knows.
 
-A fixed number of programs goes over the rows, so that those past the end cost nothing.
+A fixed number of programs loops over the rows, so rows past the end cost nothing.
 """
 
 from __future__ import annotations
@@ -16,49 +16,66 @@ from triton import language as tl
 
 from lightning_megatron.kernels.launch import as_rows, ceil_div, on_device_of, power_of_two
 
-# Elements of a gate that a program takes at a time, and the fewest of one row among many.
-_BLOCK, _MIN_COLUMNS = 1024, 128
+# Gate elements in one iteration of a program.
+_BLOCK = 1024
+# Smallest number of columns in an iteration over several rows.
+_MIN_COLUMNS = 128
 # Sixty-four for every multiprocessor of an H200.
 _PROGRAMS = 8448
 
 
 def apply_weighted_swiglu(
-    gate_up: Tensor, probabilities: Tensor, ends: Tensor, computed: Tensor | None = None
+    gate_up: Tensor,
+    probabilities: Tensor,
+    ends: Tensor,
+    computed: Tensor | None = None,
 ) -> Tensor:
-    """Multiply the SiLU of the first half of the features by the second half and by the row's probability.
+    """Apply SwiGLU and multiply every row by its probability.
 
-    Equal to ``silu(gate) * up * probability`` of ``gate, up = gate_up.chunk(2, -1)``, computed in float32 and rounded
-    once, in all rows before the last end. Rows past it are neither read nor written, forward and backward; what they
-    hold in the output and in gradients is undefined.
+    Equal to ``silu(gate) * up * probability`` with ``gate, up = gate_up.chunk(2, -1)``, computed in
+    float32 and rounded once, for all rows before the last end. Rows past the last end are neither
+    read nor written, forward and backward. Their values in the output and in gradients are
+    undefined.
 
     Shapes: gate_up ``(R, 2 F)``; probabilities ``(R)``; ends ``(E)``; output ``(R, F)``.
 
     Args:
-        gate_up: The fused projection of every row.
-        probabilities: What each row is multiplied by, in float32.
-        ends: One past the last row of every expert, on the device.
-        computed: The output, where the kernel that made ``gate_up`` has computed it too; it then has gradients.
+        gate_up: Output of the fused projection.
+        probabilities: Factor of each row, in float32.
+        ends: End (exclusive) of the rows of every expert, on the device.
+        computed: The output, if the kernel of ``gate_up`` has already computed it. This function
+            then only attaches the gradients.
 
     Source: Shazeer 2020.
     """
-    return _WeightedSwiGLU.apply(gate_up, probabilities, ends, None if computed is None else (computed,))
+    return _WeightedSwiGLU.apply(
+        gate_up,
+        probabilities,
+        ends,
+        None if computed is None else (computed,),
+    )
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, probabilities: Tensor, ends: Tensor, computed: tuple[Tensor] | None
+        ctx: Any,
+        gate_up: Tensor,
+        probabilities: Tensor,
+        ends: Tensor,
+        computed: tuple[Tensor] | None,
     ) -> Tensor:
         ctx.save_for_backward(gate_up, probabilities, ends)
-        if computed is not None:  # in a tuple, so that autograd does not take it for an input
+        if computed is not None:  # in a tuple, so that autograd does not treat it as an input
             return computed[0]
-        rows, features = as_rows(gate_up), gate_up.shape[1] // 2
+        rows = as_rows(gate_up)
+        features = gate_up.shape[1] // 2
         output = gate_up.new_empty((rows.shape[0], features))
         if output.numel():
             with on_device_of(rows):
                 _weighted_swiglu_forward[_grid(rows.shape[0], features)](
-                    rows, probabilities.contiguous(), ends, output, rows.stride(0), rows.shape[0], features,
-                    ends.shape[0], **_shape(features),
+                    rows, probabilities.contiguous(), ends, output, rows.stride(0), rows.shape[0],
+                    features, ends.shape[0], **_shape(features),
                 )  # fmt: skip
         return output
 
@@ -66,21 +83,28 @@ class _WeightedSwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, probabilities, ends = ctx.saved_tensors
-        rows, grad, features = as_rows(gate_up), as_rows(grads[0]), gate_up.shape[1] // 2
+        rows = as_rows(gate_up)
+        grad = as_rows(grads[0])
+        features = gate_up.shape[1] // 2
         grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        grad_probabilities = torch.empty(probabilities.shape, dtype=probabilities.dtype, device=rows.device)
+        grad_probabilities = torch.empty(
+            probabilities.shape,
+            dtype=probabilities.dtype,
+            device=rows.device,
+        )
         if grad_rows.numel():
             with on_device_of(rows):
                 _weighted_swiglu_backward[_grid(rows.shape[0], features)](
-                    rows, probabilities.contiguous(), ends, grad, grad_rows, grad_probabilities, rows.stride(0),
-                    grad.stride(0), rows.shape[0], features, ends.shape[0], **_shape(features),
+                    rows, probabilities.contiguous(), ends, grad, grad_rows, grad_probabilities,
+                    rows.stride(0), grad.stride(0), rows.shape[0], features, ends.shape[0],
+                    **_shape(features),
                 )  # fmt: skip
         return grad_rows, grad_probabilities, None, None
 
 
 def _shape(features: int) -> dict[str, int]:
-    """Return how many rows and columns a program takes at a time."""
-    # Columns that divide the features leave no thread without work.
+    """Return the numbers of rows and columns in one iteration of a program."""
+    # If the columns divide the features, no thread is idle.
     columns = gcd(features, _BLOCK)
     if columns < _MIN_COLUMNS:
         columns = min(_BLOCK, power_of_two(features))
@@ -146,7 +170,11 @@ def _weighted_swiglu_backward(
             source = gate_up + row[:, None] * row_stride + columns[None, :]
             gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
             up = tl.load(source + features, mask=inside, other=0.0).to(tl.float32)
-            outer = tl.load(grad + row[:, None] * grad_stride + columns[None, :], mask=inside, other=0.0)
+            outer = tl.load(
+                grad + row[:, None] * grad_stride + columns[None, :],
+                mask=inside,
+                other=0.0,
+            )
             outer = outer.to(tl.float32)
             sigmoid = 1.0 / (1.0 + tl.exp(-gate))
             silu = gate * sigmoid

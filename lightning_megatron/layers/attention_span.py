@@ -44,9 +44,9 @@ class AttentionSpan:
             found = getattr(self, name)
             if found is not None and tuple(found.shape) != (num_sequences, seq_length):
                 raise ParallelPlanError(
-                    f"span.{name} must have the shape of the tokens ({num_sequences}, {seq_length}), "
-                    f"because it describes each of them: its shape is {tuple(found.shape)}. "
-                    "Expand or cut it."
+                    f"span.{name} must have the shape of the tokens ({num_sequences}, "
+                    f"{seq_length}), because it describes each of them: its shape is "
+                    f"{tuple(found.shape)}. Expand or cut it."
                 )
 
     @property

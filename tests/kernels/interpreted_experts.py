@@ -10,7 +10,15 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_megatron.kernels import choice_sort, peer_rows, route, token_rows, two_halves, weighted_swiglu
+from lightning_megatron.kernels import (
+    choice_sort,
+    peer_rows,
+    route,
+    route_settings,
+    token_rows,
+    two_halves,
+    weighted_swiglu,
+)
 from tests.kernels import interpreted  # noqa: F401  mends the interpreter
 from tests.kernels.checks import Draw
 from tests.kernels.expert_checks import CHECKS, FEW, ONLY_FLOAT32
@@ -18,7 +26,8 @@ from tests.kernels.program import report_checks
 
 # Small blocks and few programs, so that each has several of everything.
 choice_sort._BLOCK, choice_sort._EXPERTS, choice_sort._ROWS = 32, 2, 2
-route._TILE, route._PROGRAMS, route._ROWS, route._COLUMNS = 64, 3, 2, 4
+route_settings._TILE = 64
+route._PROGRAMS, route._ROWS, route._COLUMNS = 3, 2, 4
 token_rows._BLOCK = two_halves._BLOCK = peer_rows._BLOCK = 16
 peer_rows._PROGRAMS = 3
 weighted_swiglu._BLOCK, weighted_swiglu._PROGRAMS = 64, 3
