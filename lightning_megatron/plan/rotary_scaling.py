@@ -24,15 +24,15 @@ class RotaryScaling:
         factor: Ratio of the new sequence length to the original one.
         original_length: Longest sequence of the original training; required by all kinds except
             "linear" (tokens).
-        low_frequency_factor: Llama3: Angles with fewer turns than this over ``original_length`` are
-            divided.
-        high_frequency_factor: Llama3: Angles with more turns than this are kept.
-        beta_fast: Yarn: Angles with more turns than this over ``original_length`` are kept.
-        beta_slow: Yarn: Angles with fewer turns than this are divided.
-        truncate: Yarn: Whether the ends of the ramp are rounded to whole angles.
-        short_factors: Longrope: Divisor of every angle in sequences of at most ``original_length``
-            tokens.
-        long_factors: Longrope: Divisor of every angle in longer sequences.
+        low_frequency_factor: Angles with fewer turns than this over ``original_length`` are divided
+            ("llama3").
+        high_frequency_factor: Angles with more turns than this are kept ("llama3").
+        beta_fast: Angles with more turns than this over ``original_length`` are kept ("yarn").
+        beta_slow: Angles with fewer turns than this are divided ("yarn").
+        truncate: Whether the ends of the ramp are rounded to whole angles ("yarn").
+        short_factors: Divisor of every angle in sequences of at most ``original_length`` tokens
+            ("longrope").
+        long_factors: Divisor of every angle in longer sequences ("longrope").
         attention_factor: Factor of cosines and sines; None means the value that the kind's authors
             recommend.
 
