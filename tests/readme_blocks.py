@@ -14,7 +14,8 @@ pages runs once. A comment before a block names it and may state how the test ru
 A block ```text after <!-- prints: NAME --> is what the block NAME prints. `pip install ... &&` at the start of a bash
 block is left out: the package is installed when its tests run.
 Run as a program (`python -m tests.readme_blocks`), it writes the generated texts again: the map of the rooms in the
-README and in `docs/architecture.md`, the picture of their imports, and the page of options.
+README and in `docs/architecture.md`, the picture of their imports, the picture of measured
+times, and the page of options.
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ def write_map(page: Path) -> None:
 
 
 if __name__ == "__main__":
+    from tests import performance_picture
     from tests.options_page import OPTIONS, options_page
     from tests.room_picture import PICTURE, room_picture
 
@@ -153,3 +155,4 @@ if __name__ == "__main__":
     write_map(DOCS / "architecture.md")
     OPTIONS.write_text(options_page())
     PICTURE.write_text(room_picture())
+    performance_picture.PICTURE.write_text(performance_picture.performance_picture())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.swap.families.known import FAMILIES
+from tests import performance_picture
 from tests.options_page import OPTIONS, options_page
 from tests.readme_blocks import DOCS, MAP, README, ROOT, Block, pages, printed_text, read_blocks, room_map
 from tests.room_picture import PICTURE, room_picture
@@ -100,11 +101,21 @@ def test_the_docs_list_all_decoders() -> None:
 
 def test_measured_times_of_the_readme_are_in_the_results() -> None:
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-    rows = re.search(r"<!-- measured -->\n((?:\|.*\n)+)", README.read_text())
-    assert rows is not None
-    times = re.findall(r"\d+\.\d+", rows.group(1))
-    assert times
+    table = performance_picture.MEASURED.search(README.read_text())
+    assert table is not None
+    times = re.findall(r"(\d+\.\d+) ms", table.group(1))
+    assert len(times) == 2 * len(performance_picture.measurements())
     assert not [time for time in times if time not in results]
+
+
+def test_speed_ups_are_quotients_of_the_times() -> None:
+    for row in performance_picture.measurements():
+        assert row.speed_up.startswith(f"{row.peer / row.ours:.2f}"), row
+
+
+def test_picture_of_measured_times_is_current() -> None:
+    current = performance_picture.PICTURE.read_text() == performance_picture.performance_picture()
+    assert current, "docs/performance.svg is old. Draw it again: python -m tests.readme_blocks"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
