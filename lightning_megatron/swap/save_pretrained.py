@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import RankMismatchError, UnsupportedError
+from lightning_megatron.groups.after_run import ranks_on_cpu
+from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects, barrier
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import exchange
@@ -151,18 +154,32 @@ def write_together(
     Communication: one gather of names, then one message for each part of a tensor, over all ranks on the CPU.
     """
     held = _held(tensors, mesh)
-    offers = {
-        name: (one.dtype, [(box.offsets, box.sizes) for box in one.boxes], one.shape) for name, one in held.items()
-    }
-    everyone = all_gather_objects(offers, mesh.world_cpu)
-    found = {name: offer[2] for offers in everyone for name, offer in offers.items()}
-    shapes = {name: found[name] for name in sorted(found, key=block)}
-    if mesh.rank != 0:
-        for name in shapes:
-            _send(held.get(name), mesh)
-    else:
-        write(((name, _gathered(name, shapes[name], held, everyone, mesh)) for name in shapes), shapes)
-    barrier(mesh.world_cpu)
+    with _all_ranks(mesh) as world:
+        offers = {
+            name: (one.dtype, [(box.offsets, box.sizes) for box in one.boxes], one.shape) for name, one in held.items()
+        }
+        everyone = all_gather_objects(offers, world)
+        found = {name: offer[2] for offers in everyone for name, offer in offers.items()}
+        shapes = {name: found[name] for name in sorted(found, key=block)}
+        if world.rank != 0:
+            for name in shapes:
+                _send(held.get(name), world)
+        else:
+            write(((name, _gathered(name, shapes[name], held, everyone, world)) for name in shapes), shapes)
+        barrier(world)
+
+
+@contextmanager
+def _all_ranks(mesh: ParallelMesh) -> Iterator[MeshAxis]:
+    try:
+        with ranks_on_cpu(mesh) as world:
+            yield world
+    except RankMismatchError as error:
+        raise UnsupportedError(
+            "save_pretrained of a model that is cut over ranks must be called on all of them: each sends rank 0 what "
+            f"it has ({error}) Call it outside of `if trainer.is_global_zero:`, in on_train_end or after the fit, or "
+            "write a folder from a checkpoint with `lightning-megatron convert`."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -189,9 +206,9 @@ def _held(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, _Held]
     return found
 
 
-def _send(held: _Held | None, mesh: ParallelMesh) -> None:
+def _send(held: _Held | None, world: MeshAxis) -> None:
     for view in () if held is None else held.views:
-        exchange([(_as_bytes(view), 0)], [], mesh.world_cpu).wait()
+        exchange([(_as_bytes(view), 0)], [], world).wait()
 
 
 def _gathered(
@@ -199,18 +216,18 @@ def _gathered(
     shape: tuple[int, ...],
     held: Mapping[str, _Held],
     everyone: Sequence[Mapping[str, Any]],
-    mesh: ParallelMesh,
+    world: MeshAxis,
 ) -> Tensor:
     dtype = next(offered[name][0] for offered in everyone if name in offered)
     full = torch.empty(shape, dtype=dtype)
     for rank, offered in enumerate(everyone):
         for number, (offsets, sizes) in enumerate(offered[name][1] if name in offered else ()):
             region = full[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
-            if rank == mesh.rank:
+            if rank == world.rank:
                 region.copy_(held[name].views[number])
                 continue
             arrived = torch.empty(sizes, dtype=dtype)
-            exchange([], [(_as_bytes(arrived), rank)], mesh.world_cpu).wait()
+            exchange([], [(_as_bytes(arrived), rank)], world).wait()
             region.copy_(arrived)
     return full
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups import after_run
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.parameter_stack import ParameterStack
@@ -209,13 +211,38 @@ def save(rank: int, size: int, folder: str) -> None:
         [("llama", {"tp": 2}), ("gpt_neox", {"tp": 2}), ("gpt2", {"pp": 2}), ("phi3", {})]
     ):
         mesh = ParallelMesh.create(ParallelLayout(size, **sizes), sequence_parallel=False)
-        swapped(twin_of(case), mesh).save_pretrained(Path(folder) / str(number), max_shard_size="20KB")
+        model = swapped(twin_of(case), mesh)
+        model.save_pretrained(Path(folder) / str(number), max_shard_size="20KB")
         mesh.destroy()
+        # As after Trainer.fit.
+        model.save_pretrained(Path(folder) / f"{number}_after")
+
+
+def save_alone(rank: int, size: int, folder: str) -> str:
+    mesh = ParallelMesh.create(ParallelLayout(size, tp=2), sequence_parallel=False)
+    model = swapped(twin_of("llama"), mesh)
+    mesh.destroy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(after_run, "_PATIENCE", timedelta(seconds=1))
+        try:
+            if rank == 0:
+                model.save_pretrained(Path(folder))
+        except UnsupportedError as error:
+            return str(error)
+    return ""
+
+
+def test_save_pretrained_after_a_run_on_one_rank_is_refused(tmp_path: Path) -> None:
+    alone, _ = run_world(save_alone, 2, str(tmp_path))
+    assert "must be called on all of them" in alone
+    assert "rank 1 did not come within 1 s" in alone
+    assert not list(tmp_path.iterdir())
 
 
 def test_save_pretrained_writes_the_whole_model_from_all_ranks(tmp_path: Path) -> None:
     run_world(save, 2, str(tmp_path))
-    for number, case in enumerate(("llama", "gpt_neox", "gpt2", "phi3")):
+    cases = ("llama", "gpt_neox", "gpt2", "phi3")
+    for number, case in [*enumerate(cases), *((f"{number}_after", case) for number, case in enumerate(cases))]:
         again, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / str(number), output_loading_info=True
         )
