@@ -272,7 +272,8 @@ def _size(num_bytes: int) -> str:
     size = float(num_bytes)
     units = ["B", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
+        size /= 1000
+        units = units[1:]
     return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 

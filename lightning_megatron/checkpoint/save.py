@@ -67,8 +67,10 @@ def gather_content(
         ready: Function that blocks until the copies can be read.
     """
     pieces = boxes_to_write(tensors, mesh)
+    if copy is not None:
+        pieces = copy(pieces)
     return Content(
-        pieces if copy is None else copy(pieces),
+        pieces,
         to_bytes(dict(rank_state)),
         to_bytes(dict(metadata)) if mesh.world.rank == 0 else b"",
         _number(metadata.get("global_step")),

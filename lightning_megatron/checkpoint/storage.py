@@ -107,13 +107,13 @@ class Folder(Protocol):
         """Return a folder inside this one."""
 
     def make(self) -> None:
-        """Create the folder and its parents where they do not exist."""
+        """Create the folder and its missing parents."""
 
     def names(self) -> list[str]:
-        """List what is inside, in order; nothing if the folder does not exist."""
+        """Return the sorted names inside; none if the folder does not exist."""
 
     def exists(self, name: str) -> bool:
-        """Tell whether there is a file or folder of that name inside."""
+        """Return whether a file or folder of that name exists inside."""
 
     def size(self, name: str) -> int:
         """Return the size of a file inside (bytes)."""
@@ -147,15 +147,15 @@ class LocalFolder:
         return LocalFolder(self.path / name)
 
     def make(self) -> None:
-        """Create the folder and its parents where they do not exist."""
+        """Create the folder and its missing parents."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
-        """List what is inside, in order; nothing if the folder does not exist."""
+        """Return the sorted names inside; none if the folder does not exist."""
         return sorted(os.listdir(self.path)) if self.path.is_dir() else []
 
     def exists(self, name: str) -> bool:
-        """Tell whether there is a file or folder of that name inside."""
+        """Return whether a file or folder of that name exists inside."""
         return (self.path / name).exists()
 
     def size(self, name: str) -> int:
@@ -181,11 +181,11 @@ class LocalFolder:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def move(self, old: str, new: str) -> None:
-        """Give a file inside another name, replacing what has that name."""
+        """Rename a file inside, replacing an existing file of the new name."""
         os.replace(self.path / old, self.path / new)
 
     def remove(self, name: str) -> None:
-        """Remove a file or folder inside, if it is there."""
+        """Remove a file or folder inside, if it exists."""
         remove_path(self.path / name)
 
 
@@ -228,7 +228,7 @@ class RemoteFolder:
         self._fs.makedirs(self._path(), exist_ok=True)
 
     def names(self) -> list[str]:
-        """List what is inside, in order; nothing if the folder does not exist."""
+        """Return the sorted names inside; none if the folder does not exist."""
         self._fs.invalidate_cache()
         try:
             found = self._fs.ls(self._path(), detail=False)
@@ -237,7 +237,7 @@ class RemoteFolder:
         return sorted(name for path in found if (name := path.rstrip("/").rsplit("/", 1)[-1]))
 
     def exists(self, name: str) -> bool:
-        """Tell whether there is a file or folder of that name inside."""
+        """Return whether a file or folder of that name exists inside."""
         self._fs.invalidate_cache()
         return bool(self._fs.exists(self._path(name)))
 
@@ -257,11 +257,11 @@ class RemoteFolder:
             yield file
 
     def move(self, old: str, new: str) -> None:
-        """Give a file inside another name, replacing what has that name."""
+        """Rename a file inside, replacing an existing file of the new name."""
         self._fs.mv(self._path(old), self._path(new))
 
     def remove(self, name: str) -> None:
-        """Remove a file or folder inside, if it is there."""
+        """Remove a file or folder inside, if it exists."""
         if self.exists(name):
             self._fs.rm(self._path(name), recursive=True)
 

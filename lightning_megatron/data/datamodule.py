@@ -45,8 +45,7 @@ class TokenDataModule(LightningDataModule):
         A batch is {"tokens": (B, S), "labels": (B, S)}: shifted labels, of which -100 is ignored.
 
     Args:
-        train: Prefix of a token file (path without .bin and .idx), a list of prefixes, or a mapping
-            from prefixes to weights.
+        train: Prefix of a token file (path without .bin), a list of them, or prefixes with weights.
         val: Prefixes of the validation corpora; None disables validation.
         test: Prefixes of the test corpora.
         split: Weights such as "980,15,5" to divide ``train`` into train, val and test.
@@ -194,7 +193,8 @@ class TokenDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training data after the batches that the Trainer finished."""
-        loader, trainer = self._train_loader, self.trainer
+        trainer = self.trainer
+        loader = self._train_loader
         if loader is None or trainer is None:
             return dict(self._restored)
         sampler = loader.sampler
@@ -300,7 +300,7 @@ class TokenDataModule(LightningDataModule):
             )
         if not corpora:
             return []
-        # A fixed seed: with `limit_val_batches`, runs are compared on the same part of the text.
+        # Fixed seed: `limit_val_batches` then compares runs on the same text.
         samples = blend_samples(corpora, None, replace(self._options("spread"), seed=0))
         dp_rank, dp_size = self._data_parallel()
         sampler = TokenBatchSampler(len(samples), self.batch_size, dp_rank, dp_size, drop_last=False)
