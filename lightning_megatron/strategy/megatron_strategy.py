@@ -44,82 +44,82 @@ from lightning_megatron.swap.foreign_names import to_own_names
 class MegatronStrategy(ModelStrategy):
     """Train models that are too large or too slow for one GPU, with an ordinary LightningModule.
 
-    A Lightning batch is what one data-parallel rank contributes to a step. With ``pp`` above 1, or where
-    ``microbatch_size`` says so, it is cut into microbatches, and ``training_step`` runs once for each of them; losses
-    and logged values are averaged over the microbatches, so that they equal those of the whole batch where every sample
-    weighs alike. With ``pp`` above 1, code after the call of the model runs on the last stage alone, and what it logs
-    appears on every rank.
+    A Lightning batch is the contribution of one data-parallel rank to a step. It is cut into microbatches if ``pp``
+    is above 1 or ``microbatch_size`` says so, and ``training_step`` runs once per microbatch. Losses and logged
+    values are averaged over the microbatches, which equals the whole batch's value if every sample has the same
+    weight. With ``pp`` above 1, code after the call of the model runs on the last stage only, and its logged values
+    appear on every rank.
 
     Args:
         tp: Ranks that share every matrix product (tensor parallel).
         pp: Stages that the layers are cut into (pipeline parallel).
-        vpp: Chunks of layers on every stage (virtual pipeline stages); above 1 shortens the pipeline's bubble.
+        vpp: Chunks of layers per stage (virtual pipeline stages); values above 1 shorten the pipeline bubble.
         cp: Ranks that share a sequence (context parallel); only 1 is available yet.
-        ep: Ranks that share the experts of a layer in equal parts (expert parallel). They are ranks of tp and dp, too:
-            ep and etp divide the same ranks otherwise.
-        etp: Ranks that share each expert's matrix products. None means as many as tp.
-        sequence_parallel: Whether activations between tensor-parallel regions are cut along the sequence, which must
-            divide by tp then. None means True if tp is above 1. It concerns this package's models, and plain modules
-            where their tensor_parallel_plan says "sequence"; others take whole sequences.
+        ep: Ranks that share the experts of a layer in equal parts (expert parallel). ep and etp divide the ranks of
+            tp and dp in another way, and add no ranks.
+        etp: Ranks that share each expert's matrix products. None means tp.
+        sequence_parallel: Whether activations between tensor-parallel regions are sharded along the sequence, whose
+            length must then be divisible by tp. None means True if tp is above 1. It applies to this package's models
+            and to plain modules whose tensor_parallel_plan says "sequence"; other modules receive whole sequences.
         schedule: Order of forward and backward passes: 1f1b, interleaved or gpipe. None means interleaved if vpp is
             above 1, else 1f1b.
-        microbatch_size: Samples of one data-parallel rank in a microbatch, or "batch" for one microbatch. None means
-            one without pipeline stages; with them the fewest microbatches of equal size that keep the stages idle for
-            at most a fifth of a step, as the log says: at least 4 * (pp - 1) / vpp, or one for each sample.
-        microbatch_group_size: Microbatches that run through one chunk before the next chunk has its turn (interleaved
-            only). None means one for each stage.
-        check_microbatches: Whether the first batch is tried, without gradients, where microbatches cut its samples, or
-            a plan its features: loss and logs of parts must be those of all, and batch norms, steps that count their
-            calls and the like are refused. False says that what parts compute is meant.
-        order: Axes from the fastest to the slowest: neighbours on the first axis are neighbouring ranks.
-        recompute: Which activations are computed again in the backward pass instead of kept: none, selective (the
-            attention core), experts (what experts make of their rows) or full (whole blocks). None leaves the models'
-            own setting.
-        expert_transport: How tokens come to the ranks of their experts: all_gather (static sizes; ranks must have
-            equally many tokens), all_to_all (each token to its experts alone; the host reads sizes) or one_sided (each
-            token to its experts alone, with the sizes of all_gather, into the memory of other GPUs of the host, which
-            needs TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment where there is NVLink multicast). auto takes
-            static sizes where a token goes to as many experts as there are ranks of ep or more: one_sided where GPUs
-            can and there is no shared expert to run beside, else all_gather; and all_to_all elsewhere.
-        tensor_parallel_plan: How plain torch.nn modules are cut over tp: name patterns and kinds, such as
-            {"*.up": "column", "*.down": "row"}. None swaps the blocks that are known.
-        pipeline_plan: What the stages share of a model that is not of this package: {"model.layers": "blocks"} names
-            its nn.ModuleList or nn.Sequential. Modules defined before it are those of the first stage alone,
-            after it those of the last, unless they are given "first" or "last". None asks a Hugging Face model.
-        timeout: Seconds that a collective may wait for a rank before the job fails. None leaves torch's default.
+        microbatch_size: Samples per microbatch of one data-parallel rank, or "batch" for one microbatch. None means
+            one microbatch without pipeline stages. With stages, None means the fewest equal microbatches with at most
+            a fifth of the step idle: at least 4 * (pp - 1) / vpp, or one per sample. The log names the choice.
+        microbatch_group_size: Microbatches that run through one chunk before the next chunk runs (interleaved only).
+            None means pp.
+        check_microbatches: Whether the first batch is tried without gradients, if microbatches cut its samples or a
+            plan cuts its features. Loss and logs of the parts must equal those of the whole; batch norms, steps that
+            count their calls and similar code are refused. False skips the trial.
+        order: Axes from the fastest to the slowest; neighbours on the first axis are neighbouring ranks.
+        recompute: Activations that the backward pass recomputes: none, selective (attention core), experts (outputs
+            of experts) or full (whole blocks). None keeps the models' own setting.
+        expert_transport: Transport of tokens to the ranks of their experts. all_gather has static sizes and needs
+            equal token counts on all ranks. all_to_all sends each token to its experts only, and the host reads
+            sizes. one_sided sends each token to its experts only, with static sizes, into the memory of other GPUs of
+            the host; with NVLink multicast it needs TORCH_SYMM_MEM_DISABLE_MULTICAST=1 in the environment. auto means
+            all_to_all if a token has fewer experts than ep. Otherwise, auto means one_sided if GPUs support it and no
+            shared expert runs concurrently, else all_gather.
+        tensor_parallel_plan: Name patterns and kinds of cuts of plain torch.nn modules over tp, such as {"*.up":
+            "column", "*.down": "row"}. None replaces known blocks.
+        pipeline_plan: Parts of a model from outside this package that are cut into stages: {"model.layers": "blocks"}
+            names its nn.ModuleList or nn.Sequential. Modules defined before it belong to the first stage, and modules
+            after it to the last, unless the plan says "first" or "last". None asks a Hugging Face model.
+        timeout: Seconds that a collective may wait for a rank before the job fails. None means torch's default.
         process_group_backend: Communication library: nccl or gloo. None means nccl on GPUs, else gloo.
         nccl_options: NCCL settings by axis, such as {"pp": {"max_ctas": 4}}, or the path of a YAML file with such a
-            mapping; Megatron-LM's files and names are understood. Axes: world, tp, cp, dp, pp, data (dp x cp), model
+            mapping; Megatron-LM's files and names are accepted. Axes: world, tp, cp, dp, pp, data (dp x cp), model
             (tp x pp), embedding, position_embedding, etp, ep, edp. Settings: high_priority, and fields of NCCL's
             configuration such as min_ctas, max_ctas, cga_cluster_size and net_name.
-        signal_check_interval: Training batches between two agreements of all ranks on a received SIGTERM.
-        zero: 1 divides the optimizer's state among the data-parallel ranks (distributed optimizer): each keeps and
-            updates its part of the main parameters, and all gather the result. 0 gives every rank the whole state.
-        optimizer_slices: What a rank's part is made of under zero=1: elements (equal shares that cut through
-            parameters; for optimizers that treat every element alike, such as AdamW or SGD) or parameters (whole ones,
-            dealt out by size). auto tries the optimizer out on small tensors and takes the first where it changes
-            nothing.
-        bucket_size: Gradients are summed, and parameters gathered, in messages of about this size (elements).
+        signal_check_interval: Training batches between checks of all ranks for a received SIGTERM.
+        zero: Stage of the distributed optimizer. With 1, each data-parallel rank keeps and updates its part of the
+            optimizer state and main parameters, and all ranks gather the result. With 0, every rank has the whole
+            state.
+        optimizer_slices: Division of the optimizer state with zero=1: elements (equal shares that cut through
+            parameters, for elementwise optimizers such as AdamW or SGD) or parameters (whole parameters, distributed
+            by size). auto tries the optimizer on small tensors, and means elements if the result is unchanged.
+        bucket_size: Approximate size of a message that sums gradients or gathers parameters (elements).
         gradient_dtype: Type in which mixed precisions sum gradients: float32, or bfloat16 for half of the memory.
         overlap_gradients: Whether the sum over the data-parallel ranks starts inside the backward pass.
-        overlap_parameters: Whether updated parameters are gathered while the next forward pass begins. None means
-            True unless a callback might read parameters before.
-        overlap_tensor_parallel: Whether the matrix products at the border of a sequence that tp shares are cut into
-            pieces that run beside their communication, through memory that the ranks share: in half precisions on GPUs
-            of one host that reach each other directly (NVLink). It takes two buffers of a microbatch's activation.
-        check_gradients: When values that are infinite or not a number end the run, naming rank, batch and parameter.
-            None looks at losses, gradients and weights where values are logged (log_every_n_steps) and at the end, in
-            one pass over them (about 1.5 % of such a step); not with 16-mixed, whose loss scale skips such steps. True
-            looks at the gradients of every step before the optimizer uses them, and waits for the device. False: never.
-        replica_check_interval: Optimizer steps between two comparisons of what several ranks hold or compute alike
-            (parameters, and gradients of those that tp does not cut), after the first two steps, where it is always
-            done. One message for each axis, and a wait for the device: about as long as one optimizer step, so that
-            the default takes less than half a percent. 0 means the first steps alone.
-        async_save: Whether checkpoints are written behind the training.
-        moments_dtype: Type of Adam's and AdamW's moments: float32, or bfloat16 for half of their memory, which needs
-            fused=True in the optimizer and a GPU. bfloat16 keeps 8 bits of each moment; they are rounded up or down by
-            a draw that depends on the step and the element's place alone, so that their means stay right. Runs repeat
-            exactly under one layout, but not across layouts.
+        overlap_parameters: Whether updated parameters are gathered during the next forward pass. None means True
+            unless a callback may read parameters before it.
+        overlap_tensor_parallel: Whether the matrix products next to tp's communication of sequences are cut into
+            pieces that overlap with it, through memory shared by the ranks. It needs half precision and GPUs of one
+            host with direct access to each other (NVLink), and two buffers of a microbatch's activation.
+        check_gradients: When values that are infinite or not a number end the run with rank, batch and parameter.
+            None checks losses, gradients and weights at logging steps (log_every_n_steps) and at the end, in one pass
+            (about 1.5 % of such a step); 16-mixed skips this check, because its loss scale skips such steps. True
+            checks the gradients of every step before the optimizer uses them, and waits for the device. False means
+            never.
+        replica_check_interval: Optimizer steps between comparisons of replicated values (parameters, and gradients of
+            parameters that tp does not cut). The first two steps are always compared. A comparison needs one message
+            per axis and waits for the device, about as long as one optimizer step: less than half a percent by
+            default. 0 means the first two steps only.
+        async_save: Whether checkpoints are written in the background during training.
+        moments_dtype: Type of the moments of Adam and AdamW: float32, or bfloat16 for half of their memory, which
+            needs fused=True in the optimizer and a GPU. bfloat16 keeps 8 bits of each moment, with unbiased
+            stochastic rounding that depends on the step and the element's position only. Runs repeat exactly under
+            one layout, but not across layouts.
     """
 
     strategy_name = "megatron"
@@ -194,7 +194,7 @@ class MegatronStrategy(ModelStrategy):
         super().__init__(options)
         self._checkpoints = RunCheckpoints()
         self._long_lived = LongLived()
-        #: Whose callbacks are told of what this strategy does.
+        #: Trainer whose callbacks this strategy has patched.
         self._prepared: Trainer | None = None
         self._for_the_run = ExitStack()
 
@@ -214,7 +214,7 @@ class MegatronStrategy(ModelStrategy):
     @override
     def check_run(self, arguments: Mapping[str, Any]) -> None:
         super().check_run(arguments)
-        # Lightning does not pass it on to a strategy that loads after its setup.
+        # Lightning does not pass weights_only to strategies that load after setup.
         self._checkpoints.weights_only = arguments.get("weights_only")
         if "train_dataloaders" in arguments:
             check_callbacks(arguments["trainer"], self.layout)
@@ -251,7 +251,7 @@ class MegatronStrategy(ModelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
-        # The optimizer's update comes next.
+        # The optimizer's update comes next, and may overwrite weights that a save still copies.
         self._checkpoints.hold_updates()
         return output
 
@@ -281,9 +281,8 @@ class MegatronStrategy(ModelStrategy):
         """Write a directory that any layout can load; a collective over all ranks."""
         if storage_options is not None:
             raise TypeError(
-                "`Trainer.save_checkpoint(..., storage_options=...)` is not supported, because every rank writes its "
-                "own files. Leave "
-                "it out."
+                "`Trainer.save_checkpoint(..., storage_options=...)` is not supported, because "
+                "every rank writes its own files. Leave it out."
             )
         assert self._state is not None, "setup has run"
         in_run, trainer = self._mesh is not None, self.user_module.trainer
@@ -319,7 +318,7 @@ class MegatronStrategy(ModelStrategy):
         """Load the module, and the optimizers in a fit; return the entries left for Lightning."""
         assert self._state is not None, "setup has run"
         self._checkpoints.wait()
-        # An earlier fit of this trainer has left optimizers, which evaluation has nothing to do with.
+        # Optimizers of an earlier fit of this trainer are not those of an evaluation.
         optimizers = self.optimizers if self.user_module.trainer.state.fn == TrainerFn.FITTING else ()
         path = self.broadcast(os.fspath(checkpoint_path))
         return self._checkpoints.load(
@@ -328,7 +327,7 @@ class MegatronStrategy(ModelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # Sharded checkpoints are in the module already; files of other strategies come with full tensors.
+        # load_checkpoint has loaded sharded directories; files of other strategies have full tensors.
         if self._checkpoints.is_plain and "state_dict" in checkpoint:
             assert self._state is not None, "setup has run"
             trainer, full = self.user_module.trainer, checkpoint["state_dict"]

@@ -62,7 +62,7 @@ class TriedStep:
 
     @property
     def has_other_draws(self) -> bool:
-        """Return whether parts differ in their number of draws from Python's or NumPy's generators."""
+        """Return whether parts differ in their draws from Python's or NumPy's generators."""
         return len(self._ends) > 1
 
     def read(self, parts: Sequence[Microbatch], seed: int) -> list[Reading]:
