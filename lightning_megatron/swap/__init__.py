@@ -1,4 +1,4 @@
-"""Replace torch.nn blocks and whole models by tensor-parallel ones, with their weights."""
+"""Replacement of torch.nn blocks and whole models by parallel ones with the same weights."""
 
 from lightning_megatron.swap.apply import parallelize as parallelize
 from lightning_megatron.swap.pretrained import building_on_meta as building_on_meta

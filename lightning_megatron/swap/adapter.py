@@ -1,4 +1,4 @@
-"""What the models that take the place of Hugging Face's have in common."""
+"""Common base of the models that replace Hugging Face models."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ IGNORED = -100
 
 
 class ReplacedModel(nn.Module):
-    """Give a Hugging Face model its call, computed by layers that are cut over ranks.
+    """Mixin that gives a Hugging Face model a forward pass of layers that are cut over ranks.
 
-    It is mixed into the class of the model, which stays the object that it was, with its tree of modules and names.
+    It is mixed into the model's class. The model stays the same object, with its tree of modules
+    and names.
     """
 
     #: How configuration and tensors of the two correspond, and what peft had put into the model.
@@ -40,40 +41,41 @@ class ReplacedModel(nn.Module):
 
     @property
     def body(self) -> GPT | Encoder:
-        """Return the layers that compute, which are not in the tree of modules."""
+        """Return the layers that compute, which are outside the model's tree of modules."""
         found = computed_by(self)
         assert isinstance(found, (GPT, Encoder)), "the layers are set when the model is replaced"
         return found
 
     @property
     def mesh(self) -> ParallelMesh:
-        """Return the groups of this rank."""
+        """Return the process groups of this rank."""
         return self.body.mesh
 
     @property
     def device(self) -> torch.device:
-        """Return where the weights are."""
+        """Return the device of the weights."""
         return self.body.mesh.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of the weights."""
+        """Return the dtype of the weights."""
         return next(self.body.parameters()).dtype
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """Compute blocks again in the backward pass instead of keeping their activations."""
+        """Recompute blocks in the backward pass instead of storing their activations."""
         self.body.recompute = "full"
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep the activations of blocks."""
+        """Store the activations of blocks instead of recomputing them."""
         self.body.recompute = "none"
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count the elements of the whole model's parameters, shared ones once (elements).
 
         Args:
-            only_trainable: Count those that are trained alone; with one stage only.
-            exclude_embeddings: Leave out those of embeddings.
+            only_trainable: Whether to count only trainable parameters; needs a single pipeline
+                stage.
+            exclude_embeddings: Whether to skip the parameters of embeddings.
 
         Raises:
             UnsupportedError: If other stages hold parameters that may be frozen or not.
@@ -95,17 +97,18 @@ class ReplacedModel(nn.Module):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], max_shard_size: int | str | None = None, **others: Any
     ) -> None:
-        """Write the whole model as a folder that ``from_pretrained`` reads; all ranks call this together.
+        """Write the whole model as a folder for ``from_pretrained``, from all ranks together.
 
         Equal to Hugging Face's method with the same weights. See :func:`save_folder`.
 
         Args:
-            save_directory: The folder; it must not have weights yet.
-            max_shard_size: A file ends before the tensor that would exceed this (bytes, or text such as "5GB").
-            others: Must ask for nothing else.
+            save_directory: Folder to write, without weights so far.
+            max_shard_size: Size limit of a file (bytes, or text such as "5GB").
+            others: Further arguments, none of which may change the result.
 
         Raises:
-            UnsupportedError: For other arguments, a model with an adapter, and a folder with weights.
+            UnsupportedError: For other arguments, a model with an adapter, and a folder with
+                weights.
 
         Communication: that of :func:`save_folder`.
         """
@@ -123,10 +126,10 @@ class ReplacedModel(nn.Module):
     compile = nn.Module.compile
 
     def tie_weights(self, *_: Any, **__: Any) -> None:
-        """Do nothing: weights that the configuration ties are one parameter."""
+        """Do nothing, because weights that the configuration ties are one parameter."""
 
     def enable_input_require_grads(self) -> None:
-        """Do nothing: recomputed blocks need no gradients of their inputs."""
+        """Do nothing, because recomputed blocks need no gradients of their inputs."""
 
     def disable_input_require_grads(self) -> None:
         """Do nothing, as :meth:`enable_input_require_grads`."""
@@ -152,7 +155,7 @@ for _name in (
 
 
 def lengthened(ids: Tensor | None, extra: int, value: int, num_rows: int = 0) -> Tensor | None:
-    """Append places to rows, and rows, if there are any.
+    """Pad rows with further positions, and append padding rows.
 
     Shapes: ids ``(B, S)``; result ``(B + num_rows, S + extra)``.
     """

@@ -1,4 +1,4 @@
-"""The same values on every rank, before each keeps its part."""
+"""Broadcast of parameters and buffers before each rank keeps its part."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from lightning_megatron.swap.whole_model import is_foreign
 
 
 def agree_on_values(root: nn.Module, places: list[Place], mesh: ParallelMesh) -> None:
-    """Give every rank the parameters and buffers of the first one, in place.
+    """Broadcast the first rank's parameters and buffers to all ranks, in place.
 
-    Ranks that were not seeded alike would otherwise hold shards of different tensors. Models built on ``mesh`` are left
-    out: their ranks hold different layers. So are shards. Tensors on the meta device have no values.
+    Ranks with different seeds would otherwise have shards of different tensors. Models built on
+    ``mesh`` are skipped, because their ranks have different layers, and so are shards and tensors
+    on the meta device.
 
     Communication: one broadcast over all ranks for each tensor.
     """

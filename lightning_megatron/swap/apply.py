@@ -1,4 +1,4 @@
-"""Swap the blocks of an ordinary module for tensor-parallel ones, in place."""
+"""In-place replacement of a module's blocks by tensor-parallel ones."""
 
 from __future__ import annotations
 
@@ -66,38 +66,43 @@ def parallelize(
     shows_progress: bool = False,
     needs_tables: bool = False,
 ) -> list[SwapRecord]:
-    """Swap blocks below ``module`` for tensor-parallel ones that hold this rank's part of their weights.
+    """Replace blocks below ``module`` by tensor-parallel ones with this rank's weights.
 
-    Outputs, gradients and training equal those of the module before, and parameters keep their names. Blocks that the
-    plan does not name stay as they are: every tensor-parallel rank computes the same there, and because swapped blocks
-    take and give complete tensors (other than between ``column`` and ``row``), gradients there are complete and equal
-    on all tensor-parallel ranks without further communication. First of all, every rank takes the values of the first
-    one, swapped or not. If anything raises, nothing has been swapped.
+    Outputs, gradients and training equal those of the module before, and parameters keep their
+    names. Blocks that the plan does not name stay as they are: every tensor-parallel rank computes
+    the same there, and because swapped blocks take and give complete tensors (other than between
+    ``column`` and ``row``), gradients there are complete and equal on all tensor-parallel ranks
+    without further communication. First of all, every rank takes the values of the first one,
+    swapped or not. If anything raises, nothing has been swapped.
 
-    :mod:`lightning_megatron.swap.plan` explains the kinds of the plan.
-    A pattern (``fnmatch`` over dotted names; ``*`` matches dots too) that comes later in the plan wins over an earlier
-    one. A GPT or Encoder built whole becomes one on ``mesh`` whatever the plan says. With tp=1 nothing else is swapped,
-    but the plan is checked. A module that was swapped before, on a mesh of the same layout, moves to the groups of
-    ``mesh``. Modules that use the weight of a layer without calling it must be left alone.
+    :mod:`lightning_megatron.swap.plan` explains the kinds of the plan. A pattern (``fnmatch`` over
+    dotted names; ``*`` matches dots too) that comes later in the plan wins over an earlier one. A
+    GPT or Encoder built whole becomes one on ``mesh`` whatever the plan says. With tp=1 nothing
+    else is swapped, but the plan is checked. A module that was swapped before, on a mesh of the
+    same layout, moves to the groups of ``mesh``. Modules that use the weight of a layer without
+    calling it must be left alone.
 
-    With pp above 1, a model of neither kind keeps this rank's part of a list of its blocks, and what runs before and
-    after them on the first and the last stage alone: see :func:`~lightning_megatron.swap.stages.plan_stages`.
+    With pp above 1, a model of neither kind keeps this rank's part of a list of its blocks, and
+    what runs before and after them on the first and the last stage alone: see
+    :func:`~lightning_megatron.swap.stages.plan_stages`.
 
     Args:
-        module: The root; its children are replaced in place.
-        mesh: The groups of this rank.
+        module: Root; its children are replaced in place.
+        mesh: Process groups of this rank.
         plan: Kind by name pattern, or None.
-        pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means what a Hugging Face model says.
+        pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means what a Hugging
+            Face model says.
         shows_progress: Whether rank 0 may show on a terminal how far it has read the weights.
-        needs_tables: Whether something was asked for that only models of this package do. Otherwise a Hugging Face
-            model with a setting that its family's table refuses stays Hugging Face's own module.
+        needs_tables: Whether something was asked for that only models of this package do. Otherwise
+            a Hugging Face model with a setting that its family's table refuses stays Hugging Face's
+            own module.
 
     Returns:
         What was swapped, in the order of definition.
 
     Raises:
-        ParallelPlanError: If a pattern or a kind fits nothing, sizes do not divide, or a shared weight is cut in two
-            ways.
+        ParallelPlanError: If a pattern or a kind fits nothing, sizes do not divide, or a shared
+            weight is cut in two ways.
         UnsupportedError: If a block has settings, hooks or a layout that a swap cannot keep.
 
     Communication: a broadcast over all ranks for each parameter and buffer.
@@ -146,7 +151,7 @@ def _built(
     mesh: ParallelMesh,
     shows_progress: bool,
 ) -> list[_Swap]:
-    """Build what takes the place of modules, in the order of definition; the module itself is not changed."""
+    """Build the replacements of modules in the order of definition, without changing the module."""
     built = [_model(place, mesh) for place in _first_names(places) if is_foreign(place.module, mesh)]
     built += [_known_model(place, family, mesh, shows_progress) for place, family in known]
     models = [swap.place.name for swap in built]
@@ -180,7 +185,7 @@ def _check_root(module: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def _first_names(places: Sequence[Place]) -> list[Place]:
-    """Return the places that can be swapped, once for each module."""
+    """Return the sites that can be swapped, once for each module."""
     first: dict[int, Place] = {}
     for place in places:
         if place.closed_by is None:
@@ -215,7 +220,8 @@ def _chosen(
         return []
     layers = {id(place.module) for place, _, _ in chosen}
     for place, encoder in encoders:
-        # Whatever the plan says about the encoder itself: with a swapped layer, its packing of padded batches must go.
+        # Whatever the plan says about the encoder itself: with a swapped layer, its packing of
+        # padded batches must go.
         if any(id(layer) in layers for layer in encoder.layers):
             chosen.append((place, "auto", _encoder_rule(place)))
     return chosen
@@ -251,13 +257,14 @@ def _model(place: Place, mesh: ParallelMesh) -> _Swap:
 
 
 def _known_models(places: Sequence[Place], kinds: Mapping[str, str]) -> Iterator[tuple[Place, Family]]:
-    """List Hugging Face's models that have a family, but those that the plan leaves alone or cuts itself."""
+    """List Hugging Face models with a family, except those that the plan excludes or cuts."""
     around: list[str] = []
     taken: list[str] = []
     for place in _first_names(places):
         if not is_hugging_face(place.module) or _is_inside(place, taken):
             continue
-        family, within = family_of_module(place.module), _is_inside(place, around)
+        family = family_of_module(place.module)
+        within = _is_inside(place, around)
         around.append(place.name)
         inside = {kind for name, kind in kinds.items() if name == place.name or name.startswith(f"{place.name}.")}
         if family is not None and inside <= {"auto"} and not (within and is_part(place.module)):
@@ -266,12 +273,13 @@ def _known_models(places: Sequence[Place], kinds: Mapping[str, str]) -> Iterator
 
 
 def _kept(known: Sequence[tuple[Place, Family]]) -> list[tuple[Place, str]]:
-    """List the models that have a setting which their table lacks, each with what it says."""
+    """List the models with a setting that their family's table lacks, each with the reason."""
     return [(place, reason) for place, family in known if (reason := reason_to_keep(place.module, family))]
 
 
 def _kept_record(place: Place, reason: str) -> SwapRecord:
-    model, size = type(place.module).__name__, _num_elements(place.module)
+    model = type(place.module).__name__
+    size = _num_elements(place.module)
     return SwapRecord(
         place.name, "Hugging Face's own module", model, model, size, size, f"It is kept, because {reason}"
     )
@@ -287,7 +295,7 @@ def _known_model(place: Place, family: Family, mesh: ParallelMesh, shows_progres
 
 
 def _with_own_code(places: Sequence[Place], replaced: Sequence[str]) -> Iterator[nn.Module]:
-    """List Hugging Face's models that are not replaced, those inside of others among them."""
+    """List the Hugging Face models that are not replaced, nested ones included."""
     for place in _first_names(places):
         if is_pretrained(place.module) and place.name not in replaced and not _is_inside(place, replaced):
             yield place.module
@@ -296,7 +304,7 @@ def _with_own_code(places: Sequence[Place], replaced: Sequence[str]) -> Iterator
 def _with_own_plans(
     places: Sequence[Place], replaced: Sequence[str], mesh: ParallelMesh
 ) -> list[tuple[Place, OwnPlan]]:
-    """List Hugging Face's models that are not replaced, with the plans that they bring, if any."""
+    """List the Hugging Face models that are not replaced, with their own plans."""
     taken = list(replaced)
     found = []
     for place in _first_names(places):
@@ -307,7 +315,8 @@ def _with_own_plans(
 
 
 def _planned_record(place: Place, own: OwnPlan, before: int) -> SwapRecord:
-    model, local = type(place.module).__name__, _num_elements(place.module)
+    model = type(place.module).__name__
+    local = _num_elements(place.module)
     return SwapRecord(place.name, str(own), model, model, before, local, whole_parts(place.module))
 
 

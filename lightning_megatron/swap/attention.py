@@ -1,4 +1,4 @@
-"""torch.nn's multi-head attention with its heads cut over the tensor axis."""
+"""torch.nn's multi-head attention with heads cut over the tensor axis."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from lightning_megatron.plan.shards import attention_ranges
 
 
 class HeadParallelAttention(nn.Module):
-    """Attend with whole heads on each tensor-parallel rank.
+    """Multi-head attention with whole heads on each tensor-parallel rank.
 
-    Equal to torch.nn.MultiheadAttention(embed_dim, num_heads, dropout, bias, batch_first=batch_first), with the names
-    of its parameters, its masks and its attention weights.
+    Equal to torch.nn.MultiheadAttention(embed_dim, num_heads, dropout, bias,
+    batch_first=batch_first), with the names of its parameters, its masks and its attention weights.
 
     Shapes: ``(S, B, D)``, or ``(B, S, D)`` with ``batch_first``, or ``(S, D)``; output the same.
 
     Args:
         embed_dim: Size of each vector (elements).
         num_heads: Heads of the full layer (heads).
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
         dropout: Probability that an attention weight is dropped.
         bias: Whether the projections add a bias.
         batch_first: Whether the batch is the first dimension.
-        layer: Number of the layer for random streams; None inside a block that has moved the streams itself.
+        layer: Number of the layer for random streams; None inside a block that has moved the
+            streams itself.
 
     Raises:
         ParallelPlanError: If the heads do not divide over tp.
 
-    Communication: one all-reduce over tp forward, one backward (three for cross-attention); attention weights cost an
-        all-reduce, or an all-gather where they are not averaged.
+    Communication: one all-reduce over tp forward, one backward (three for cross-attention);
+    attention weights cost an all-reduce, or an all-gather where they are not averaged.
     Source: Shoeybi et al. 2019, section 3, figure 3b.
     """
 
@@ -55,8 +56,12 @@ class HeadParallelAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_dim = self.kdim = self.vdim = embed_dim
-        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
-        self.mesh, self.dropout, self.batch_first, self.layer = mesh, dropout, batch_first, layer
+        self.num_heads = num_heads
+        self.head_dim = embed_dim // num_heads
+        self.mesh = mesh
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.layer = layer
         ranges = attention_ranges(num_heads, num_heads, self.head_dim, mesh.tp.size, mesh.tp.rank)
         self.in_proj_weight = sharded_parameter((3 * embed_dim, embed_dim), ranges, Initializer.normal())
         self.in_proj_bias = sharded_parameter((3 * embed_dim,), ranges, ZEROS) if bias else None
@@ -73,17 +78,18 @@ class HeadParallelAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the attention output, and the attention weights if they are wanted.
+        """Return the attention output and, if requested, the attention weights.
 
         Args:
-            query: What attends.
-            key: What is attended to.
-            value: What is mixed.
+            query: Vectors that attend.
+            key: Vectors that are attended to.
+            value: Vectors that are averaged.
             key_padding_mask: Keys to ignore ``(B, S)``: True, or a number added to the scores.
             need_weights: Whether to return the attention weights as well.
-            attn_mask: Pairs to ignore ``(L, S)`` or ``(B H, L, S)``: True, or a number added to the scores.
+            attn_mask: Pairs to ignore ``(L, S)`` or ``(B H, L, S)``: True, or a number added to the
+                scores.
             average_attn_weights: Whether the weights are averaged over the heads.
-            is_causal: Promise that ``attn_mask`` is the causal mask.
+            is_causal: Whether ``attn_mask`` is the causal mask.
 
         Raises:
             UnsupportedError: For nested tensors, or ``is_causal`` without the mask.
@@ -111,7 +117,8 @@ class HeadParallelAttention(nn.Module):
         else:
             causal = is_causal and key_padding_mask is None
             mask = None if causal else self._mask(attn_mask, key_padding_mask, query.dtype)
-            mixed, weights = self._fused(q, k, v, mask, causal), None
+            mixed = self._fused(q, k, v, mask, causal)
+            weights = None
         output = self.out_proj(mixed.transpose(1, 2).flatten(2))
         if weights is not None:
             weights = self._shared(weights, average_attn_weights)
@@ -140,7 +147,7 @@ class HeadParallelAttention(nn.Module):
         return part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """Add both masks up, for this rank's heads.
+        """Return the sum of both masks for this rank's heads; None without masks.
 
         Shapes: broadcastable to ``(B, H/tp, L, S)``.
         """
@@ -153,7 +160,9 @@ class HeadParallelAttention(nn.Module):
             masks.append(mask)
         if key_padding_mask is not None:
             masks.append(_additive(key_padding_mask, dtype)[:, None, None, :])
-        return None if not masks else masks[0] if len(masks) == 1 else masks[0] + masks[1]
+        if not masks:
+            return None
+        return masks[0] if len(masks) == 1 else masks[0] + masks[1]
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         dropout = self.dropout if self.training else 0.0
@@ -168,7 +177,7 @@ class HeadParallelAttention(nn.Module):
         return weights @ value, weights
 
     def _shared(self, weights: Tensor, average: bool) -> Tensor:
-        """Give every rank the attention weights of all heads, or their average."""
+        """Gather the attention weights of all heads, or average them, on every rank."""
         if average:
             return reduce_from_axis(weights.sum(dim=1) / self.num_heads, self.mesh.tp)
         return gather_from_axis(weights, self.mesh.tp, dim=1)

@@ -1,4 +1,4 @@
-"""Modules with weights inside of tensor-parallel regions: what is cut with the features, or enters them."""
+"""Modules with weights between column and row layers, which see a part of the features."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from lightning_megatron.plan.shards import even_range
 
 
 def with_part_of_rows(source: nn.Module, mesh: ParallelMesh) -> nn.Module:
-    """Return a module like ``source`` that holds this rank's rows of every parameter, unfilled.
+    """Return a module like ``source`` with this rank's rows of every parameter, unfilled.
 
-    Equal to ``source`` on this rank's part of the features or heads, where each has a row of its own.
+    It equals ``source`` on this rank's part of the features or heads, of which each has its own
+    row.
 
     Args:
-        source: A module without children, whose parameters have equally many rows; it is not changed.
-        mesh: The groups of this rank.
+        source: A module without children, whose parameters have equally many rows; it is not
+            changed.
+        mesh: Process groups of this rank.
     """
     result = copy.copy(source)
     result._parameters = dict(source._parameters)
@@ -35,25 +37,29 @@ def with_part_of_rows(source: nn.Module, mesh: ParallelMesh) -> nn.Module:
 
 
 class LatentLinear(nn.Linear):
-    """Compute a torch.nn.Linear whole, and hand its last outputs to the heads of every rank.
+    """Replicated torch.nn.Linear whose last outputs enter the heads of every rank.
 
-    Latent attention compresses keys and values together with one key of positions that all heads use. What is
-    compressed goes on to a ``column`` layer; the key of positions enters the tensor-parallel region here.
+    Latent attention compresses keys and values together with one positional key that all heads use.
+    The compressed features go on to a ``column`` layer; the positional key enters the
+    tensor-parallel region here.
 
     Shapes: input ``(..., in)``; output ``(..., out)``.
 
     Args:
-        source: The layer; its parameters are taken over.
+        source: Layer; its parameters are taken over.
         num_shared: Outputs at the end that every rank's heads use (elements).
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
 
     Communication: backward an all-reduce of the gradient of those outputs over tp.
     """
 
     def __init__(self, source: nn.Linear, num_shared: int, mesh: ParallelMesh) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.num_shared = source.in_features, source.out_features, num_shared
-        self.mesh, self.weight = mesh, source.weight
+        self.in_features = source.in_features
+        self.out_features = source.out_features
+        self.num_shared = num_shared
+        self.mesh = mesh
+        self.weight = source.weight
         self.register_parameter("bias", source.bias)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -62,16 +68,17 @@ class LatentLinear(nn.Linear):
 
 
 class _LastEnter(torch.autograd.Function):
-    """Let the last features of a tensor enter a tensor-parallel region: the rest gets complete gradients already."""
+    """Entry of the last features into a tensor-parallel region; only their gradient is summed."""
 
     @staticmethod
     def border(ctx: Any) -> Border:
-        """Describe the border that this call is: the gradient is summed where it is a part."""
+        """Describe this call as a border whose gradient is summed where it is partial."""
         return Border((False,), takes_parts=True)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, tp: MeshAxis) -> Tensor:
-        ctx.count, ctx.tp = count, tp
+        ctx.count = count
+        ctx.tp = tp
         return x.view_as(x)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Builders of the blocks that replace torch.nn's; values are filled in by the registry."""
+"""Builders of the blocks that replace torch.nn blocks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from lightning_megatron.swap.vocabulary import EmbeddingOverVocabulary, LinearOv
 
 @dataclass(frozen=True)
 class Site:
-    """Hold what a builder needs to know.
+    """Arguments of a block builder.
 
     Args:
         name: Dotted name of the block, for errors.
-        module: The block that is replaced.
-        mesh: The groups of this rank, without sequence parallelism: these blocks see whole sequences.
+        module: Block that is replaced.
+        mesh: Process groups of this rank, without sequence parallelism: these blocks see whole
+            sequences.
         layer: Number of the block for random streams.
         cuts_sequence: Whether ranks share the sequence between blocks of the plan.
         parent: The module around the block.
@@ -49,7 +50,7 @@ class Site:
 
 
 def column(site: Site) -> nn.Module:
-    """Cut the outputs of a torch.nn.Linear and leave them cut."""
+    """Cut the outputs of a torch.nn.Linear and keep them cut."""
     return _column(site, site.module, gather_output=False)
 
 
@@ -64,7 +65,7 @@ def row(site: Site) -> nn.Module:
 
 
 def row_split(site: Site) -> nn.Module:
-    """Cut the inputs of a torch.nn.Linear, which come complete."""
+    """Cut the inputs of a torch.nn.Linear and split complete inputs."""
     return _row(site, site.module, split_input=True)
 
 
@@ -80,7 +81,8 @@ def _column(site: Site, source: nn.Module, *, gather_output: bool, what: str = "
 def _row(site: Site, source: nn.Module, what: str = "in_features", split_input: bool = False) -> RowParallelLinear:
     assert isinstance(source, nn.Linear), "the registry gives linear layers only"
     _check_divides(site, what, source.in_features)
-    kind, has_bias = SequenceRowLinear if site.cuts_sequence else RowParallelLinear, source.bias is not None
+    kind = SequenceRowLinear if site.cuts_sequence else RowParallelLinear
+    has_bias = source.bias is not None
     mesh = replace(site.mesh, sequence_parallel=True) if site.cuts_sequence else site.mesh
     return kind(source.in_features, source.out_features, mesh, bias=has_bias, split_input=split_input)
 
@@ -95,7 +97,7 @@ def _check_divides(site: Site, what: str, size: int, otherwise: str = "") -> Non
 
 
 def linear_over_vocabulary(site: Site) -> nn.Module:
-    """Cut the outputs of a torch.nn.Linear, of any number, and gather them."""
+    """Cut the outputs of a torch.nn.Linear of any size, and gather them."""
     source = site.module
     assert isinstance(source, nn.Linear), "the registry gives linear layers only"
     return LinearOverVocabulary(source.in_features, source.out_features, site.mesh, bias=source.bias is not None)
@@ -123,7 +125,7 @@ def embedding_over_vocabulary(site: Site) -> nn.Module:
 
 
 def dropout(site: Site) -> nn.Module:
-    """Let a torch.nn.Dropout draw other masks on every tensor-parallel rank."""
+    """Draw different masks of a torch.nn.Dropout on every tensor-parallel rank."""
     source = site.module
     assert isinstance(source, nn.Dropout), "the registry gives dropouts only"
     return TensorDropout(source.p, site.mesh, site.layer)
@@ -137,21 +139,21 @@ def features(site: Site) -> nn.Module:
 
 
 def latent(site: Site) -> nn.Module:
-    """Let the last outputs of a torch.nn.Linear, a key of positions, enter the tensor-parallel region."""
+    """Let the last outputs of a torch.nn.Linear enter the tensor-parallel region."""
     assert isinstance(site.module, nn.Linear), "the registry gives linear layers only"
     assert site.parent is not None, "the plan of the model around it asks for it"
     return LatentLinear(site.module, int(site.parent.qk_rope_head_dim), site.mesh)  # type: ignore[arg-type]
 
 
 def sequence_layer_norm(site: Site) -> nn.Module:
-    """Let a torch.nn.LayerNorm see this rank's positions."""
+    """Apply a torch.nn.LayerNorm to this rank's positions."""
     source = site.module
     assert isinstance(source, nn.LayerNorm), "the registry gives such norms only"
     return SequenceLayerNorm(site.name, _of_features(site, source), site.mesh)
 
 
 def sequence_rms_norm(site: Site) -> nn.Module:
-    """Let a torch.nn.RMSNorm see this rank's positions."""
+    """Apply a torch.nn.RMSNorm to this rank's positions."""
     source = site.module
     assert isinstance(source, nn.RMSNorm), "the registry gives such norms only"
     return SequenceRMSNorm(site.name, _of_features(site, source), site.mesh)
@@ -166,7 +168,7 @@ def _of_features(site: Site, source: _Norm) -> _Norm:
 
 
 def sequence_dropout(site: Site) -> nn.Module:
-    """Let a torch.nn.Dropout draw masks for this rank's positions."""
+    """Draw masks of a torch.nn.Dropout for this rank's positions."""
     source = site.module
     assert isinstance(source, nn.Dropout), "the registry gives dropouts only"
     return SequenceDropout(site.name, source.p, site.mesh, site.layer)
@@ -270,7 +272,7 @@ def _refuse(site: Site, what: str, settings: dict[str, bool]) -> None:
 
 
 def _is_elementwise(activation: object) -> bool:
-    """Tell whether a function of features can be computed on a part of them: try it on eight numbers."""
+    """Return whether a function is element-wise, found by a trial on eight numbers."""
     if isinstance(activation, nn.Module) and any(True for _ in activation.parameters()):
         return False
     assert callable(activation), "torch.nn.TransformerEncoderLayer takes a function"

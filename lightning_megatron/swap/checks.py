@@ -1,4 +1,4 @@
-"""What a module carries that would be lost with it when another one takes its place."""
+"""Checks that a replacement loses nothing that is attached to a module."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _COMPILED = "_orig_mod"
 
 
 def check_nothing_is_lost(place: Place, target: nn.Module, *, stays: bool = False) -> None:
-    """Refuse to replace a module that has hooks, or was compiled.
+    """Refuse to replace a module that has hooks or was compiled.
 
     Args:
-        place: The module that would go.
-        target: What would take its place; modules that are in it stay.
-        stays: Whether the module stays the same object, and only its parts are computed by others.
+        place: Site of the module that is replaced.
+        target: Replacement; modules inside it stay.
+        stays: Whether the module stays the same object, and only its computation is replaced.
 
     Raises:
-        UnsupportedError: If a module that goes has hooks or was compiled, or a compiled one is around it.
+        UnsupportedError: If a module that goes has hooks or was compiled, or a compiled one is
+            around it.
     """
     if _COMPILED in place.name.split("."):
         around = place.name.split(f".{_COMPILED}")[0]
@@ -53,7 +54,7 @@ def check_nothing_is_lost(place: Place, target: nn.Module, *, stays: bool = Fals
 
 
 def _check_parameters(name: str, gone: nn.Module, staying: Set[int]) -> None:
-    """Refuse hooks of parameters in whose place others come."""
+    """Refuse hooks on parameters that are replaced."""
     for key, parameter in gone._parameters.items():
         if parameter is None or id(parameter) in staying:
             continue

@@ -1,4 +1,4 @@
-"""Tensors of a replaced model beside those of its class: most are the same, others are stored otherwise, or joined."""
+"""Conversion between the tensors of a replaced model and those of its Hugging Face class."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from lightning_megatron.swap.replaced import replaced_models
 
 @dataclass(frozen=True)
 class ClassTensors:
-    """Convert parameters of one replaced model, and what an optimizer keeps for them, to those of its class and back.
+    """Names, shapes and values of one replaced model's tensors in its class.
 
-    Names are those of the module around the model.
+    The conversion covers parameters and their optimizer state, in both directions. Names are those
+    of the module around the model.
 
     Args:
         prefix: What the names of the model's tensors begin with.
         family: How they are cut.
         config: Configuration of the model.
         adapter: Its adapter, if it has one.
-        order: Names of the class's parameters in the class's order, without the prefix; empty if it is not known.
+        order: Names of the class's parameters in the class's order, without the prefix; empty if it
+            is not known.
     """
 
     prefix: str
@@ -42,7 +44,7 @@ class ClassTensors:
 
     @classmethod
     def all_of(cls, module: nn.Module) -> list[ClassTensors]:
-        """Return those of all replaced models inside a module."""
+        """Return the conversions of all replaced models inside a module."""
         return [
             cls(_prefix(name), part.family, part.body.config, part.adapter, part.class_order)
             for name, part in replaced_models(module)
@@ -50,11 +52,11 @@ class ClassTensors:
 
     @classmethod
     def saved(cls, models: Mapping[str, Mapping[str, Any]]) -> list[ClassTensors]:
-        """Return those of the replaced models of a checkpoint.
+        """Return the conversions of a checkpoint's replaced models.
 
         Args:
-            models: What it records of each Hugging Face model, by its name in the module; those that compute with
-                their own code have the tensors of their classes already.
+            models: What it records of each Hugging Face model, by its name in the module; those
+                that compute with their own code have the tensors of their classes already.
         """
         found = []
         for name, model in models.items():
@@ -66,27 +68,27 @@ class ClassTensors:
         return found
 
     def has(self, name: str) -> bool:
-        """Return whether a tensor is one of the model's that the class has, too."""
+        """Return whether a tensor of the model is one that the class has."""
         return name.startswith(self.prefix) and self._key(name) in self._maps
 
     def class_name(self, name: str) -> str:
-        """Return the tensor of the class that a tensor of the model is, or is one of a stack of."""
+        """Return the class's tensor that a tensor of the model is, or is a part of."""
         return name.rpartition(".")[0] if self._is_of_stack(name) else name
 
     def place(self, name: str) -> int:
-        """Return the place of a parameter in the order of the class; the last one if that does not have it."""
+        """Return a parameter's rank in the class's order; the last rank if it is unknown."""
         own = self.class_name(name) if self.has(name) else name
         return self._places.get(own.removeprefix(self.prefix), len(self.order))
 
     def is_alike(self, name: str) -> bool:
-        """Return whether a tensor of the model is stored as the class stores it."""
+        """Return whether a tensor of the model is stored as in the class."""
         tensor = self._maps[self._key(name)]
         (first, *others) = tensor.sources
         is_cut = bool(others) or first.is_transposed or first.strip is not None or first.first > 0
         return not is_cut and self._class_tensor(tensor) == first.name
 
     def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensor of the class that full tensors of the model make.
+        """Join full tensors of the model into the tensor of the class.
 
         Args:
             parts: All of one :meth:`class_name`, by name; a vocabulary may have rows of padding.
@@ -110,7 +112,7 @@ class ClassTensors:
         return found
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return a full tensor of the model from the tensor of the class that it is in."""
+        """Return a full tensor of the model from the class's tensor that contains it."""
         tensor = self._maps[self._key(name)]
         key = self._class_tensor(tensor)
         reader = TensorsInMemory({key: whole})
@@ -149,25 +151,25 @@ class ClassTensors:
         return any(rule.is_stack and rule.place(source) is not None for rule in self.family.packed)
 
     def _class_tensor(self, tensor: TensorMap) -> str:
-        """Return the name that the table's rules have for the tensor of the class."""
+        """Return the table's name of the class's tensor."""
         source = tensor.sources[0].name
         found = (place for rule in self.family.packed if (place := rule.place(source)) is not None)
         return next((whole for whole, _, _ in found), source)
 
 
 def class_name_in(models: Sequence[ClassTensors], name: str) -> str:
-    """Return the name that a parameter has where the models are those of their classes.
+    """Return a parameter's name in a module whose models are not replaced.
 
     Args:
         models: The replaced models of the module.
-        name: The parameter; those outside of the models keep their names.
+        name: Parameter; those outside of the models keep their names.
     """
     model = owner_of(models, name)
     return name if model is None else model.class_name(name)
 
 
 def in_class_order(models: Sequence[ClassTensors], names: Sequence[str]) -> list[str]:
-    """Return names with those of every replaced model in the order of its class, at the places that they had.
+    """Return names, with those of every replaced model in the order of its class.
 
     Args:
         models: The replaced models of the module.
@@ -183,7 +185,7 @@ def in_class_order(models: Sequence[ClassTensors], names: Sequence[str]) -> list
 
 
 def class_states(models: Sequence[ClassTensors], key: str, states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer keeps where the models are those of their classes.
+    """Return optimizer state for the parameters of the models' classes.
 
     Args:
         models: The replaced models of the module.
@@ -191,8 +193,8 @@ def class_states(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
         states: Full tensors, or plain values, by parameter.
 
     Raises:
-        UnsupportedError: If values of parameters that are one there differ, or a state of one that is stored otherwise
-            there is neither shaped like it nor a scalar.
+        UnsupportedError: If values of parameters that are one there differ, or a state of one that
+            is stored otherwise there is neither shaped like it nor a scalar.
         CheckpointMismatchError: If a part of a parameter has no state.
     """
     groups: dict[str, list[str]] = {}
@@ -202,17 +204,18 @@ def class_states(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
 
 
 def own_state(model: ClassTensors | None, name: str, key: str, value: Any, shape: Sequence[int]) -> Any:
-    """Return what an optimizer keeps for a parameter of a replaced model, from what it keeps for that of the class.
+    """Return the optimizer state of a parameter of a replaced model, from that of its class.
 
     Args:
-        model: The model; None for parameters outside of all.
-        name: The parameter.
+        model: Model; None for parameters outside of all.
+        name: Parameter.
         key: What is kept, such as ``exp_avg``.
         value: The full tensor, or a plain value.
         shape: Of the parameter of the class (elements).
 
     Raises:
-        UnsupportedError: If it is neither shaped like a parameter that is stored otherwise there, nor a scalar.
+        UnsupportedError: If it is neither shaped like a parameter that is stored otherwise there,
+            nor a scalar.
     """
     if model is None or model.is_alike(name) or not isinstance(value, Tensor) or not value.dim():
         return value
@@ -222,7 +225,7 @@ def own_state(model: ClassTensors | None, name: str, key: str, value: Any, shape
 
 
 def owner_of(models: Sequence[ClassTensors], name: str) -> ClassTensors | None:
-    """Return the replaced model that a parameter is of; None if it is of none."""
+    """Return the replaced model that a parameter belongs to; None if there is none."""
     return next((model for model in models if model.has(name)), None)
 
 

@@ -1,4 +1,4 @@
-"""Fill many tensors with parts of foreign ones, a few small pieces at a time."""
+"""Copies of pieces of foreign tensors into local tensors, a few at a time."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from lightning_megatron.swap.mapping import Slices, TensorMap, TensorReader
 
 T = TypeVar("T")
 
-#: Pieces that are copied at a time, and their size: what a reader holds beside the tensors that it fills (bytes).
-_NUM_AT_ONCE, PIECE_BYTES = 8, 2**24
+#: Pieces that are copied at a time, and their size: what a reader holds beside the tensors that it
+#: fills (bytes).
+_NUM_AT_ONCE = 8
+PIECE_BYTES = 2**24
 #: After how long a bar appears (seconds).
 BAR_DELAY = 1.0
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Name a part of a foreign tensor and where it goes.
+    """Part of a foreign tensor and its destination.
 
     Args:
-        name: The foreign tensor.
+        name: Foreign tensor.
         slices: The part.
         target: What it fills, in the orientation of the foreign tensor.
     """
@@ -46,16 +48,16 @@ class Copy:
 def copies_of(
     tensor: TensorMap, view: Tensor, offsets: Sequence[int], sizes: Sequence[int], reader: TensorReader
 ) -> Iterator[Copy]:
-    """List the pieces that fill a box of a full tensor of ours.
+    """List the copies that fill a box of a full tensor.
 
     Shapes: view ``sizes``.
 
     Args:
-        tensor: The full tensor.
+        tensor: Full tensor.
         view: Where the box is.
         offsets: First index of the box in every dimension (elements).
         sizes: Its extents (elements).
-        reader: The foreign tensors.
+        reader: Foreign tensors.
     """
     for read in tensor.reads(offsets, sizes):
         rows = view.narrow(0, read.start, read.num_rows)
@@ -71,14 +73,16 @@ def copies_of(
 
 
 def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool = False) -> None:
-    """Copy pieces, a few at a time in threads.
+    """Run copies, a few at a time in threads.
 
     Args:
         copies: The pieces, in the order of the model.
-        reader: The foreign tensors; it is called from many threads.
-        shows_progress: Whether to show a bar, if this takes a while and standard error is a terminal.
+        reader: Foreign tensors; it is called from many threads.
+        shows_progress: Whether to show a bar, if this takes a while and standard error is a
+            terminal.
     """
-    total, is_hidden = sum(copy.target.nbytes for copy in copies), None if shows_progress else True
+    total = sum(copy.target.nbytes for copy in copies)
+    is_hidden = None if shows_progress else True
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="Reading weights", delay=BAR_DELAY, disable=is_hidden) as bar,
         ThreadPoolExecutor(_NUM_AT_ONCE, "weights") as pool,
@@ -89,6 +93,6 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
 
 
 def in_turns(items: Sequence[T], num_runs: int) -> list[T]:
-    """Cut a sequence into runs of equal length, and take one item of every run in turn."""
+    """Interleave a sequence: cut it into equal runs, and take an item of each in turn."""
     length = max(-(-len(items) // num_runs), 1)
     return [item for first in range(length) for item in items[first::length]]

@@ -14,20 +14,22 @@ from lightning_megatron.swap.dropout import TensorDropout
 
 
 class ParallelDecoderLayer(nn.Module):
-    """Run one decoder layer with its heads and its inner features cut over tp.
+    """Decoder layer with heads and inner features cut over tp.
 
-    Equal to torch.nn.TransformerDecoderLayer in training and evaluation, with the names of its parameters.
+    Equal to torch.nn.TransformerDecoderLayer in training and evaluation, with the names of its
+    parameters.
 
-    Shapes: ``(T, B, D)`` and memory ``(S, B, D)``, or batch first where the attention is; output as the first.
+    Shapes: ``(T, B, D)`` and memory ``(S, B, D)``, or batch first where the attention is; output as
+    the first.
 
     Args:
         self_attn: Attention of the sequence to itself.
         multihead_attn: Attention of the sequence to the memory.
         linear1: From D to this rank's inner features.
         linear2: From this rank's inner features to D.
-        norms: Norms of the three parts, held whole by every rank.
+        norms: Norms of the three parts, whole on every rank.
         activation: Function of each inner feature.
-        mesh: The random streams of this rank.
+        mesh: Mesh with the random streams of this rank.
         layer: Number of the layer for random streams.
         norm_first: Whether the norms come before their parts, or after the residual sums.
         dropout: Probability that an inner feature is dropped.
@@ -53,11 +55,17 @@ class ParallelDecoderLayer(nn.Module):
         dropouts: tuple[float, float, float],
     ) -> None:
         super().__init__()
-        self.self_attn, self.multihead_attn = self_attn, multihead_attn
-        self.linear1, self.linear2, self.activation = linear1, linear2, activation
+        self.self_attn = self_attn
+        self.multihead_attn = multihead_attn
+        self.linear1 = linear1
+        self.linear2 = linear2
+        self.activation = activation
         self.norm1, self.norm2, self.norm3 = norms
-        self.dropout, self.dropouts = TensorDropout(dropout, mesh), dropouts
-        self.mesh, self.layer, self.norm_first = mesh, layer, norm_first
+        self.dropout = TensorDropout(dropout, mesh)
+        self.dropouts = dropouts
+        self.mesh = mesh
+        self.layer = layer
+        self.norm_first = norm_first
         self.draws = any(p > 0.0 for p in (self_attn.dropout, multihead_attn.dropout, dropout, *dropouts))
 
     def forward(
@@ -75,16 +83,17 @@ class ParallelDecoderLayer(nn.Module):
 
         Args:
             tgt: The sequence.
-            memory: What it attends to beside itself.
+            memory: Sequence that cross-attention attends to.
             tgt_mask: Pairs of the sequence to ignore.
             memory_mask: Pairs of sequence and memory to ignore.
             tgt_key_padding_mask: Positions of the sequence to ignore.
             memory_key_padding_mask: Positions of the memory to ignore.
-            tgt_is_causal: Promise that ``tgt_mask`` is the causal mask.
-            memory_is_causal: Promise that ``memory_mask`` is the causal mask.
+            tgt_is_causal: Whether ``tgt_mask`` is the causal mask.
+            memory_is_causal: Whether ``memory_mask`` is the causal mask.
         """
         if self.training and self.draws:
-            # From here the masks depend on the layer alone, so that recomputation draws the same ones.
+            # From here the masks depend on the layer alone, so that recomputation draws the same
+            # ones.
             self.mesh.random.seek(self.layer)
         parts: tuple[tuple[nn.Module, Callable[[Tensor], Tensor]], ...] = (
             (self.norm1, lambda x: self._to_itself(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal)),

@@ -1,4 +1,4 @@
-"""Weights that are read later: a model is built without them, and gets those that user code asks for at once."""
+"""Models built without weights, which are read later or when user code accesses them."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _CASTS = frozenset({"half", "float", "double", "bfloat16"})
 
 @dataclass(frozen=True)
 class Origin:
-    """Know where the weights of a model that was built without them come from.
+    """Source of the weights of a model that was built without them.
 
     Args:
         family: How configuration and tensors are named and cut.
-        config: The configuration with which the model was built.
-        folder: The folder of its weights; None means that they are to be drawn.
+        config: Configuration with which the model was built.
+        folder: Folder of its weights; None means that they are to be drawn.
         parts: What the class has built, by name.
         layers: Builds the model of this package that has all of its tensors, on the meta device.
     """
@@ -62,7 +62,7 @@ class Origin:
     layers: Callable[[], GPT | Encoder] = field(repr=False)
 
     def value_of(self, name: str) -> Tensor:
-        """Return a tensor of the class, as the model has it that nobody has changed.
+        """Return the initial value of a tensor of the class.
 
         Args:
             name: Its name in the class.
@@ -74,7 +74,7 @@ class Origin:
         return self._drawn(name)
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has a tensor of the class; without a folder it has none.
+        """Return whether the folder has a tensor of the class; False without a folder.
 
         Args:
             name: Its name in the class.
@@ -83,11 +83,11 @@ class Origin:
 
     @cached_property
     def reader(self) -> TensorReader | None:
-        """Return what reads the folder, by the names of the table; None without a folder."""
+        """Return the reader of the folder by the table's names; None without a folder."""
         return None if self.folder is None else reader_of(SafetensorsFolder(self.folder), self.family)
 
     def _drawn(self, name: str) -> Tensor:
-        """Draw a tensor as it is drawn when the model is replaced."""
+        """Draw a tensor in the same way as when the model is replaced."""
         layers = self.layers()
         for tensor in self.family.tensors(layers.config):
             parts = pack({source.name: torch.empty(0) for source in tensor.sources}, self.family.packed)
@@ -108,7 +108,7 @@ def _belongs(tensor: Any, name: str, family: Family) -> bool:
 
 
 def _names_in(name: str, reader: TensorReader, family: Family) -> set[str]:
-    """Return under which names files have a tensor of the class, or its parts."""
+    """Return the files' names of a tensor of the class, or of its parts."""
     names = set(reader.names())
     return {name} & names or {
         part
@@ -119,7 +119,7 @@ def _names_in(name: str, reader: TensorReader, family: Family) -> set[str]:
 
 
 def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None:
-    """Return a tensor of the class from files that have it, or its parts."""
+    """Return a tensor of the class from files that contain it or its parts."""
     wanted = _names_in(name, reader, family)
     if not wanted:
         return None
@@ -128,12 +128,13 @@ def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None
 
 
 def defer(model: nn.Module, origin: Origin) -> None:
-    """Mark the parameters of a model on the meta device as read later.
+    """Mark the parameters of a model on the meta device for reading later.
 
-    What files have is marked as Hugging Face marks it, so that ``init_weights`` leaves it alone there, too.
+    What files have is marked as Hugging Face marks it, so that ``init_weights`` leaves it alone
+    there, too.
 
     Args:
-        model: The model, as its class has built it.
+        model: Model, as its class has built it.
         origin: Where its weights come from.
     """
     for name, parameter in model.named_parameters():
@@ -145,7 +146,7 @@ def defer(model: nn.Module, origin: Origin) -> None:
 
 
 def origin_of(model: nn.Module) -> Origin | None:
-    """Return where the weights of a model come from; None if it was not built without them."""
+    """Return the source of a model's weights; None if it was not built without them."""
     for parameter in model.parameters():
         found = getattr(parameter, _ATTRIBUTE, None)
         if found is not None:
@@ -155,30 +156,31 @@ def origin_of(model: nn.Module) -> Origin | None:
 
 
 def is_taken_out(model: nn.Module) -> bool:
-    """Return whether a model is a part of the one that was built without weights, such as its body alone."""
+    """Return whether a model is a part of a deferred model, such as its body alone."""
     found = ((name, getattr(one, _ATTRIBUTE, None)) for name, one in model.named_parameters())
     return any(mark is not None and mark[1] != name for name, mark in found)
 
 
 def read_values(model: nn.Module) -> None:
-    """Give all parameters of a model that are read later their values."""
+    """Give all deferred parameters of a model their values."""
     for parameter in model.parameters():
         if _is_deferred(parameter):
             _give_value(parameter)
 
 
 class GivingValues(TorchFunctionMode):
-    """Let code use parameters that are read later as if they had their values.
+    """Torch function mode that gives deferred parameters their values on first use.
 
-    Inside the block such a parameter says that it is on the CPU. What asks for its shape or type alone leaves it as it
-    is. Everything else, such as a write in place, a product, a resized vocabulary or ``load_state_dict``, first gives
-    that one parameter its value: it then holds memory as other tensors do, and counts when the model is replaced.
+    Inside the block such a parameter reports the CPU as its device. An operation that asks only for
+    shape or dtype leaves it unchanged. Any other operation, such as an in-place write, a product, a
+    resized vocabulary or ``load_state_dict``, first gives that one parameter its value. It then has
+    memory like other tensors, and its value counts when the model is replaced.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch, giving the parameters among its arguments their values first if it needs them."""
+        """Run a torch function, after deferred arguments got their values if it needs them."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         first = args[0] if args else None
@@ -241,7 +243,7 @@ def _give_value(parameter: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Overlaid:
-    """Read some tensors from one place and the others from another.
+    """Reader that takes some tensors from one reader and the rest from another.
 
     Args:
         over: The tensors that count where both have one.
@@ -269,7 +271,7 @@ class Overlaid:
 
 @dataclass(frozen=True)
 class DrawnTensors:
-    """Read first values of a model that was built without a folder, each drawn when it is asked for."""
+    """Reader of initial values, each drawn when it is requested."""
 
     origin: Origin
     shapes: Mapping[str, tuple[int, ...]]

@@ -10,22 +10,25 @@ from lightning_megatron.layers.dropout import tensor_region_stream
 
 
 class TensorDropout(nn.Dropout):
-    """Drop elements between a column and a row layer, where every tensor-parallel rank holds other features.
+    """Dropout between a column and a row layer, with different masks on every rank.
 
-    Equal to torch.nn.Dropout, with masks that differ on every tensor-parallel rank and that recomputation draws again.
+    Equal to torch.nn.Dropout, with masks that differ on every tensor-parallel rank and that
+    recomputation draws again.
 
     Args:
-        p: How likely an element is dropped.
-        mesh: The random streams of this rank.
-        layer: Number of the layer for random streams; None inside a block that has moved the streams itself.
+        p: Probability that an element is dropped.
+        mesh: Mesh with the random streams of this rank.
+        layer: Number of the layer for random streams; None inside a block that has moved the
+            streams itself.
     """
 
     def __init__(self, p: float, mesh: ParallelMesh, layer: int | None = None) -> None:
         super().__init__(p)
-        self.mesh, self.layer = mesh, layer
+        self.mesh = mesh
+        self.layer = layer
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input with elements dropped while training."""
+        """Return the input, with elements dropped during training."""
         if not self.training or self.p == 0.0:
             return input
         if self.layer is not None:

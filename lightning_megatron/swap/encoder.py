@@ -15,9 +15,10 @@ from lightning_megatron.swap.dropout import TensorDropout
 
 
 class ParallelEncoderLayer(nn.Module):
-    """Run one encoder layer with its heads and its inner features cut over tp.
+    """Encoder layer with heads and inner features cut over tp.
 
-    Equal to torch.nn.TransformerEncoderLayer in training and evaluation, with the names of its parameters.
+    Equal to torch.nn.TransformerEncoderLayer in training and evaluation, with the names of its
+    parameters.
 
     Shapes: ``(S, B, D)``, or ``(B, S, D)`` where ``attention.batch_first``; output the same.
 
@@ -25,10 +26,10 @@ class ParallelEncoderLayer(nn.Module):
         attention: The attention layer.
         linear1: From D to this rank's inner features.
         linear2: From this rank's inner features to D.
-        norm1: Norm of the attention, held whole by every rank.
-        norm2: Norm of the position-wise network, held whole by every rank.
+        norm1: Norm of the attention, whole on every rank.
+        norm2: Norm of the position-wise network, whole on every rank.
         activation: Function of each inner feature.
-        mesh: The random streams of this rank.
+        mesh: Mesh with the random streams of this rank.
         layer: Number of the layer for random streams.
         norm_first: Whether the norms come before their blocks, or after the residual sums.
         dropout: Probability that an inner feature is dropped.
@@ -56,11 +57,18 @@ class ParallelEncoderLayer(nn.Module):
         dropout2: float = 0.0,
     ) -> None:
         super().__init__()
-        self.self_attn, self.linear1, self.linear2 = attention, linear1, linear2
-        self.norm1, self.norm2, self.activation = norm1, norm2, activation
+        self.self_attn = attention
+        self.linear1 = linear1
+        self.linear2 = linear2
+        self.norm1 = norm1
+        self.norm2 = norm2
+        self.activation = activation
         self.dropout = TensorDropout(dropout, mesh)
-        self.dropout1, self.dropout2 = dropout1, dropout2
-        self.mesh, self.layer, self.norm_first = mesh, layer, norm_first
+        self.dropout1 = dropout1
+        self.dropout2 = dropout2
+        self.mesh = mesh
+        self.layer = layer
+        self.norm_first = norm_first
         self.draws = any(p > 0.0 for p in (attention.dropout, dropout, dropout1, dropout2))
 
     def forward(
@@ -76,10 +84,11 @@ class ParallelEncoderLayer(nn.Module):
             src: The input.
             src_mask: Pairs to ignore ``(S, S)`` or ``(B H, S, S)``.
             src_key_padding_mask: Positions to ignore ``(B, S)``.
-            is_causal: Promise that ``src_mask`` is the causal mask.
+            is_causal: Whether ``src_mask`` is the causal mask.
         """
         if self.training and self.draws:
-            # From here the masks depend on the layer alone, so that recomputation draws the same ones.
+            # From here the masks depend on the layer alone, so that recomputation draws the same
+            # ones.
             self.mesh.random.seek(self.layer)
         if self.norm_first:
             hidden = src + self._attend(self.norm1(src), src_mask, src_key_padding_mask, is_causal)
@@ -99,18 +108,21 @@ class ParallelEncoderLayer(nn.Module):
 
 
 class ParallelEncoder(nn.Module):
-    """Run encoder layers in turn without torch's nested tensors.
+    """Stack of encoder layers without torch's nested tensors.
 
-    Equal to torch.nn.TransformerEncoder. For evaluation torch may pack padded batches into nested tensors, which layers
-    cut over tp cannot take; a side effect of the packing, zeros at padded positions before the last norm, is kept.
+    Equal to torch.nn.TransformerEncoder. For evaluation torch may pack padded batches into nested
+    tensors, which layers cut over tp cannot take; a side effect of the packing, zeros at padded
+    positions before the last norm, is kept.
 
     Args:
-        source: The encoder whose layers, norm and settings this one takes over.
+        source: Encoder whose layers, norm and settings this one takes over.
     """
 
     def __init__(self, source: nn.TransformerEncoder) -> None:
         super().__init__()
-        self.layers, self.norm, self.num_layers = source.layers, source.norm, source.num_layers
+        self.layers = source.layers
+        self.norm = source.norm
+        self.num_layers = source.num_layers
         self.packs_padding = bool(getattr(source, "use_nested_tensor", False))
         self.mask_check = bool(getattr(source, "mask_check", True))
 
@@ -121,15 +133,16 @@ class ParallelEncoder(nn.Module):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """Return the output of the last layer, normed if the encoder has a norm.
+        """Return the output of the last layer, normalized if the encoder has a norm.
 
         Args:
             src: The input.
             mask: Pairs to ignore ``(S, S)`` or ``(B H, S, S)``.
             src_key_padding_mask: Positions to ignore ``(B, S)``.
-            is_causal: Promise that ``mask`` is the causal mask; None promises nothing.
+            is_causal: Whether ``mask`` is the causal mask; None promises nothing.
         """
-        padding, output = src_key_padding_mask, src
+        padding = src_key_padding_mask
+        output = src
         for layer in self.layers:
             output = layer(output, src_mask=mask, src_key_padding_mask=padding, is_causal=bool(is_causal))
         if padding is not None and self._would_pack(src, mask, padding):
@@ -137,7 +150,7 @@ class ParallelEncoder(nn.Module):
         return output if self.norm is None else self.norm(output)
 
     def _would_pack(self, src: Tensor, mask: Tensor | None, padding: Tensor) -> bool:
-        """Tell whether torch.nn.TransformerEncoder would take its nested path, by the rules in its forward."""
+        """Return whether torch.nn.TransformerEncoder would use nested tensors for this input."""
         first = self.layers[0]
         possible = self.packs_padding and torch.backends.mha.get_fastpath_enabled() and not torch.is_autocast_enabled()
         if not possible or first.training or src.dim() != 3 or mask is not None:

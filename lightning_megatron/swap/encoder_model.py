@@ -1,4 +1,4 @@
-"""Hugging Face's call of an encoder, computed by an Encoder that is cut over tp and pp."""
+"""Hugging Face encoders, computed by an Encoder that is cut over tp and pp."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _IRRELEVANT = frozenset({"use_cache", "return_dict"})
 
 
 class HuggingFaceEncoder(ReplacedModel):
-    """Take and return what a Hugging Face encoder does, with or without a head, with the layers of an Encoder.
+    """Hugging Face encoder, with or without a head, computed by an Encoder's layers.
 
-    Equal to the model that it replaces: outputs, loss and gradients. A masked language model without any label that
-    counts has the loss 0, where Hugging Face's has none (NaN). Losses of half types are computed in float32.
+    Equal to the model that it replaces: outputs, loss and gradients. A masked language model
+    without any label that counts has the loss 0, where Hugging Face's has none (NaN). Losses of
+    half types are computed in float32.
     """
 
     #: Hugging Face's configuration.
@@ -48,10 +49,10 @@ class HuggingFaceEncoder(ReplacedModel):
         labels: Tensor | None = None,
         **others: Any,
     ) -> EncoderOutput | MaskedLMOutput | tuple[Any, ...]:
-        """Return an output with what Hugging Face's has: ``loss`` and ``logits``, or the hidden states.
+        """Return Hugging Face's output: ``loss`` and ``logits``, or the hidden states.
 
-        Shapes: input_ids, attention_mask, token_type_ids and position_ids ``(B, S)``; inputs_embeds ``(B, S, D)``;
-        labels ``(B, S)`` of tokens, or ``(B)`` or ``(B, num_labels)`` of classes.
+        Shapes: input_ids, attention_mask, token_type_ids and position_ids ``(B, S)``; inputs_embeds
+        ``(B, S, D)``; labels ``(B, S)`` of tokens, or ``(B)`` or ``(B, num_labels)`` of classes.
 
         Args:
             input_ids: Token ids; or give ``inputs_embeds``.
@@ -81,10 +82,8 @@ class HuggingFaceEncoder(ReplacedModel):
         extra = -shape[1] % (mesh.tp.size if mesh.sequence_parallel else 1)
         targets = labels if head == "masked_lm" else None
         if extra:
-            rows, targets = (
-                self._padded(rows, extra),
-                None if targets is None else F.pad(targets, (0, extra), value=IGNORED),
-            )
+            rows = self._padded(rows, extra)
+            targets = None if targets is None else F.pad(targets, (0, extra), value=IGNORED)
         result = self.layers(rows, targets, IGNORED)
         output = (
             self._masked(result, targets, shape[1]) if head == "masked_lm" else self._output(result, labels, shape[1])
@@ -92,12 +91,14 @@ class HuggingFaceEncoder(ReplacedModel):
         return output.to_tuple() if others.get("return_dict") is False else output
 
     def _padded(self, rows: EncoderInput, extra: int) -> EncoderInput:
-        """Add places that nobody sees."""
+        """Append padding positions that no position attends to."""
         given = rows.given
         valid = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device) if rows.valid is None else rows.valid
-        config, positions = self.layers.config, rows.positions
+        config = self.layers.config
+        positions = rows.positions
         if positions is None and (config.positions == "row" or rows.tokens is None):
-            first, length = config.first_position, given.shape[1]
+            first = config.first_position
+            length = given.shape[1]
             positions = torch.arange(first, first + length, device=given.device).expand(given.shape[:2])
         return EncoderInput(
             lengthened(rows.tokens, extra, config.padding_id or 0),
@@ -108,11 +109,13 @@ class HuggingFaceEncoder(ReplacedModel):
         )
 
     def _masked(self, result: EncoderResult, labels: Tensor | None, length: int) -> MaskedLMOutput:
-        shard, loss = result.logits, None
+        shard = result.logits
+        loss = None
         assert shard is not None, "a masked language model computes logits"
         if result.losses is not None and labels is not None:
             loss = result.losses.sum() / (labels != IGNORED).sum().clamp(min=1)
-        mesh, vocabulary = self.layers.mesh, self.layers.config.vocab_size
+        mesh = self.layers.mesh
+        vocabulary = self.layers.config.vocab_size
 
         def gather() -> Tensor:
             if isinstance(shard, AbsentTensor):
@@ -131,7 +134,8 @@ class HuggingFaceEncoder(ReplacedModel):
         return EncoderOutput(last_hidden_state=hidden, pooler_output=result.pooled)
 
     def _class_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        problem, count = self.config.problem_type, self.layers.config.num_labels
+        problem = self.config.problem_type
+        count = self.layers.config.num_labels
         if problem is None and count == 1:
             problem = "regression"
         elif problem is None:
@@ -147,7 +151,7 @@ class HuggingFaceEncoder(ReplacedModel):
 
 
 def _valid(attention_mask: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Return which places hold tokens; None where all do. A mask on a GPU is read by the host to find that out."""
+    """Return the positions of tokens; None if all are (reads a mask on a GPU on the host)."""
     if attention_mask is None:
         return None
     if attention_mask.shape != shape:

@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face folder, one tensor in memory at a time."""
+"""Export of a model as a Hugging Face folder, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _BLOCK = 1 << 24
 _LARGEST_ROOM = 1 << 20
 _UNFINISHED = ".unfinished"
 #: The files of peft, and what the names in them begin with.
-ADAPTER_WEIGHTS, ADAPTER_CONFIG, _ADAPTED = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTED = "base_model.model."
 #: The default of Hugging Face (bytes).
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -40,11 +42,11 @@ def foreign_tensors(
     config: ModelConfig,
     table: tuple[TensorMap, ...] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Turn full tensors of ours into those of a family, one after the other.
+    """Convert full tensors to those of a family, one after the other.
 
     Args:
-        full_tensors: Names of our parameters and their full values, without padding, in any order; a tied head may be
-            among them, and what only a training needs.
+        full_tensors: Names of our parameters and their full values, without padding, in any order;
+            a tied head may be among them, and what only a training needs.
         family: How the tensors are named and cut.
         config: Configuration of the model.
         table: The names of the full tensors; None means those of a model of this package.
@@ -94,7 +96,7 @@ def export_folder(
     *,
     at_home: bool = False,
 ) -> None:
-    """Write configuration and weights such that ``from_pretrained`` gives the same tensors.
+    """Write a model's configuration and weights as a folder for ``from_pretrained``.
 
     Files get their names when all are complete. Tokenizer and generation settings are not written.
 
@@ -104,13 +106,14 @@ def export_folder(
         hf_config: What ``config.to_dict()`` returns or ``config.json`` holds.
         folder: Where to; made if it is not there.
         max_file_bytes: A file ends before the tensor that would exceed this (bytes).
-        dtype: Of the floating-point weights, but of those that are always kept in one of their own; None keeps what is
-            given.
+        dtype: Of the floating-point weights, but of those that are always kept in one of their own;
+            None keeps what is given.
         at_home: Whether the names are those of a model that keeps the tree of its class.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
-        UnsupportedError: If there are weights already, or the configuration asks for something that we lack.
+        UnsupportedError: If there are weights already, or the configuration asks for something that
+            we lack.
     """
     config = family.config(hf_config)
     place = _new_folder(folder)
@@ -135,10 +138,11 @@ def export_as_it_is(
     max_file_bytes: int = MAX_FILE_BYTES,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a model whose tensors have the names of its class such that ``from_pretrained`` gives the same tensors.
+    """Write a model whose tensors have their class's names as a folder for ``from_pretrained``.
 
     Args:
-        full_tensors: Names and full values, without padding, block by block; of a shared tensor one name.
+        full_tensors: Names and full values, without padding, block by block; of a shared tensor one
+            name.
         shapes: Their shapes (elements).
         form: How files have them; None means as they are.
         hf_config: What ``config.to_dict()`` returns or ``config.json`` holds.
@@ -178,10 +182,11 @@ def export_adapter(
     folder: str | os.PathLike[str],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write an adapter such that ``PeftModel.from_pretrained`` gives the same tensors.
+    """Write an adapter as a folder for ``PeftModel.from_pretrained``.
 
     Args:
-        full_tensors: Names and full values of all that is trained, as a model that keeps its tree has them.
+        full_tensors: Names and full values of all that is trained, as a model that keeps its tree
+            has them.
         family: How the tensors of the model are named and cut.
         hf_config: The configuration of the model.
         adapter: What peft knows of it.
@@ -191,7 +196,8 @@ def export_adapter(
     Raises:
         CheckpointMismatchError: If a tensor is missing or unknown.
     """
-    wanted, found = adapter.tensors_at_home(family.at_home(family.config(hf_config))), dict(full_tensors)
+    wanted = adapter.tensors_at_home(family.at_home(family.config(hf_config)))
+    found = dict(full_tensors)
     if wanted.keys() != found.keys():
         raise CheckpointMismatchError(
             f"an adapter is written with all its tensors: {named(wanted.keys() ^ found.keys())} missing or unknown. "
@@ -228,7 +234,7 @@ def write_file(
 
 
 class _Writer:
-    """Write tensors to files of a limited size, none of which is held in memory."""
+    """Writer of tensors into files of limited size, without buffering whole files in memory."""
 
     def __init__(
         self,
@@ -237,13 +243,15 @@ class _Writer:
         shapes: Mapping[str, tuple[int, ...]],
         largest_room: int | None = None,
     ) -> None:
-        self.folder, self.max_file_bytes = folder, max_file_bytes
+        self.folder = folder
+        self.max_file_bytes = max_file_bytes
         self.floating: Counter[torch.dtype] = Counter()
         self._files: list[dict[str, dict[str, Any]]] = []
         self._file: IO[bytes] | None = None
         self._size = self._header = 0
         entries = [_entry_size(name, shape) for name, shape in shapes.items()]
-        # The header comes first in a file and is known last. It may end in spaces; data begin at a multiple of 8.
+        # The header comes first in a file and is known last. It may end in spaces; data begin at a
+        # multiple of 8.
         room = _base_size() + max(max(entries, default=0), min(largest_room or _LARGEST_ROOM, sum(entries)))
         self._room = -(-room // 8) * 8
 
@@ -253,7 +261,7 @@ class _Writer:
         dtype: torch.dtype | None = None,
         kept: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Write tensors one after the other; where one fails, nothing is left.
+        """Write tensors one after the other, and delete the files if one fails.
 
         Args:
             tensors: Names and values.
@@ -273,8 +281,9 @@ class _Writer:
             raise
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, in a new file if it does not fit into this one."""
-        size, entry = tensor.numel() * tensor.element_size(), _entry_size(name, tuple(tensor.shape))
+        """Write a tensor, in a new file if it does not fit into the current one."""
+        size = tensor.numel() * tensor.element_size()
+        entry = _entry_size(name, tuple(tensor.shape))
         is_full = self._size + size > self.max_file_bytes or self._header + entry > self._room
         if self._size and is_full:
             self.close_file()
@@ -288,12 +297,13 @@ class _Writer:
         }
         for block in _blocks(tensor):
             self._file.write(block)
-        self._size, self._header = self._size + size, self._header + entry
+        self._size = self._size + size
+        self._header = self._header + entry
         if tensor.is_floating_point():
             self.floating[tensor.dtype] += tensor.numel()
 
     def close_file(self) -> None:
-        """Complete the file that is open: put its header into the room before the data."""
+        """Complete the open file by writing its header before the data."""
         if self._file is None:
             return
         content = json.dumps({"__metadata__": _METADATA, **self._files[-1]}, separators=(",", ":")).encode()
@@ -303,10 +313,11 @@ class _Writer:
             file.write(self._room.to_bytes(LENGTH_BYTES, "little") + content.ljust(self._room))
             file.flush()
             os.fsync(file.fileno())
-        self._file, self._size = None, 0
+        self._file = None
+        self._size = 0
 
     def publish(self, single: str = WEIGHTS) -> None:
-        """Give the files their names and write the index, if there are several.
+        """Give the files their final names, and write the index if there are several.
 
         Args:
             single: Name of the file if there is one.
@@ -325,7 +336,7 @@ class _Writer:
             _write(self.folder / INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Delete the written files."""
         if self._file is not None:
             self._file.close()
         for number in range(len(self._files)):
@@ -335,7 +346,8 @@ class _Writer:
         self._files.append({})
         self._file = open(self._path(len(self._files) - 1), "wb")  # noqa: SIM115 - it is closed with its header
         self._file.seek(LENGTH_BYTES + self._room)
-        self._size, self._header = 0, _base_size()
+        self._size = 0
+        self._header = _base_size()
 
     def _path(self, number: int) -> Path:
         return self.folder / f"model-{number + 1:05d}{_UNFINISHED}"
@@ -361,7 +373,8 @@ def _entry_size(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-    # The code that an auto_map names is not in the folder, and settings of a training are not the model's.
+    # The code that an auto_map names is not in the folder, and settings of a training are not the
+    # model's.
     left = ("torch_dtype", "auto_map", SETTINGS)
     kept = {name: value for name, value in config.items() if not name.startswith("_") and name not in left}
     content = json.dumps({**kept, "dtype": _plain(dtype)}, indent=2, sort_keys=True, default=_plain)

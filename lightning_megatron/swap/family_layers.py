@@ -1,4 +1,4 @@
-"""The layers of this package that compute a model of a known family."""
+"""Construction of this package's layers for a model of a known family."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def build_layers(
         family: Its family.
         dtype: Of the weights.
         mesh: The groups of this rank; None means one process that holds everything.
-        has_pooler: Whether an encoder that may have a pooler has one, which its configuration does not say.
+        has_pooler: Whether an encoder that may have a pooler has one, which its configuration does
+            not say.
 
     Raises:
         UnsupportedError: For settings that no model of ours has.

@@ -1,4 +1,4 @@
-"""Tensors of Hugging Face models beside those in their files, which have other names or are cut otherwise for some."""
+"""Conversion between a Hugging Face model's tensors and those in its files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class FileFormat:
-    """Convert the tensors of a model to those that Hugging Face's ``save_pretrained`` writes, block by block.
+    """Conversion of a model's tensors to those that ``save_pretrained`` writes, by block.
 
     Args:
         twin: A model of the same class and configuration on the meta device.
@@ -31,10 +31,10 @@ class FileFormat:
 
     @classmethod
     def of(cls, model: Any) -> FileFormat | None:
-        """Return the format of a model's files; None if they have the tensors as the model does.
+        """Return the format of a model's files; None if the files have the model's tensors.
 
         Args:
-            model: The model, of which this rank may hold a part.
+            model: Model, of which this rank may hold a part.
         """
         if not has_other_format(model):
             return None
@@ -46,7 +46,7 @@ class FileFormat:
 
     @classmethod
     def of_class(cls, architecture: str, config: Mapping[str, Any]) -> FileFormat:
-        """Return the format of the files of a class of Hugging Face.
+        """Return the format of the files of a Hugging Face class.
 
         Args:
             architecture: Name of the class.
@@ -67,7 +67,7 @@ class FileFormat:
         return cls(_on_meta(kind, kind.config_class.from_dict(dict(config))))
 
     def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the tensors in the files from those of the model (elements)."""
+        """Return names and shapes of the files' tensors from those of the model (elements)."""
         given = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
         return {
             name: tuple(tensor.shape) for name, tensor in self.tensors(sorted(given, key=lambda one: block(one[0])))
@@ -85,10 +85,10 @@ class FileFormat:
 
 
 def has_other_format(model: Any) -> bool:
-    """Return whether the files of a model may have other tensors than it has.
+    """Return whether the files of a model may have other tensors than the model.
 
     Args:
-        model: The model.
+        model: Model.
     """
     of_its_files = getattr(model, "_weight_conversions", None)
     if of_its_files is not None:
@@ -102,7 +102,7 @@ def has_other_format(model: Any) -> bool:
 
 
 def block(name: str) -> str:
-    """Return the block that a tensor is of, by its name: what files join or cut lies within one."""
+    """Return the block of a tensor by its name; files join or cut tensors within a block."""
     found = _BLOCK.match(name)
     return "" if found is None else found.group()
 

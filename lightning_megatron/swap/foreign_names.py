@@ -1,4 +1,4 @@
-"""State dicts of modules around Hugging Face models, as those are before and after they are replaced."""
+"""Conversion of state dicts between replaced models and their Hugging Face classes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_megatron.swap.replaced import replaced_models
 
 
 def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict in which the tensors of replaced models are those of their parameters here.
+    """Return a state dict with the tensors of replaced models under this package's names.
 
     The names of most are the same; some tensors are stored otherwise, or are several.
 
     Args:
-        module: The module, whose Hugging Face models have been replaced.
+        module: Module, whose Hugging Face models have been replaced.
         full: Full tensors as the models had them before; others are passed on.
 
     Raises:
@@ -30,11 +30,13 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(full)
     for name, part in replaced_models(module):
-        prefix, config = f"{name}." if name else "", part.body.config
+        prefix = f"{name}." if name else ""
+        config = part.body.config
         foreign = {key.removeprefix(prefix): found.pop(key) for key in full if key.startswith(prefix)}
         if not foreign:
             continue
-        dtype, table = next(iter(foreign.values())).dtype, part.family.at_home(config)
+        dtype = next(iter(foreign.values())).dtype
+        table = part.family.at_home(config)
         adapter = part.adapter
         for target, tensor in full_tensors(without_adapters(foreign), part.family, config, dtype, table):
             found[f"{prefix}{_in_tree(target, adapter)}"] = tensor
@@ -48,14 +50,16 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_foreign_names(models: Sequence[ClassTensors], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict in which replaced models have the tensors of their classes, in the order that is given.
+    """Return a state dict with replaced models' tensors in their class's names and order.
 
     Args:
         models: The replaced models.
-        state: Full tensors by the names of this package; those of vocabularies may have rows of padding.
+        state: Full tensors by the names of this package; those of vocabularies may have rows of
+            padding.
 
     Raises:
-        UnsupportedError: If modules were trained as a whole by peft, which keeps what they were before, too.
+        UnsupportedError: If modules were trained as a whole by peft, which keeps what they were
+            before, too.
     """
     parts: dict[str, list[str]] = {}
     for name in state:
@@ -85,7 +89,7 @@ def _in_tree(name: str, adapter: Adapter | None) -> str:
 
 
 def _add_aliases(found: dict[str, Any], prefix: str, family: Family, config: Any, adapter: Adapter | None) -> None:
-    """Give the tensors that have two names the second one, too."""
+    """Add tensors that have two names under the second name too."""
     aliases = dict(family.copies)
     if config.tie_embeddings:
         aliases[family.head] = family.embedding

@@ -1,4 +1,4 @@
-"""Hugging Face's own generation, over the layers of a GPT."""
+"""Hugging Face's generation with the layers of a GPT."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from lightning_megatron.swap.language_model import HuggingFaceLM
 
 
 class GeneratingLM(HuggingFaceLM):
-    """A causal language model with the methods of Hugging Face's GenerationMixin, which its class brings.
+    """Causal language model with the methods of Hugging Face's GenerationMixin.
 
-    ``generate`` takes what it takes there: searches, sampling, stopping rules. Nothing is cached, so that every token
-    costs a pass over all before it. The tensor-parallel ranks and the stages of one copy must call it together, with
-    the same prompts. Ranks of other data need not, but those that share experts (ep) must, with any prompts: each goes
-    on until all have finished. With pp it is for hooks between steps, such as on_validation_epoch_end.
+    ``generate`` takes what it takes there: searches, sampling, stopping rules. Nothing is cached,
+    so that every token costs a pass over all before it. The tensor-parallel ranks and the stages of
+    one copy must call it together, with the same prompts. Ranks of other data need not, but those
+    that share experts (ep) must, with any prompts: each goes on until all have finished. With pp it
+    is for hooks between steps, such as on_validation_epoch_end.
 
-    Communication: that of one forward pass for each token; between ranks of other data that share experts, also an
-        all-reduce on the CPU before it.
+    Communication: that of one forward pass for each token; between ranks of other data that share
+    experts, also an all-reduce on the CPU before it.
     """
 
     _is_stateful = False
@@ -55,7 +56,8 @@ class GeneratingLM(HuggingFaceLM):
         rows, extra = super()._padding(num_sequences, length)
         if not (self._is_generating and self.gpt.has_shared_experts):
             return rows, extra
-        # Prompts may differ in number and length, and experts take equally many tokens from every rank.
+        # Prompts may differ in number and length, and experts take equally many tokens from every
+        # rank.
         largest = all_reduce_(torch.tensor([num_sequences, length + extra]), self.gpt.mesh.experts_cpu, "max")
         return int(largest[0]) - num_sequences, int(largest[1]) - length
 
@@ -67,9 +69,9 @@ class GeneratingLM(HuggingFaceLM):
         return bool(unfinished)
 
     def is_remote_code(self) -> bool:
-        """Return False: the model is of this package."""
+        """Return False, because the model is part of this package."""
         return False
 
     def get_experts_implementation(self) -> dict[str, str]:
-        """Return an empty mapping: no part of the model chooses how Hugging Face's experts are computed."""
+        """Return an empty mapping, because no part selects Hugging Face's experts."""
         return {}

@@ -1,4 +1,4 @@
-"""Where the tensors of a table are in the tree of modules of the class that the table describes."""
+"""Positions of a table's tensors in the module tree of the class that the table describes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from lightning_megatron.swap.packed import Packed
 
 @dataclass(frozen=True)
 class Home:
-    """Name the parameter of a foreign class that holds rows of a full tensor of ours.
+    """Parameter of a foreign class that contains rows of a full tensor.
 
     Args:
-        name: Name of the parameter; of one tensor of a stack, that of the stack and the index of the tensor.
+        name: Name of the parameter; of one tensor of a stack, that of the stack and the index of
+            the tensor.
         sources: Where the rows are in the files.
     """
 
@@ -29,13 +30,13 @@ class Home:
 
 
 def homes_of(tensor: TensorMap, packed: Iterable[Packed] = ()) -> tuple[Home, ...]:
-    """List the parameters of the foreign class that a full tensor of ours is made of, from its first row to its last.
+    """List the foreign parameters that make up a full tensor, from the first row to the last.
 
-    A layer that joins others has one for each of them. A tensor that the class has packed, or has in another order, is
-    in one.
+    A layer that joins others has one for each of them. A tensor that the class has packed, or has
+    in another order, is in one.
 
     Args:
-        tensor: The tensor.
+        tensor: Tensor.
         packed: Which tensors of the class are packed.
     """
     rules = tuple(packed)
@@ -46,7 +47,7 @@ def homes_of(tensor: TensorMap, packed: Iterable[Packed] = ()) -> tuple[Home, ..
 
 
 def home_table(table: Iterable[TensorMap], packed: Iterable[Packed] = ()) -> tuple[TensorMap, ...]:
-    """Return a table with the same sources whose targets are parameters of the foreign class.
+    """Return a table with the same sources and the foreign class's parameters as targets.
 
     Args:
         table: Where the full tensors of ours come from.

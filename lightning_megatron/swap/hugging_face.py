@@ -1,4 +1,4 @@
-"""Replace models of Hugging Face, whole, by a GPT or an Encoder behind their own call."""
+"""Replacement of whole Hugging Face models by a GPT or an Encoder."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ NOTE = (
 
 
 def family_of_module(module: nn.Module) -> Family | None:
-    """Return the family of a Hugging Face model that can be replaced; None for every other module."""
+    """Return the family of a replaceable Hugging Face model; None for other modules."""
     return find_family(type(module).__name__) if is_hugging_face(module) else None
 
 
 def reason_to_keep(module: Any, family: Family) -> str:
-    """Say which setting of a Hugging Face model its family's table does not have; nothing if it has all.
+    """Return the setting of a model that its family's table lacks; empty if there is none.
 
     Such a model trains as it is, because Hugging Face's own module computes every setting.
     """
@@ -52,7 +52,7 @@ def reason_to_keep(module: Any, family: Family) -> str:
 
 
 def is_part(module: Any) -> bool:
-    """Tell whether a Hugging Face model has no head that its class gives it, and has its values.
+    """Return whether a Hugging Face model has values but lacks its class's head.
 
     Inside a larger one of Hugging Face it stays, because that reads its tensors and may share them.
     """
@@ -61,7 +61,7 @@ def is_part(module: Any) -> bool:
 
 @dataclass(frozen=True)
 class SwappedModel:
-    """Hold the layers that are to compute a Hugging Face model.
+    """Layers that compute a Hugging Face model, and the step that installs them.
 
     Args:
         layers: The layers that compute, with their values.
@@ -77,24 +77,26 @@ class SwappedModel:
 def swapped_model(
     name: str, source: Any, family: Family, mesh: ParallelMesh, shows_progress: bool = False
 ) -> SwappedModel:
-    """Build this rank's part of a Hugging Face model, and say how the model comes to compute with it.
+    """Build this rank's part of a Hugging Face model, ready for installation.
 
-    A model without values (on the meta device) gets those of its folder, or new ones that do not depend on the layout;
-    so does a head that the folder lacks.
+    A model without values (on the meta device) gets those of its folder, or new ones that do not
+    depend on the layout; so does a head that the folder lacks.
 
     Args:
         name: Name of the model, for errors.
-        source: The model.
+        source: Model.
         family: Its family.
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
         shows_progress: Whether rank 0 may show a bar while it reads a folder.
 
     Raises:
-        UnsupportedError: For settings that no model of ours has, or parameters that are partly frozen.
+        UnsupportedError: For settings that no model of ours has, or parameters that are partly
+            frozen.
         ParallelPlanError: If the layout cannot hold the model.
         CheckpointMismatchError: If the model has other tensors than its family.
     """
-    adapter, tensors = adapter_of(name, source, family), without_adapters(source.state_dict())
+    adapter = adapter_of(name, source, family)
+    tensors = without_adapters(source.state_dict())
     origin = origin_of(source)
     check_untouched(name, source, built_parts(source) if origin is None else origin.parts)
     settings = built_settings(source)
@@ -135,7 +137,7 @@ def swapped_model(
 
 
 def _labels(settings: Mapping[str, Any], family: Family, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return settings for as many labels as the classifier has, which may be a new one."""
+    """Return settings for the classifier's number of labels; the classifier may be new."""
     for tensor in family.tensors(family.config(settings)):
         name = tensor.sources[0].name
         if tensor.target == CLASSIFIER and name in tensors:
@@ -147,7 +149,7 @@ def _labels(settings: Mapping[str, Any], family: Family, tensors: Mapping[str, T
 def _fill_given(
     model: GPT | Encoder, origin: Origin | None, family: Family, own: RenamedTensors, given: RenamedTensors
 ) -> None:
-    """Give a model that draws its weights those that user code has changed in it."""
+    """Fill parameters with the values that user code changed in a model with drawn weights."""
     changed = set(given.names())
     table = [tensor for tensor in family.tensors(model.config) if not changed.isdisjoint(tensor.source_shapes)]
     if not table or origin is None:

@@ -1,4 +1,4 @@
-"""Hugging Face's call of a causal language model, computed by a GPT that is cut over tp and pp."""
+"""Hugging Face causal language models, computed by a GPT that is cut over tp and pp."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from lightning_megatron.swap.outputs import CausalLMOutput
 
 T = TypeVar("T")
 
-#: Arguments of Hugging Face's call that say how to compute and not what; a swapped model chooses by itself.
+#: Arguments of Hugging Face's call that say how to compute and not what; a swapped model chooses by
+#: itself.
 _IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_q", "max_length_k", "cu_seq_lens_k"})
 
 
 class LabelledGPT(GPT):
-    """A GPT that returns the losses together with this rank's logits, transposed to sequence first."""
+    """GPT that returns the losses and this rank's logits, sequence first."""
 
     @override
     def _result(self, logits: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int) -> Any:
@@ -42,10 +43,11 @@ class LabelledGPT(GPT):
 
 
 class HuggingFaceLM(ReplacedModel):
-    """Take and return what a Hugging Face causal language model does, with the layers of a GPT.
+    """Hugging Face causal language model, computed by the layers of a GPT.
 
-    Equal to the model that it replaces: loss, logits and gradients. Labels are those of the tokens themselves and are
-    shifted here. A step without any label that counts has the loss 0, where Hugging Face's has none (NaN).
+    Equal to the model that it replaces: loss, logits and gradients. Labels are those of the tokens
+    themselves and are shifted here. A step without any label that counts has the loss 0, where
+    Hugging Face's has none (NaN).
     """
 
     @property
@@ -71,35 +73,37 @@ class HuggingFaceLM(ReplacedModel):
         output_hidden_states: bool | None = None,
         **others: Any,
     ) -> CausalLMOutput:
-        """Return an output with ``loss``, if there are labels, ``logits``, and ``hidden_states``, if they are wanted.
+        """Return an output with ``logits`` and, if requested, ``loss`` and ``hidden_states``.
 
-        Shapes: input_ids, attention_mask, position_ids and labels ``(B, S)``; inputs_embeds ``(B, S, D)``; logits
-        ``(B, S, V)``.
+        Shapes: input_ids, attention_mask, position_ids and labels ``(B, S)``; inputs_embeds ``(B,
+        S, D)``; logits ``(B, S, V)``.
 
         Args:
             input_ids: Token ids; or give ``inputs_embeds``.
             attention_mask: 1 for tokens, 0 for padding, on either side.
-            position_ids: Position of every token. Without an attention mask, a position that does not follow the one
-                before begins another sequence, which attends within itself only.
+            position_ids: Position of every token. Without an attention mask, a position that does
+                not follow the one before begins another sequence, which attends within itself only.
             past_key_values: Must be None: nothing is cached.
             inputs_embeds: Vectors in place of tokens.
             labels: The tokens themselves, or -100 where no loss is wanted.
             use_cache: Has no effect.
             logits_to_keep: Return the logits of so many last positions only (0: all).
-            num_items_in_batch: Divide the summed loss by this number instead of the number of labels (tokens).
+            num_items_in_batch: Divide the summed loss by this number instead of the number of
+                labels (tokens).
             shift_labels: Labels that are shifted already.
-            cu_seq_lens_q: Borders of sequences that are packed into one row, as flash attention takes them.
-            output_hidden_states: Whether to return the input of every layer and the output of the last norm; with one
-                pipeline stage.
+            cu_seq_lens_q: Borders of sequences that are packed into one row, as flash attention
+                takes them.
+            output_hidden_states: Whether to return the input of every layer and the output of the
+                last norm; with one pipeline stage.
             others: Must ask for nothing.
 
         Raises:
-            UnsupportedError: For what a swapped model cannot do, and for a call with gradients outside of a step where
-                the model is cut over pp.
+            UnsupportedError: For what a swapped model cannot do, and for a call with gradients
+                outside of a step where the model is cut over pp.
             StageDone: On pipeline stages that do not compute the result, inside a step.
 
-        Communication: that of the layers. Without gradients and outside of a step the stages of pp run in turn, and
-            every rank has the result: call it on all of them.
+        Communication: that of the layers. Without gradients and outside of a step the stages of pp
+        run in turn, and every rank has the result: call it on all of them.
         """
         _refuse({"past_key_values": past_key_values, **others})
         given = input_ids if input_ids is not None else inputs_embeds
@@ -114,7 +118,8 @@ class HuggingFaceLM(ReplacedModel):
         span = span_of(attention_mask, position_ids, cu_seq_lens_q, given.shape[:2], shift_labels)
         rows, extra = self._padding(*given.shape[:2])
         if rows or extra:
-            # Positions behind the last token change none of those before; their own results are cut off.
+            # Positions behind the last token change none of those before; their own results are cut
+            # off.
             input_ids = lengthened(input_ids, extra, 0, rows)
             shift_labels = lengthened(shift_labels, extra, IGNORED, rows)
             inputs_embeds = None if inputs_embeds is None else F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
@@ -136,7 +141,7 @@ class HuggingFaceLM(ReplacedModel):
         return CausalLMOutput(loss, lambda: self._gather(shard), states)
 
     def _with_states(self, run: Callable[[], T]) -> tuple[T, tuple[Tensor, ...]]:
-        """Run the model and return the states of all its layers, too."""
+        """Run the model and return the hidden states of all its layers too."""
         gpt = self.gpt
         if gpt.mesh.pp.size > 1:
             raise UnsupportedError(
@@ -153,8 +158,9 @@ class HuggingFaceLM(ReplacedModel):
     def _from_last_stage(
         self, run: Callable[[], tuple[Tensor | None, Tensor]], num_sequences: int, length: int, has_labels: bool
     ) -> CausalLMOutput:
-        """Run the stages in turn and give every rank the result, as a call of a model that is not cut has it."""
-        pp, options = self.gpt.mesh.pp, dict[str, Any](device=self.device, dtype=self.dtype)
+        """Run the pipeline stages in turn, and give every rank the result."""
+        pp = self.gpt.mesh.pp
+        options = dict[str, Any](device=self.device, dtype=self.dtype)
         found = run_in_turn(self.gpt, run)
         logits = torch.empty(num_sequences, length, self.gpt.config.vocab_size, **options)
         loss = torch.empty((), device=self.device, dtype=torch.promote_types(self.dtype, torch.float32))
@@ -168,7 +174,7 @@ class HuggingFaceLM(ReplacedModel):
         return CausalLMOutput(loss if has_labels else None, lambda: logits)
 
     def _padding(self, num_sequences: int, length: int) -> tuple[int, int]:
-        """Say how many rows and places are appended to those that are given."""
+        """Return the numbers of rows and positions to append."""
         return 0, -length % (self.gpt.mesh.tp.size if self.gpt.mesh.sequence_parallel else 1)
 
     def _gather(self, shard: Tensor) -> Tensor:
@@ -180,9 +186,10 @@ class HuggingFaceLM(ReplacedModel):
 
 
 def whole_sequences(hidden: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Return hidden states on every tensor-parallel rank, for what all of them compute alike.
+    """Gather hidden states of whole sequences on every tensor-parallel rank.
 
-    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, S, D)``.
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, S,
+    D)``.
     Communication: under sequence parallelism an all-gather over tp forward, none backward.
     """
     full = gather_from_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
@@ -196,17 +203,18 @@ def span_of(
     shape: torch.Size,
     labels: Tensor | None = None,
 ) -> AttentionSpan | None:
-    """Say who attends to whom by Hugging Face's arguments; None where every position sees all before it.
+    """Return the attention mask of Hugging Face's arguments; None for a plain causal mask.
 
-    Padding behind the tokens is seen by nothing but itself: without labels there it needs no mask, which is faster. A
-    mask on a GPU is read by the host to find that out.
+    Padding behind the tokens is seen by nothing but itself: without labels there it needs no mask,
+    which is faster. A mask on a GPU is read by the host to find that out.
 
     Args:
         attention_mask: 1 for tokens, 0 for padding.
         position_ids: Position of every token.
         borders: Borders of packed sequences.
         shape: Sequences and their length.
-        labels: What every position is to predict, or -100; None if nothing is made of the positions of padding.
+        labels: What every position is to predict, or -100; None if nothing is made of the positions
+            of padding.
 
     Raises:
         UnsupportedError: For masks of other shapes.

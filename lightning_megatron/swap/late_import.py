@@ -1,4 +1,4 @@
-"""Act on a module that may be imported later, without importing it."""
+"""Callbacks for modules that may be imported later, without importing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 
 @contextmanager
 def when_imported(name: str, act: Callable[[ModuleType], None]) -> Iterator[None]:
-    """Call a function with a module: now if it has been imported, else when that happens inside the block.
+    """Call a function with a module, now or when it is imported inside the block.
 
     Args:
         name: Full name of the module.
@@ -31,10 +31,11 @@ def when_imported(name: str, act: Callable[[ModuleType], None]) -> Iterator[None
 
 
 class _Finder(MetaPathFinder):
-    """Find one module as others do, and act when it has run."""
+    """Import finder that delegates to others and runs a callback after the import."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
-        self._name, self._act = name, act
+        self._name = name
+        self._act = act
 
     def leave(self) -> None:
         with suppress(ValueError):
@@ -54,10 +55,11 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Load a module as another loader does, and act when it has run."""
+    """Import loader that delegates to another and runs a callback after the load."""
 
     def __init__(self, loader: Loader, act: Callable[[ModuleType], None]) -> None:
-        self._loader, self._act = loader, act
+        self._loader = loader
+        self._act = act
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

@@ -1,4 +1,4 @@
-"""Fill this rank's parameters from foreign tensors, reading only what it holds, a few pieces at a time."""
+"""Loading of this rank's parameters from foreign tensors, a few pieces at a time."""
 
 from __future__ import annotations
 
@@ -30,24 +30,26 @@ def load_from(
     seed: int | None = None,
     shows_progress: bool = False,
 ) -> tuple[str, ...]:
-    """Fill the parameters and buffers that this rank holds, converted to their dtype.
+    """Fill the parameters and buffers on this rank, converted to their dtype.
 
-    Parameters on the meta device move to the mesh's. Buffers that are not among the tensors are of the training alone,
-    and keep their values. Names and shapes are compared before anything is changed. Padding is zero.
+    Parameters on the meta device move to the mesh's. Buffers that are not among the tensors are of
+    the training alone, and keep their values. Names and shapes are compared before anything is
+    changed. Padding is zero.
 
     Args:
         model: Any rank's part of a model whose configuration the family made.
         tensors: A folder of safetensors files, or a state dict.
         family: How the tensors are named and cut.
-        seed: Seed of the first values of a head that is not among the tensors, equal on all ranks; None refuses that.
+        seed: Seed of the first values of a head that is not among the tensors, equal on all ranks;
+            None refuses that.
         shows_progress: Whether rank 0 may show a bar.
 
     Returns:
         Names of the tensors of heads that were missing, the same on every rank.
 
     Raises:
-        CheckpointMismatchError: If a tensor is missing, left over or of another shape, on either side, or a head that
-            should be the embedding is not.
+        CheckpointMismatchError: If a tensor is missing, left over or of another shape, on either
+            side, or a head that should be the embedding is not.
     """
     reader = reader_of(tensors, family)
     table = {tensor.target: tensor for tensor in family.tensors(model.config)}
@@ -68,12 +70,12 @@ def fill(
     family: Family,
     shows_progress: bool = False,
 ) -> None:
-    """Fill those parameters and buffers of this rank that a table lists, converted to their dtype.
+    """Fill the parameters and buffers on this rank that a table lists.
 
     Args:
         model: Any rank's part of a model.
         table: Where full tensors come from, by the names of ours.
-        reader: The foreign tensors, by the names of the table.
+        reader: Foreign tensors, by the names of the table.
         family: How the tensors are named and cut.
         shows_progress: Whether rank 0 may show a bar.
 
@@ -105,7 +107,7 @@ def full_tensors(
     dtype: torch.dtype,
     table: tuple[TensorMap, ...] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Make the full tensors of ours, by name, one after the other.
+    """Yield the full tensors of a model, by name, one after the other.
 
     Args:
         tensors: A folder of safetensors files, or a state dict.
@@ -126,10 +128,10 @@ def full_tensors(
 
 @dataclass(frozen=True)
 class RenamedTensors:
-    """Read tensors by the names that a family's table has for them.
+    """Reader of tensors by the names of a family's table.
 
     Args:
-        reader: The tensors by their own names.
+        reader: Tensors by their own names.
         own: Where they are, by those of the table.
     """
 
@@ -137,7 +139,7 @@ class RenamedTensors:
     own: Mapping[str, Place]
 
     def only(self, keys: Iterable[str]) -> RenamedTensors:
-        """Return a reader of those tensors alone that have these names of their own."""
+        """Return a reader of only the tensors with these names of their own."""
         kept = set(keys)
         return RenamedTensors(self.reader, {name: place for name, place in self.own.items() if place.name in kept})
 
@@ -157,10 +159,10 @@ class RenamedTensors:
 
 
 def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> RenamedTensors:
-    """Return a reader of the tensors that hold weights, by the names of the family's table.
+    """Return a reader of the weight tensors by the names of the family's table.
 
-    Earlier names become the present ones, names of a model without head get what those of one with a head begin with,
-    and tensors that the class has packed are taken apart.
+    Earlier names become the present ones, names of a model without head get what those of one with
+    a head begin with, and tensors that the class has packed are taken apart.
 
     Args:
         tensors: A folder of safetensors files, or a state dict.
@@ -189,10 +191,10 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
 def check_tensors(
     reader: RenamedTensors, table: Iterable[TensorMap], family: Family, is_tied: bool, may_lack: bool = False
 ) -> frozenset[str]:
-    """Refuse tensors that are not exactly those of a table; heads of other classes are overlooked.
+    """Refuse tensors that differ from a table's; heads of other classes are ignored.
 
     Args:
-        reader: The tensors.
+        reader: Tensors.
         table: What must be there, and nothing else.
         family: How they are named.
         is_tied: Whether the output head is the embedding, which it may be beside.
@@ -236,7 +238,7 @@ def check_tensors(
 
 
 def _values_of(model: nn.Module, table: Mapping[str, TensorMap]) -> dict[str, Tensor]:
-    """Return what is filled of a model by name: all parameters, and the buffers that have a source."""
+    """Return the tensors of a model to fill: all parameters, and buffers with a source."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in table}
     return {**dict(model.named_parameters()), **buffers}
 
@@ -266,7 +268,7 @@ def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
 
 
 def _part(name: str) -> tuple[str, ...]:
-    """Name what a rank holds all parameters of, or none: a layer but its experts, one of these, or another module."""
+    """Return the module whose parameters are on a rank all together or not at all."""
     parts = name.split(".")
     if parts[0] != "layers":
         return (parts[0],)
@@ -286,7 +288,8 @@ def _check_tied(parameter: Tensor, reader: TensorReader, family: Family) -> None
 
 def _materialised(model: GPT | Encoder, name: str, parameter: nn.Parameter) -> nn.Parameter:
     path, _, key = name.rpartition(".")
-    # A meta tensor cannot change its device in place: the new Parameter takes over what was attached to the old one.
+    # A meta tensor cannot change its device in place: the new Parameter takes over what was
+    # attached to the old one.
     result = nn.Parameter(torch.empty_like(parameter, device=model.mesh.device), requires_grad=parameter.requires_grad)
     result.__dict__.update(parameter.__dict__)
     model.get_submodule(path)._parameters[key] = result

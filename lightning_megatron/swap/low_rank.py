@@ -1,4 +1,4 @@
-"""Low-rank updates of foreign layers: which rows of which layers of ours they are, and their tensors."""
+"""Low-rank updates of foreign layers: their rows in this package's layers, and their tensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from torch import Tensor
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.swap.mapping import TensorMap, TensorsInMemory, named
 
-#: Parts of the names of tensors in a layer that peft has wrapped: the layer's own, and those of the update.
-_BASE, _ADDED = ".base_layer.", re.compile(r"\.lora_[A-Za-z_]+\.")
-#: Parts of the names in a module that peft trains as a whole: what is trained, and what it was before.
-_SAVED, _BEFORE = re.compile(r"\.modules_to_save\.[^.]+\."), ".original_module."
+#: Parts of the names of tensors in a layer that peft has wrapped: the layer's own, and those of the
+#: update.
+_BASE = ".base_layer."
+_ADDED = re.compile(r"\.lora_[A-Za-z_]+\.")
+#: Parts of the names in a module that peft trains as a whole: what is trained, and what it was
+#: before.
+_SAVED = re.compile(r"\.modules_to_save\.[^.]+\.")
+_BEFORE = ".original_module."
 #: What a layer of ours calls its updates, and what peft calls their factors.
-UPDATES, FACTORS = "low_rank", {"a": "lora_A", "b": "lora_B"}
+UPDATES = "low_rank"
+FACTORS = {"a": "lora_A", "b": "lora_B"}
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Describe the adapter of a model.
+    """Adapter of a model.
 
     Args:
         name: What peft calls it.
@@ -41,7 +46,7 @@ class Adapter:
     saved: tuple[str, ...] = ()
 
     def maps(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
-        """List where its factors are.
+        """List the sources of the factors.
 
         Args:
             table: Where the full tensors of the model come from.
@@ -49,7 +54,7 @@ class Adapter:
         return tuple(low_rank_maps(table, self.ranks))
 
     def factors(self, table: Iterable[TensorMap]) -> tuple[TensorMap, ...]:
-        """List where its factors are, without the layers that they belong to.
+        """List the sources of the factors, without their layers.
 
         Args:
             table: Where the full tensors of the model come from.
@@ -57,7 +62,7 @@ class Adapter:
         return tuple(factor for one in self.maps(table) for factor in (one.a, one.b))
 
     def maps_at_home(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
-        """List where its factors are in a model that keeps its tree, in which they have the names that peft gives.
+        """List the sources of the factors in a model's own tree, under peft's names.
 
         Args:
             table: Where the parameters of the model come from.
@@ -72,7 +77,7 @@ class Adapter:
         )
 
     def tensors_at_home(self, table: Iterable[TensorMap]) -> dict[str, tuple[TensorMap, tuple[str, ...]]]:
-        """List all that is trained and belongs into its folder, and the names there, by the names in the tree.
+        """List all trained tensors of the adapter's folder by their names in the tree.
 
         Args:
             table: Where the parameters of the model come from.
@@ -87,11 +92,11 @@ class Adapter:
         return found
 
     def is_saved(self, name: str) -> bool:
-        """Tell whether a tensor of the model is trained as a whole."""
+        """Return whether a tensor of the model is trained as a whole."""
         return any(name.startswith(f"{module}.") for module in self.saved)
 
     def wrapped_name(self, name: str) -> str:
-        """Return the name that a tensor of the model has inside the layers of peft."""
+        """Return the name of a model's tensor inside the layers of peft."""
         module, _, kind = name.rpartition(".")
         if module in self.ranks:
             return f"{module}{_BASE}{kind}"
@@ -99,14 +104,14 @@ class Adapter:
         return name if around is None else f"{around}.modules_to_save.{self.name}{name.removeprefix(around)}"
 
     def own_name(self, name: str) -> str:
-        """Return the name that a factor has inside the layers of peft, by its name in a folder."""
+        """Return a factor's name inside the layers of peft, by its name in a folder."""
         module, _, kind = name.rpartition(".")
         return f"{module}.{self.name}.{kind}"
 
 
 @dataclass(frozen=True)
 class LowRankMap:
-    """Say which rows of which layer of ours an adapted layer is, and where its factors are.
+    """Rows of a layer that an adapted foreign layer makes up, and the names of its factors.
 
     Args:
         module: Name of the foreign layer.
@@ -124,17 +129,17 @@ class LowRankMap:
 
     @property
     def key(self) -> str:
-        """Return the name of the update in the layer of ours."""
+        """Return the name of the update in this package's layer."""
         return key_of(self.module)
 
 
 def key_of(module: str) -> str:
-    """Return the name of the update that a foreign layer has in the layer of ours."""
+    """Return the name of a foreign layer's update in this package's layer."""
     return module.rpartition(".")[2]
 
 
 def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Iterator[LowRankMap]:
-    """List where the factors of adapted layers are, as the table of their family has it.
+    """List the factors of adapted layers by the table of their family.
 
     Args:
         table: Where the full tensors of the model come from.
@@ -147,17 +152,20 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
         layer, _, kind = tensor.target.rpartition(".")
         if kind != "weight" or len(tensor.shape) != 2:
             continue
-        start, keys = 0, set[str]()
+        start = 0
+        keys = set[str]()
         for name, group in groupby(tensor.sources, key=lambda source: source.name):
             sources = tuple(group)
-            num_rows, module = sum(source.num_rows for source in sources), name.removesuffix(".weight")
+            num_rows = sum(source.num_rows for source in sources)
+            module = name.removesuffix(".weight")
             if module in ranks:
                 if key_of(module) in keys:
                     raise ValueError(
                         f"the names of layers that become {layer} must end differently: {module} has another's."
                     )
                 keys.add(key_of(module))
-                rank, names = ranks[module], {key: f"{module}.{factor}.weight" for key, factor in FACTORS.items()}
+                rank = ranks[module]
+                names = {key: f"{module}.{factor}.weight" for key, factor in FACTORS.items()}
                 whole = replace(sources[0], name=names["a"], num_rows=rank, is_transposed=False, first=0, strip=None)
                 target = f"{layer}.{UPDATES}.{key_of(module)}"
                 yield LowRankMap(
@@ -177,11 +185,11 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
 def full_factors(
     tensors: Mapping[str, Tensor], adapter: Adapter | None, table: Iterable[TensorMap]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Make the full factors of a model that keeps its tree of those among the tensors of one that peft has wrapped.
+    """Make the full factors of a model in its own tree from a wrapped model's tensors.
 
     Args:
         tensors: Its state dict.
-        adapter: The adapter that is expected.
+        adapter: Adapter that is expected.
         table: Where the full tensors of the model come from.
 
     Raises:
@@ -213,7 +221,8 @@ def merged(
     """Add the updates to full tensors, one after the other.
 
     Args:
-        full_tensors: Names of our parameters and their full values; the factors may be among them, and are left out.
+        full_tensors: Names of our parameters and their full values; the factors may be among them,
+            and are left out.
         factors: The full factors by name.
         maps: Where they are.
         adapter: What they belong to.
@@ -235,17 +244,17 @@ def merged(
 
 
 def is_factor(name: str) -> bool:
-    """Return whether a tensor of a model that peft has wrapped is a factor of an update."""
+    """Return whether a tensor of a model wrapped by peft is a factor of an update."""
     return _ADDED.search(name) is not None
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a tensor of a model had before peft wrapped its modules."""
+    """Return the name of a tensor before peft wrapped its modules."""
     return _SAVED.sub(".", name.replace(_BASE, ".").replace(_BEFORE, "."))
 
 
 def without_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that a model computes with, but updates, by the names that they had before."""
+    """Return a model's tensors without updates, by their names before wrapping."""
     return {
         plain_name(name): tensor for name, tensor in tensors.items() if not _ADDED.search(name) and _BEFORE not in name
     }

@@ -1,4 +1,4 @@
-"""Which rows of which foreign tensors make a full tensor of ours, read piece by piece, and the way back."""
+"""Maps from rows of foreign tensors to full tensors, read piece by piece, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMED = 6
 
 
 class TensorReader(Protocol):
-    """Name what is asked of foreign tensors: a part of one can be had without the rest."""
+    """Protocol of readers that return parts of foreign tensors."""
 
     def names(self) -> Iterable[str]:
         """List the tensors."""
@@ -32,7 +32,7 @@ class TensorReader(Protocol):
 
 @dataclass(frozen=True)
 class TensorsInMemory:
-    """Read from tensors that are there already, such as a state dict."""
+    """Reader of tensors in memory, such as a state dict."""
 
     tensors: Mapping[str, Tensor]
 
@@ -61,13 +61,13 @@ class TensorsInMemory:
 
 @dataclass(frozen=True)
 class Source:
-    """Name rows of a foreign tensor that follow each other in a tensor of ours.
+    """Rows of a foreign tensor that are contiguous in a full tensor.
 
-    Row ``j`` of them is the foreign row ``first + j // strip * step + j % strip``: equal strips at equal distances. By
-    default that is the whole tensor.
+    Row ``j`` of them is the foreign row ``first + j // strip * step + j % strip``: equal strips at
+    equal distances. By default that is the whole tensor.
 
     Args:
-        name: The foreign tensor.
+        name: Foreign tensor.
         num_rows: Rows that it gives (elements).
         is_transposed: Whether rows of ours are columns there.
         first: The foreign row of the first one.
@@ -98,10 +98,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Read:
-    """Name a part of a foreign tensor and where it goes.
+    """Part of a foreign tensor and its destination.
 
     Args:
-        name: The foreign tensor.
+        name: Foreign tensor.
         slices: The part.
         is_transposed: Whether it must be transposed.
         start: Its first row in the box that is being filled (elements).
@@ -117,7 +117,7 @@ class Read:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Say which foreign tensors, one below the other, are a full tensor of ours.
+    """Foreign tensors that make up a full tensor, one below the other.
 
     Args:
         target: Name of the parameter of ours.
@@ -153,13 +153,15 @@ class TensorMap:
         return {name: shape[::-1] if is_transposed[name] else shape for name, shape in shapes.items()}
 
     def reads(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[Read]:
-        """List what must be read to fill a box of the full tensor.
+        """List the reads that fill a box of the full tensor.
 
         Args:
             offsets: First index of the box in every dimension (elements).
             sizes: Its extents (elements).
         """
-        start, stop, before = offsets[0], offsets[0] + sizes[0], 0
+        start = offsets[0]
+        stop = offsets[0] + sizes[0]
+        before = 0
         rest = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
         for source in self.sources:
             low, high = max(start, before), min(stop, before + source.num_rows)
@@ -183,7 +185,7 @@ class TensorMap:
         """Return the full tensor.
 
         Args:
-            reader: The foreign tensors.
+            reader: Foreign tensors.
             dtype: Of the result.
         """
         full = torch.empty(self.shape, dtype=dtype)
@@ -191,7 +193,7 @@ class TensorMap:
         return full
 
     def split(self, full: Tensor) -> dict[str, Tensor]:
-        """Return the foreign tensors that make the full tensor; those that are a part of it as it lies are views.
+        """Cut the full tensor into foreign tensors; contiguous parts are views.
 
         Raises:
             ValueError: If ``full`` has another shape.
@@ -199,7 +201,8 @@ class TensorMap:
         if tuple(full.shape) != self.shape:
             raise ValueError(f"the full tensor {self.target} must have shape {self.shape}: {tuple(full.shape)}.")
         found: dict[str, Tensor] = {}
-        shapes, start = self.source_shapes, 0
+        shapes = self.source_shapes
+        start = 0
         for source in self.sources:
             rows = full.narrow(0, start, source.num_rows)
             start += source.num_rows
@@ -215,7 +218,7 @@ class TensorMap:
 
 
 def named(names: Iterable[str]) -> str:
-    """Return the first few of the names, in order, and how many more there are."""
+    """Return the first few of the names, in order, and the number of the others."""
     ordered = sorted(names)
     shown = [repr(name) for name in ordered[:_NAMED]]
     return ", ".join([*shown, f"{len(ordered) - _NAMED} more"] if len(ordered) > _NAMED else shown)

@@ -1,4 +1,4 @@
-"""What swapped models return: Hugging Face's outputs, with logits of tokens that are gathered when they are read."""
+"""Hugging Face outputs of swapped models, with logits that are gathered on access."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 class _Output:
-    """Give the entries that are there by name, by position and in order."""
+    """Output with the entries that are not None, by name, position and order."""
 
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: None = None
 
     def keys(self) -> tuple[str, ...]:
-        """List the entries that are there."""
+        """List the names of the entries that are not None."""
         raise NotImplementedError
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """Return the entries that are there, in Hugging Face's order."""
+        """Return the entries that are not None, in Hugging Face's order."""
         return tuple(getattr(self, key) for key in self.keys())
 
     def __getitem__(self, key: int | slice | str) -> Any:
@@ -35,14 +35,17 @@ class _Output:
 
 
 class CausalLMOutput(_Output):
-    """Hold the loss, and the logits for whoever reads them.
+    """Output of a causal language model: the loss, and logits gathered on access.
 
-    Equal to Hugging Face's CausalLMOutputWithPast: attributes, keys and positions, without entries that are None.
+    Equal to Hugging Face's CausalLMOutputWithPast: attributes, keys and positions, without entries
+    that are None.
 
     Args:
         loss: Mean over the labels; None without labels.
-        gather: Returns the logits ``(B, S, V)``; called at the first use, on all tensor-parallel ranks or none.
-        hidden_states: Input of every layer and output of the last norm, each ``(B, S, D)``; None if nobody asked.
+        gather: Returns the logits ``(B, S, V)``; called at the first use, on all tensor-parallel
+            ranks or none.
+        hidden_states: Input of every layer and output of the last norm, each ``(B, S, D)``; None if
+            nobody asked.
     """
 
     past_key_values: None = None
@@ -58,8 +61,9 @@ class CausalLMOutput(_Output):
         self.hidden_states = hidden_states
         self._logits: Tensor | None = None
         if loss is not None and loss.requires_grad:
-            # Where the loss is fused, its backward pass writes the gradient over this rank's logits. The loss must not
-            # hold the output, or the logits of every microbatch would wait for a garbage collection.
+            # Where the loss is fused, its backward pass writes the gradient over this rank's
+            # logits. The loss must not hold the output, or the logits of every microbatch would
+            # wait for a garbage collection.
             loss.register_hook(partial(_spend, weakref.ref(self)))
 
     @property
@@ -79,7 +83,7 @@ class CausalLMOutput(_Output):
         return self._logits
 
     def spend(self) -> None:
-        """Refuse reads of the logits from now on, and let their memory go."""
+        """Free the logits, and refuse further reads of them."""
         self._gather = None
 
     def keys(self) -> tuple[str, ...]:
@@ -95,17 +99,18 @@ def _spend(output: weakref.ref[CausalLMOutput], _: Tensor) -> None:
 
 
 class MaskedLMOutput(CausalLMOutput):
-    """Hold the loss, and the logits for whoever reads them.
+    """Output of a masked language model: the loss, and logits gathered on access.
 
-    Equal to Hugging Face's MaskedLMOutput: attributes, keys and positions, without entries that are None.
+    Equal to Hugging Face's MaskedLMOutput: attributes, keys and positions, without entries that are
+    None.
     """
 
 
 class EncoderOutput(_Output):
-    """Hold what an encoder, or a classifier of sequences, returns.
+    """Output of an encoder or a sequence classifier.
 
-    Equal to Hugging Face's BaseModelOutputWithPoolingAndCrossAttentions and SequenceClassifierOutput: attributes, keys
-    and positions, without entries that are None.
+    Equal to Hugging Face's BaseModelOutputWithPoolingAndCrossAttentions and
+    SequenceClassifierOutput: attributes, keys and positions, without entries that are None.
 
     Args:
         loss: Mean over the labels.
@@ -124,8 +129,10 @@ class EncoderOutput(_Output):
         last_hidden_state: Tensor | None = None,
         pooler_output: Tensor | None = None,
     ) -> None:
-        self.loss, self.logits = loss, logits
-        self.last_hidden_state, self.pooler_output = last_hidden_state, pooler_output
+        self.loss = loss
+        self.logits = logits
+        self.last_hidden_state = last_hidden_state
+        self.pooler_output = pooler_output
 
     def keys(self) -> tuple[str, ...]:
         """List the entries that are there."""

@@ -1,4 +1,4 @@
-"""Hugging Face models that compute with their own code: which ones a module has, and what their files hold."""
+"""Hugging Face models that compute with their own code, and their tensors in files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN_CODE = "own_code"
 
 
 def own_code_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """List the outermost Hugging Face models inside a module that compute with their own code alone, by name.
+    """List the outermost Hugging Face models that compute with their own code, by name.
 
     Args:
         root: The module, after its blocks have been swapped.
@@ -35,29 +35,29 @@ def own_code_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Return whether the class of a module derives from that of all Hugging Face models."""
+    """Return whether a module's class derives from Hugging Face's base class of models."""
     # By name: importing the library takes time.
     origins = ((kind.__module__, kind.__name__) for kind in type(module).__mro__)
     return ("transformers.modeling_utils", "PreTrainedModel") in origins
 
 
 def holds_replaced(model: nn.Module) -> bool:
-    """Return whether a model or a part of it computes with layers of this package under names of its own."""
+    """Return whether this package's layers compute the model or a part of it."""
     return any(computed_by(part) is not None for part in model.modules())
 
 
 def plain_config(model: Any) -> dict[str, Any]:
-    """Return the configuration of a Hugging Face model as its ``config.json`` has it, with all fields."""
+    """Return the configuration as in ``config.json``, with all fields."""
     found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     return found
 
 
 def described(name: str, model: Any, order: Sequence[str], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a checkpoint records of a model that computes with its own code.
+    """Return a checkpoint's record of a model that computes with its own code.
 
     Args:
         name: Name of the model in the module.
-        model: The model.
+        model: Model.
         order: Names of all tensors of the module in one process.
         aliases: Names that share the tensor of another one.
     """
@@ -69,10 +69,10 @@ def described(name: str, model: Any, order: Sequence[str], aliases: Mapping[str,
 
 
 def names_in_files(model: Any, of_tensor: Mapping[str, Any]) -> list[str]:
-    """Return the names under which Hugging Face writes the tensors of a model, where several may have one tensor.
+    """Return Hugging Face's file names of tensors that have several names.
 
     Args:
-        model: The model.
+        model: Model.
         of_tensor: What identifies the tensor of each name.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())

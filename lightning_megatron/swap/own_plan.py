@@ -1,4 +1,4 @@
-"""Hugging Face models without a table of ours, cut by the plan that they bring themselves."""
+"""Tensor-parallel plans that Hugging Face models without a family define themselves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class OwnPlan:
-    """Hold what is followed of the plan that a Hugging Face model brings.
+    """Supported part of a Hugging Face model's own plan.
 
     Args:
         kinds: Kind by the module's name within the model.
@@ -47,7 +47,7 @@ class OwnPlan:
     left: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Say how far the plan is followed."""
+        """Describe the supported part of the plan."""
         if not self.kinds:
             return f"no plan that is understood ({'; '.join(self.left)}): tensor_parallel_plan can give one"
         left = f", but for {'; '.join(self.left[:_SHOWN])}" if self.left else ""
@@ -55,19 +55,20 @@ class OwnPlan:
 
 
 def is_hugging_face(module: nn.Module) -> bool:
-    """Tell whether a module is a whole model of Hugging Face."""
+    """Return whether a module is a whole Hugging Face model."""
     return type(module).__module__.startswith("transformers.") and hasattr(module, "can_generate")
 
 
 def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
-    """Return what can be followed of a Hugging Face model's plan.
+    """Return the supported part of a Hugging Face model's own plan.
 
-    Modules that lie in one module (the projections of an attention) are cut together or not at all, because what one
-    of them leaves cut another one takes. They stay whole where a line about one of them is not understood, or where
-    the module around them has parameters of a form that a part of the heads cannot use.
+    Modules that lie in one module (the projections of an attention) are cut together or not at all,
+    because what one of them leaves cut another one takes. They stay whole where a line about one of
+    them is not understood, or where the module around them has parameters of a form that a part of
+    the heads cannot use.
 
     Args:
-        model: The model.
+        model: Model.
         tp: Ranks that it is cut over (ranks).
         called: Its name, for errors.
 
@@ -113,14 +114,14 @@ def _fits(kind: str, module: nn.Module) -> bool:
 
 
 def _leaves_parts(block: Mapping[str, str]) -> bool:
-    """Tell whether modules of a block hand parts of features to each other."""
+    """Return whether modules of a block pass parts of features to each other."""
     return not {"column", "row", "latent"}.isdisjoint(block.values())
 
 
 def _reason_to_leave(
     module: nn.Module, name: str, block: Mapping[str, str], config: Any, tp: int, called: str
 ) -> str | None:
-    """Say why the modules of a block cannot be cut although each of them could; None if they can."""
+    """Return why a block cannot be cut although its modules could; None if it can."""
     if {"column", "row"} - set(block.values()):
         return "has no pair of column and row layers"
     if "latent" in block.values() and not hasattr(module, "qk_rope_head_dim"):
@@ -155,7 +156,7 @@ def _reason_to_leave(
 
 
 def _strangers(module: nn.Module, name: str, block: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """List the parameters of a block that its plan says nothing of: name within the block, owner, parameter."""
+    """List a block's parameters outside its plan: name in the block, owner, parameter."""
     for path, owner in module.named_modules():
         full = f"{name}.{path}" if path else name
         if not any(full == known or full.startswith(f"{known}.") for known in block):
@@ -164,7 +165,7 @@ def _strangers(module: nn.Module, name: str, block: Mapping[str, str]) -> Iterat
 
 
 def _of_heads(module: nn.Module, name: str, block: Mapping[str, str], config: Any) -> dict[str, str]:
-    """Cut what has a row for every head with the heads, such as norms of queries and keys with weights for each."""
+    """Cut parameters with one row per head, such as norms of queries and keys."""
     config = getattr(module, "config", config)
     heads = {getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")}
     owners = {id(owner): (key.rpartition(".")[0], owner) for key, owner, _ in _strangers(module, name, block)}
@@ -180,7 +181,7 @@ def _of_heads(module: nn.Module, name: str, block: Mapping[str, str], config: An
 def _share_vocabularies(
     model: Any, modules: Mapping[str, nn.Module], kinds: dict[str, str], left: dict[str, str]
 ) -> None:
-    """Cut the output head by rows of any number, and with it what shares its weight; or leave them whole together."""
+    """Cut the output head and the modules that share its weight, or none of them."""
     head = model.get_output_embeddings()
     for name, module in modules.items():
         if head is not None and module is head and name in kinds:
@@ -201,7 +202,7 @@ def _holds(module: nn.Module, weight: Any) -> bool:
 
 
 def whole_parts(model: nn.Module) -> str:
-    """Name the modules whose parameters every tensor-parallel rank holds, the largest first, layers as ``*``."""
+    """List modules that every tensor-parallel rank has whole, the largest first."""
     sizes: dict[str, int] = {}
     for name, size in _whole(model):
         sizes[name] = sizes.get(name, 0) + size

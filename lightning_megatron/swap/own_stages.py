@@ -1,4 +1,4 @@
-"""Pipeline stages of Hugging Face models without a table, by what they say of themselves."""
+"""Pipeline stages that Hugging Face models without a family define themselves."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ def find_stages(
     mesh: ParallelMesh,
     replaced: Sequence[str],
 ) -> Stages | None:
-    """Say how stages share a model that does not become one of ours; None where there is none, or one stage.
+    """Return the stages of a model that stays its own; None for a single stage.
 
     Args:
         root: The module.
         places: All modules in it.
         kinds: How modules are cut over tp, by name.
         plan: The user's pipeline_plan; None asks the Hugging Face model, if there is one.
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
         replaced: Names of the models that become one of ours, which has stages.
 
     Raises:
-        ParallelPlanError: If the plan does not fit the module, or the blocks do not suffice for the stages.
-        UnsupportedError: If stages would share a parameter otherwise than as a tied embedding, or the configuration of
-            a Hugging Face model asks for something of all blocks.
+        ParallelPlanError: If the plan does not fit the module, or the blocks do not suffice for the
+            stages.
+        UnsupportedError: If stages would share a parameter otherwise than as a tied embedding, or
+            the configuration of a Hugging Face model asks for something of all blocks.
     """
     if plan is not None:
         check_pipeline_plan(places, plan)
@@ -69,7 +70,7 @@ def find_stages(
 
 
 def own_stages(model: Any) -> dict[str, str]:
-    """Return what a Hugging Face model says of its stages, in kinds of ours by name; nothing if it does not."""
+    """Return a Hugging Face model's own stages as kinds by name; empty if it has none."""
     names = list(getattr(model, "pp_plan", None) or {})
     modules = dict(model.named_modules())
     lists = [name for name in names if isinstance(modules.get(name), nn.ModuleList)]
@@ -83,7 +84,7 @@ def own_stages(model: Any) -> dict[str, str]:
 
 
 def prepare_call(places: Sequence[Place], stages: Stages) -> None:
-    """Let a Hugging Face model that is cut into stages refuse what one stage cannot give, and cache nothing."""
+    """Prepare a Hugging Face model for calls on one stage: no caches, no partial outputs."""
     around = [p for p in places if is_hugging_face(p.module) and stages.blocks.name.startswith(f"{p.name}.")]
     for place in around[:1]:
         takes_cache = "use_cache" in signature(type(place.module).forward).parameters

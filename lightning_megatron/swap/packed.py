@@ -1,4 +1,4 @@
-"""Tensors that a class of models has packed into one, and its files each by itself."""
+"""Tensors that a model class packs into one and its files store separately."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_megatron.swap.mapping import Slices, TensorReader
 
 @dataclass(frozen=True)
 class Place:
-    """Say where a tensor is: it is another one, or rows of one, or rows of an element of a stack.
+    """Position of a tensor: another tensor, rows of it, or rows of an element of a stack.
 
     Args:
-        name: The tensor that it is in.
+        name: Tensor that it is in.
         index: Its index in the first dimension, where that counts tensors; None if it does not.
         first: Its first row (elements).
         num_rows: Its rows; None means all (elements).
@@ -31,12 +31,12 @@ class Place:
     num_rows: int | None = None
 
     def shape(self, outer: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the tensor that is here, from that of the one that it is in (elements)."""
+        """Return the tensor's shape, from that of the tensor that contains it (elements)."""
         shape = outer if self.index is None else outer[1:]
         return shape if self.num_rows is None else (self.num_rows, *shape[1:])
 
     def slices(self, inner: Slices) -> Slices:
-        """Return where a part of the tensor is in the one that it is in."""
+        """Return the slices of a part of the tensor in the tensor that contains it."""
         rows = slice(self.first + inner[0].start, self.first + inner[0].stop) if inner else None
         inner = inner if rows is None else (rows, *inner[1:])
         return inner if self.index is None else (slice(self.index, self.index + 1), *inner)
@@ -44,13 +44,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Packed:
-    """Say which tensors of files are one of the class.
+    """Rule for tensors of files that form one tensor of the class.
 
-    The parts lie one below the other. If their names have a number that its own has not, such as that of an expert,
-    the tensor is a stack of these, ordered by that number.
+    The parts lie one below the other. If their names have a number that its own has not, such as
+    that of an expert, the tensor is a stack of these, ordered by that number.
 
     Args:
-        name: The tensor, with one ``{}`` for its layer.
+        name: Tensor, with one ``{}`` for its layer.
         parts: Its parts, with one ``{}`` for the layer, and one for the number.
     """
 
@@ -63,15 +63,15 @@ class Packed:
 
     @property
     def is_stack(self) -> bool:
-        """Tell whether the first dimension of the tensor counts what its parts make."""
+        """Return whether the first dimension of the tensor counts stacked parts."""
         return self.parts[0].count("{}") > self.name.count("{}")
 
     def is_name(self, name: str) -> bool:
-        """Tell whether a name is the tensor's in some layer."""
+        """Return whether a name is the tensor's name in some layer."""
         return self._patterns[0].fullmatch(name) is not None
 
     def unpacked(self, name: str, key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Place]]:
-        """List the parts of a tensor and where they are.
+        """List the parts of a tensor with their positions.
 
         Args:
             name: Its name in the class, which must be this one's of some layer.
@@ -83,7 +83,8 @@ class Packed:
         """
         match = self._patterns[0].fullmatch(name)
         assert match is not None, "only tensors of this name are unpacked"
-        counts, num_parts = shape[: int(self.is_stack)], len(self.parts)
+        counts = shape[: int(self.is_stack)]
+        num_parts = len(self.parts)
         rows = shape[len(counts) : len(counts) + 1]
         if len(counts) < self.is_stack or not rows or rows[0] % num_parts:
             what = "experts and equally many rows" if self.is_stack else "equally many rows"
@@ -98,7 +99,7 @@ class Packed:
                 yield part.format(*numbers), Place(key, index, number * size, size)
 
     def place(self, part: str) -> tuple[str, int, int] | None:
-        """Return the tensor that a part belongs to, the index there, and the number of the part; None if it is none."""
+        """Return the tensor, index and number of a part; None if the name is no part."""
         for number, pattern in enumerate(self._patterns[1:]):
             match = pattern.fullmatch(part)
             if match is not None:
@@ -108,7 +109,7 @@ class Packed:
 
 
 def places(name: str, key: str, reader: TensorReader, rules: Iterable[Packed]) -> Iterator[tuple[str, Place]]:
-    """List the tensors of files that a tensor is and where they are; by default it is one.
+    """List the files' tensors that make up a tensor, with their positions.
 
     Args:
         name: Its name in the class or in its files.
@@ -127,7 +128,7 @@ def places(name: str, key: str, reader: TensorReader, rules: Iterable[Packed]) -
 
 
 def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Tensor]:
-    """Return the tensors of the class, made of all those of its files."""
+    """Pack the files' tensors into the tensors of the class."""
     found: dict[str, Tensor] = {}
     parts: dict[tuple[str, bool], dict[tuple[int, int], Tensor]] = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Adapters that peft has put into Hugging Face models, as updates of the layers that take their place."""
+"""Adapters of peft in Hugging Face models, as updates of the layers that replace them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OTHERS = "Choose target_modules among the linear layers of its blocks"
 
 
 def is_of_peft(module: Any) -> bool:
-    """Tell whether a module is of peft."""
+    """Return whether a module belongs to peft."""
     return type(module).__module__.partition(".")[0] == "peft"
 
 
@@ -44,7 +44,7 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
 
     Args:
         name: Name of the model, for errors.
-        source: The model.
+        source: Model.
         family: Its family.
 
     Raises:
@@ -83,12 +83,12 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
 
 
 def add_adapter(name: str, model: GPT | Encoder, source: Any, family: Family, adapter: Adapter) -> None:
-    """Give the layers on this rank the updates of a model's adapter, with their values.
+    """Give this rank's layers the updates of a model's adapter, with their values.
 
     Args:
         name: Name of the model, for errors.
         model: Any rank's part of what replaces it.
-        source: The model.
+        source: Model.
         family: Its family.
         adapter: Its adapter.
 
@@ -104,7 +104,8 @@ def add_adapter(name: str, model: GPT | Encoder, source: Any, family: Family, ad
     here: dict[str, Any] = dict(model.named_modules())
     for layer, group in groupby(maps, key=lambda one: one.layer):
         if layer in here:
-            base, parts = here[layer], list(group)
+            base = here[layer]
+            parts = list(group)
             if not isinstance(base, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
                 _refuse(name, f"{parts[0].module!r} cannot be adapted", _OTHERS)
             base.low_rank = LowRankUpdates(
@@ -113,7 +114,7 @@ def add_adapter(name: str, model: GPT | Encoder, source: Any, family: Family, ad
 
 
 def remove_input_hooks(source: nn.Module) -> None:
-    """Take the hooks away that let the inputs of recomputed blocks require gradients, which blocks here do without."""
+    """Remove hooks that make inputs of recomputed blocks require gradients."""
     for module in source.modules():
         for key, hook in list(module._forward_hooks.items()):
             # transformers and peft both have one.
@@ -142,8 +143,10 @@ def _update(model: GPT | Encoder, base: Any, place: LowRankMap, layer: Any, adap
 
 
 def _wrapped(source: nn.Module, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what peft has put around modules of a model by the names of the family's table: to adapt, and to save."""
-    layers, saved, inside = dict[str, Any](), dict[str, Any](), ""
+    """Return peft's wrappers by the family's names: of adapted and of saved modules."""
+    layers = dict[str, Any]()
+    saved = dict[str, Any]()
+    inside = ""
     for path, module in source.named_modules():
         if is_of_peft(module) and not (inside and path.startswith(inside)):
             inside = f"{path}."
@@ -154,7 +157,7 @@ def _wrapped(source: nn.Module, family: Family) -> tuple[dict[str, Any], dict[st
 
 
 def _check_saved(name: str, source: nn.Module, family: Family, saved: Iterable[str]) -> None:
-    """Refuse to train modules as a whole whose tensors have other names in files: no adapter could be written."""
+    """Refuse wholly trained modules whose tensors have other names in files."""
     tensors = {plain_name(key) for key in source.state_dict()}
     packed = {key for key in tensors if any(rule.is_name(key) for rule in family.packed)}
     for module in saved:

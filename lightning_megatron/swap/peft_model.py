@@ -1,4 +1,4 @@
-"""The wrapper that peft has put around a Hugging Face model, after another model has taken the place of that."""
+"""Wrapper of peft around a Hugging Face model that another model has replaced."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ _BOUND = "base_model_prepare_inputs_for_generation"
 
 
 def keep_wrappers(root: nn.Module) -> None:
-    """Let the wrappers of peft inside a module know what their models have become.
+    """Update the wrappers of peft inside a module after their models were replaced.
 
     They stay what they are, with their configuration, ``generate``, ``disable_adapter`` and
-    ``print_trainable_parameters``, which counts the parameters of this rank. ``save_pretrained`` writes the whole
-    adapter from all ranks; methods that change or merge adapters raise an UnsupportedError.
+    ``print_trainable_parameters``, which counts the parameters of this rank. ``save_pretrained``
+    writes the whole adapter from all ranks; methods that change or merge adapters raise an
+    UnsupportedError.
     """
     wrappers: list[Any] = list(root.modules())
     for wrapper in wrappers:
@@ -39,7 +40,8 @@ def keep_wrappers(root: nn.Module) -> None:
             vars(wrapper)["save_pretrained"] = partial(save_adapter, wrapper)
             if isinstance(model, ReplacedModel):
                 if hasattr(wrapper, _BOUND):
-                    # The method of the model before, which would be kept alive with all its weights.
+                    # The method of the model before, which would be kept alive with all its
+                    # weights.
                     setattr(wrapper, _BOUND, model.prepare_inputs_for_generation)
                 kind = type(wrapper)
                 refusals = {name: _refused(name) for name in _INSIDE}
@@ -48,7 +50,7 @@ def keep_wrappers(root: nn.Module) -> None:
 
 @contextmanager
 def _disabled(wrapper: nn.Module) -> Iterator[None]:
-    """Compute what the model does without its adapter."""
+    """Compute the model's outputs without its adapter."""
     saved = [
         name
         for part in wrapper.modules()

@@ -1,4 +1,4 @@
-"""Which blocks of a module are cut, and how: patterns over their names.
+"""Tensor-parallel plans: kinds of cuts for blocks, by patterns over module names.
 
 Kinds of the plan:
 
@@ -56,19 +56,20 @@ KINDS: Mapping[str, str] = {
 #: Kinds that hold for everything inside the module that a pattern names.
 _FOR_WHOLE_TREES = ("auto", "replicate")
 
-#: Blocks that read the weights of their children directly, so that only the whole block can be swapped.
+#: Blocks that read the weights of their children directly, so that only the whole block can be
+#: swapped.
 _CLOSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention, PipelinedModule)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Locate a module in its parent.
+    """Position of a module in its parent.
 
     Args:
         name: Dotted name from the root.
         parent: The module that holds it.
         key: Its name in the parent.
-        module: The module itself.
+        module: Module itself.
         closed_by: Name of the block around it that must be swapped whole; None if there is none.
     """
 
@@ -80,7 +81,7 @@ class Place:
 
 
 def places_of(root: nn.Module) -> list[Place]:
-    """List every module below ``root`` in the order of definition, one entry for each name of a shared module."""
+    """List every module below ``root`` in the order of definition, once for each name."""
     return list(_places(root, "", None))
 
 
@@ -101,11 +102,11 @@ def _children(parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def choose_kinds(
     places: Sequence[Place], plan: Mapping[str, str] | None, fits: Callable[[str, nn.Module], bool]
 ) -> dict[str, str]:
-    """Return the kind of every place that the plan says something about, by name.
+    """Return the kind of every module that the plan matches, by name.
 
-    A pattern matches whole dotted names; ``*`` also matches dots. ``auto`` and ``replicate`` hold for everything inside
-    the named module as well. Where several patterns match, the last one of the plan wins. Without a plan everything is
-    ``auto``.
+    A pattern matches whole dotted names; ``*`` also matches dots. ``auto`` and ``replicate`` hold
+    for everything inside the named module as well. Where several patterns match, the last one of
+    the plan wins. Without a plan everything is ``auto``.
 
     Args:
         places: All modules.
@@ -113,8 +114,8 @@ def choose_kinds(
         fits: Whether a module is of a type that a kind can be applied to.
 
     Raises:
-        ParallelPlanError: For an unknown kind, a pattern that matches nothing it could be applied to, or a module with
-            two names and two kinds.
+        ParallelPlanError: For an unknown kind, a pattern that matches nothing it could be applied
+            to, or a module with two names and two kinds.
     """
     if plan is None:
         return {place.name: "auto" for place in places if place.closed_by is None}
@@ -140,7 +141,7 @@ def _matches(pattern: str, kind: str, name: str) -> bool:
 
 
 def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> None:
-    """Refuse what is not a kind of a plan.
+    """Refuse a value that is no kind of a plan.
 
     Args:
         pattern: What is given the kind.

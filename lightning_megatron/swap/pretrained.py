@@ -1,4 +1,4 @@
-"""Hugging Face models that are built without their weights, which every rank then reads for itself."""
+"""Hugging Face models built without weights, which each rank then reads for itself."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ _LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_ms
 
 @contextmanager
 def building_on_meta() -> Iterator[None]:
-    """Let models of the known families be built on the meta device by ``from_pretrained`` and ``from_config``.
+    """Build models of known families on the meta device inside the block.
 
-    Weights are read from local folders only, when the model is swapped; everything else is built as always, adapters of
-    peft among it. It takes effect for transformers whenever they are imported, for peft if it has been before.
+    Weights are read from local folders only, when the model is swapped; everything else is built as
+    always, adapters of peft among it. It takes effect for transformers whenever they are imported,
+    for peft if it has been before.
     """
     with ExitStack() as stack:
         # They take most of a second to import, which not every model needs.
@@ -51,7 +52,7 @@ def building_on_meta() -> Iterator[None]:
 
 
 def _build_later(library: Any, stack: ExitStack) -> None:
-    """Replace the ways in which models are built, until the stack is left."""
+    """Patch the methods that build models, until the stack is closed."""
     base = library.PreTrainedModel
     before = {name: base.__dict__[name] for name in ("from_pretrained", "_from_config")}
     load, build = before["from_pretrained"].__func__, before["_from_config"].__func__
@@ -63,7 +64,7 @@ def _build_later(library: Any, stack: ExitStack) -> None:
 
 @contextmanager
 def _giving_adapters_values() -> Iterator[None]:
-    """Let adapters of peft, which are small, have values on the CPU where their model has none."""
+    """Give peft's small adapters values on the CPU if their model has none."""
     tuners: ModuleType | None = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None:
         yield
@@ -93,15 +94,17 @@ def _giving_adapters_values() -> Iterator[None]:
             )
         return result
 
-    tuner.inject_adapter, wrapper.load_adapter = injected, loaded
+    tuner.inject_adapter = injected
+    wrapper.load_adapter = loaded
     try:
         yield
     finally:
-        tuner.inject_adapter, wrapper.load_adapter = inject, load
+        tuner.inject_adapter = inject
+        wrapper.load_adapter = load
 
 
 def _draw_adapters(model: nn.Module, name: str, first: bool | str) -> None:
-    """Draw what peft has drawn and then moved to the meta device, where base layers are."""
+    """Draw adapters that peft moved to the meta device together with their base layers."""
     layers: list[Any] = [layer for layer in model.modules() if name in getattr(layer, "lora_A", ())]
     for layer in layers:
         if layer.lora_A[name].weight.is_meta:
@@ -111,20 +114,21 @@ def _draw_adapters(model: nn.Module, name: str, first: bool | str) -> None:
 
 
 def folder_of(model: nn.Module) -> str | None:
-    """Return where the weights of a model are that was built without them; None if it has them, or is to draw them."""
+    """Return the folder of a deferred model's weights; None if there is none."""
     found: str | None = getattr(model, _FOLDER, None)
     return found
 
 
 def give_values(model: Any) -> None:
-    """Give a model that was built without its weights all of them, as Hugging Face does, in place; others keep theirs.
+    """Give a model that was built without weights all of them, in place.
 
     Raises:
         UnsupportedError: If something was put into it that its class has not.
     """
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return
-    folder, cls = folder_of(model), type(model)
+    folder = folder_of(model)
+    cls = type(model)
     if folder is None and is_taken_out(model):
         # Its class would read, or draw, other tensors than the model that it was built in.
         read_values(model)
@@ -159,14 +163,16 @@ def _from_config(cls: Any, build: Callable[..., Any], config: Any, kwargs: dict[
 
 
 def _is_replaced(cls: Any, config: Any) -> bool:
-    """Return whether a model will be replaced, unless a plan says otherwise; others are built as always."""
+    """Return whether a model will be replaced, unless a plan excludes it."""
     family = find_family(cls.__name__)
     return family is not None and not family.refusal_of(config.to_dict())
 
 
 def _deferred(model: Any, folder: str | None) -> Any:
-    """Mark the weights of a model that was built without them as read from a folder, or drawn, later."""
-    family, config, dtype = find_family(type(model).__name__), model.config.to_dict(), model.dtype
+    """Mark a model's weights for reading from a folder, or for drawing, later."""
+    family = find_family(type(model).__name__)
+    config = model.config.to_dict()
+    dtype = model.dtype
     assert family is not None, "models of known families are built without their weights"
     defer(model, Origin(family, config, folder, parts_of(model), lambda: build_layers(config, family, dtype)))
     return model
@@ -215,7 +221,7 @@ def _naming_configuration(path: str | Path) -> Iterator[None]:
 
 
 def _naming_files(path: str | Path, load: Callable[[], Any]) -> Any:
-    """Load a model, and name the file if one of its files of weights is damaged, which the library does not."""
+    """Load a model, and name the damaged weight file if there is one."""
     try:
         return load()
     except import_extra("safetensors", "hf").SafetensorError as error:

@@ -1,4 +1,4 @@
-"""What a swap did, for the log."""
+"""Log record of a swap."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SwapRecord:
-    """Say which block was replaced by which, and how many of its elements this rank keeps.
+    """Replaced block, its replacement, and the number of elements on this rank.
 
     ``str(record)`` is one line for the log.
 

@@ -1,4 +1,4 @@
-"""The table of blocks that can be swapped: what replaces each, and which of its tensors become which."""
+"""Rules for swappable blocks: their replacements and the sources of their tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_megatron.swap import build
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Say which tensors of the source, joined along their first dimension, are the full tensor of a target parameter.
+    """Source tensors, joined along the first dimension, of a target parameter.
 
     The rows that a rank keeps are not written here: the target parameter's ShardSpec has them.
 
@@ -32,7 +32,7 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Say how one kind of block is swapped.
+    """Rule for swapping one kind of block.
 
     Args:
         kind: The kind of a plan that asks for it.
@@ -82,14 +82,14 @@ RULES: tuple[BlockRule, ...] = (
 
 
 def rule_for(kind: str, module: nn.Module) -> BlockRule | None:
-    """Return the rule that swaps a module in this way, or None."""
+    """Return the rule that swaps a module as this kind, or None."""
     if kind == "features":
         return _rule_for_features(module)
     return next((rule for rule in RULES if rule.kind == kind and type(module) is rule.source), None)
 
 
 def _rule_for_features(module: nn.Module) -> BlockRule | None:
-    """Return the rule for a module of any class that has a row of its parameters for every feature or head."""
+    """Return the rule for a module with one parameter row per feature or head."""
     own = dict(module.named_parameters(recurse=False))
     rows = {parameter.shape[:1] for parameter in own.values()}
     if len(rows) != 1 or not rows.pop() or len(own) != sum(1 for _ in module.parameters()):
@@ -127,7 +127,8 @@ def _fill(target: nn.Module, site: build.Site, rule: TensorRule) -> None:
         )
     full = torch.cat([p.detach() for p in present]) if len(present) > 1 else present[0].detach()
     spec = shard_spec_of(parameter)
-    # The parameter object keeps what is attached to it; only its storage changes, also to the source's dtype.
+    # The parameter object keeps what is attached to it; only its storage changes, also to the
+    # source's dtype.
     parameter.data = spec.shard(full, local_size=parameter.shape[spec.dim])
     parameter.requires_grad_(present[0].requires_grad)
 
@@ -138,7 +139,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor | None:
 
 
 def source_names(rule: BlockRule, site: build.Site) -> Mapping[str, str]:
-    """Map full names of source tensors to the target parameters that they alone become."""
+    """Map full names of source tensors to the target parameters made of them alone."""
     return {
         f"{site.name}.{tensor_rule.sources[0]}": tensor_rule.target
         for tensor_rule in rule.tensors

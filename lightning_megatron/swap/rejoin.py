@@ -1,4 +1,4 @@
-"""A module that was cut before, on new process groups of the same layout."""
+"""Transfer of a cut module to new process groups of the same layout."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _ATTRIBUTE = "mesh"
 
 
 def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:
-    """Let blocks that were cut on an earlier mesh use this one, whose groups are alive.
+    """Move blocks that were cut on an earlier mesh to the live groups of this one.
 
-    A second fit of one module builds its groups anew; its shards stay right as long as the layout is the same.
+    A second fit of one module builds its groups anew; its shards stay right as long as the layout
+    is the same.
 
     Raises:
         UnsupportedError: If a block was cut for another layout.
@@ -42,6 +43,7 @@ def _mesh_of(module: nn.Module) -> ParallelMesh:
 
 
 def _was_cut(module: nn.Module, mesh: ParallelMesh) -> bool:
-    # What was built for one process is not cut. Meshes with and without sequence parallelism share one set of streams.
+    # What was built for one process is not cut. Meshes with and without sequence parallelism share
+    # one set of streams.
     old = getattr(module, _ATTRIBUTE, None)
     return isinstance(old, ParallelMesh) and old.random is not mesh.random and old.layout.world_size > 1

@@ -1,4 +1,4 @@
-"""Hugging Face models that compute with layers of this package."""
+"""Search for Hugging Face models that compute with this package's layers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_megatron.swap.adapter import ReplacedModel
 
 
 def replaced_models(module: nn.Module) -> Iterator[tuple[str, ReplacedModel]]:
-    """List the Hugging Face models inside a module that compute with layers of this package, by name."""
+    """List the Hugging Face models that compute with this package's layers, by name."""
     for name, part in module.named_modules():
         if isinstance(part, ReplacedModel):
             yield name, part

@@ -1,4 +1,4 @@
-"""Weights in a local Hugging Face folder: any part of any tensor, without the rest of the file."""
+"""Random access to tensors in a local Hugging Face folder of safetensors files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from lightning_megatron.swap.safetensors_header import DTYPES as DTYPES
 from lightning_megatron.swap.safetensors_header import LENGTH_BYTES as LENGTH_BYTES
 from lightning_megatron.swap.safetensors_header import StoredTensor, read_header
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 _REMEDY = "Copy it again."
 #: Room for a million tensors (bytes).
 _LARGEST_INDEX = 1 << 27
@@ -34,17 +36,19 @@ _NUMBERED = re.compile(r"(?P<start>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})
 
 
 class SafetensorsFolder:
-    """Read tensors of a local Hugging Face folder.
+    """Reader of the tensors in a local Hugging Face folder.
 
-    Equal to what ``safetensors.safe_open`` gives for each of its files. Headers are read and checked at once, tensors
-    when they are asked for, by any thread. What a header cannot show (:func:`read_header`) is not seen here either.
+    Equal to what ``safetensors.safe_open`` gives for each of its files. Headers are read and
+    checked at once, tensors when they are asked for, by any thread. What a header cannot show
+    (:func:`read_header`) is not seen here either.
 
     Args:
-        path: The folder, with ``model.safetensors`` or ``model.safetensors.index.json`` and the files it names.
+        path: Folder, with ``model.safetensors`` or ``model.safetensors.index.json`` and the files
+            it names.
 
     Raises:
-        CheckpointMismatchError: If there are no weights, a file that the index names is missing or elsewhere, or index
-            and files do not have the same tensors.
+        CheckpointMismatchError: If there are no weights, a file that the index names is missing or
+            elsewhere, or index and files do not have the same tensors.
         CorruptDataError: If a file is not what its name says.
         UnsupportedError: If the weights are in another format.
     """
@@ -57,12 +61,12 @@ class SafetensorsFolder:
 
     @staticmethod
     def exists_in(path: str | os.PathLike[str]) -> bool:
-        """Tell whether a folder has weights of this format."""
+        """Return whether a folder has weights of this format."""
         return any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX))
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Return the floating-point type that most elements have; float32 where none has any."""
+        """Return the floating-point dtype of most elements; float32 if there is none."""
         count: Counter[torch.dtype] = Counter()
         for tensor in self._tensors.values():
             if tensor.dtype.is_floating_point:
@@ -86,10 +90,11 @@ class SafetensorsFolder:
         return parse_object(read_regular_file(path, _REMEDY, _LARGEST_CONFIG), str(path), _REMEDY)
 
     def check_types(self, names: Iterable[str]) -> None:
-        """Refuse types of elements that tensors of one model do not have together.
+        """Refuse combinations of dtypes that tensors of one model cannot have.
 
-        Weights are floating-point numbers, and of two types of the same width one alone is in a model: a header where
-        one tensor has another type than it was written with is as good as any.
+        Weights are floating-point numbers, and of two types of the same width one alone is in a
+        model: a header where one tensor has another type than it was written with is as good as
+        any.
 
         Args:
             names: Tensors that hold weights.
@@ -119,14 +124,14 @@ class SafetensorsFolder:
         return self._at(name).shape
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Return the element type of a tensor."""
+        """Return the dtype of a tensor."""
         return self._at(name).dtype
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """Map a part of a tensor into memory, on the CPU; by default all of it.
 
         Args:
-            name: The tensor.
+            name: Tensor.
             slices: One slice for each dimension, with start and stop.
 
         Raises:
@@ -185,7 +190,7 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _check_files(folder: Path, files: Sequence[str]) -> None:
-    """Refuse names of files that lead elsewhere, files that are missing, and series that are not named as a whole."""
+    """Refuse missing files, paths outside the folder, and incomplete series of files."""
     outside = [file for file in files if not _FILE.fullmatch(file) or not _is_inside(folder, file)]
     if outside:
         raise CheckpointMismatchError(
@@ -211,7 +216,7 @@ def _check_files(folder: Path, files: Sequence[str]) -> None:
 
 
 def _is_inside(folder: Path, file: str) -> bool:
-    """Return whether a file is in a folder, or one that the cache of Hugging Face keeps for this folder.
+    """Return whether a file is in a folder or in its Hugging Face cache.
 
     There ``snapshots/REVISION/FILE`` is a link to ``blobs/HASH`` beside ``snapshots``.
     """

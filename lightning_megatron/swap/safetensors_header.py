@@ -1,4 +1,4 @@
-"""Headers of safetensors files: which tensors there are, and at which bytes."""
+"""Headers of safetensors files: the tensors in a file and their byte ranges."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _LARGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Say where the elements of a tensor are.
+    """Location of a tensor's elements in a file.
 
     Args:
-        path: The file.
+        path: File.
         dtype: Type of the elements.
         shape: Shape (elements).
         start: Where they begin in the file (bytes).
@@ -56,7 +56,8 @@ class StoredTensor:
     def read(self, slices: Slices, descriptor: int) -> Tensor:
         """Map a part of the tensor into memory; pages are read when they are first looked at.
 
-        The mapping ends with the last view of the result. What is written into the result does not get to the file.
+        The mapping ends with the last view of the result. What is written into the result does not
+        get to the file.
 
         Args:
             slices: One slice for each dimension, with start and stop.
@@ -82,12 +83,12 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return what is in a safetensors file.
+    """Return the tensors in a safetensors file, by name.
 
-    Equal to what ``safetensors.safe_open`` takes, which checks the header as well: tensors lie one after the other
-    without holes and overlaps from the header to the end of the file, each as long as its shape and type say. What
-    no header shows is that two tensors of one shape and type were exchanged, or that one was given another type of
-    the same width.
+    Equal to what ``safetensors.safe_open`` takes, which checks the header as well: tensors lie one
+    after the other without holes and overlaps from the header to the end of the file, each as long
+    as its shape and type say. What no header shows is that two tensors of one shape and type were
+    exchanged, or that one was given another type of the same width.
 
     Raises:
         CorruptDataError: If it is damaged, truncated or of another format.
@@ -130,13 +131,16 @@ def _check_with_library(path: Path, found: Mapping[str, StoredTensor]) -> None:
 
 def _stored(name: str, entry: Any, path: Path, begin: int, file_size: int) -> StoredTensor:
     fields = entry if isinstance(entry, dict) else {}
-    kind, sizes, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    kind = fields.get("dtype")
+    sizes = fields.get("shape")
+    offsets = fields.get("data_offsets")
     if not isinstance(kind, str) or not _is_numbers(sizes) or not _is_numbers(offsets) or len(offsets) != 2:
         raise CorruptDataError(
             f"a header must give dtype, shape and data_offsets of every tensor: {path} does not for {name!r}. "
             "It is damaged. Copy it again."
         )
-    shape, (start, stop) = tuple(sizes), offsets
+    shape = tuple(sizes)
+    start, stop = offsets
     if kind not in DTYPES:
         raise UnsupportedError(
             f"the elements of a tensor must be of a type that torch has: {name!r} in {path} has {kind}. "

@@ -1,4 +1,4 @@
-"""Write the adapter that peft has put around a model that is cut over ranks, from all ranks together."""
+"""Saving of a peft adapter around a model that is cut over ranks."""
 
 from __future__ import annotations
 
@@ -25,19 +25,23 @@ _DEFAULT = "default"
 
 
 def save_adapter(wrapper: Any, save_directory: str | os.PathLike[str], **others: Any) -> None:
-    """Write the whole adapter as a folder that ``PeftModel.from_pretrained`` reads.
+    """Write the whole adapter as a folder for ``PeftModel.from_pretrained``.
 
-    Equal to peft's method with the same weights, which does it where every rank holds the whole model.
+    Equal to peft's method with the same weights, which does it where every rank holds the whole
+    model.
 
     Args:
-        wrapper: What peft has put around a model; where ranks hold parts, all of them call this together.
+        wrapper: What peft has put around a model; where ranks hold parts, all of them call this
+            together.
         save_directory: Where to, on a file system of rank 0.
-        others: Further arguments of peft's method; where ranks hold parts, they must ask for nothing else.
+        others: Further arguments of peft's method; where ranks hold parts, they must ask for
+            nothing else.
 
     Raises:
         UnsupportedError: For other arguments, and adapters whose tensors are not in the state dict.
 
-    Communication: one gather of names, then one message for each part of a tensor, over all ranks on the CPU.
+    Communication: one gather of names, then one message for each part of a tensor, over all ranks
+    on the CPU.
     """
     model = wrapper.get_base_model()
     mesh = mesh_of(wrapper)
@@ -87,7 +91,7 @@ def _write(
     full: Iterator[tuple[str, Tensor]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Write one adapter: peft writes what is beside the tensors."""
+    """Write one adapter; peft writes the files other than the tensors."""
     out = _folder_of(name, folder)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".adapter.", dir=out) as unfinished:

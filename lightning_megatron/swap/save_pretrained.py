@@ -1,4 +1,4 @@
-"""Write a Hugging Face model that is cut over ranks as a folder, from all ranks together."""
+"""Saving of a Hugging Face model that is cut over ranks."""
 
 from __future__ import annotations
 
@@ -32,20 +32,22 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def save_folder(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str | None = None) -> None:
-    """Write configuration and weights of the whole model such that ``from_pretrained`` gives the same tensors.
+    """Write the whole model's configuration and weights as a folder for ``from_pretrained``.
 
-    Rank 0 writes; every other rank sends it what it holds, one tensor after the other, so that no rank ever has more
-    than one full tensor beside its own part. Weights have the type of the model's parameters.
+    Rank 0 writes; every other rank sends it what it holds, one tensor after the other, so that no
+    rank ever has more than one full tensor beside its own part. Weights have the type of the
+    model's parameters.
 
     Args:
         model: A ``ReplacedModel``; all ranks call this together.
         folder: Where to, on a file system of rank 0; it must not have weights yet.
-        max_shard_size: A file ends before the tensor that would exceed this (bytes, or text such as "5GB").
+        max_shard_size: Size limit of a file (bytes, or text such as "5GB").
 
     Raises:
         UnsupportedError: If the folder has weights, or the model has an adapter.
 
-    Communication: one gather of names, then one message for each part of a tensor, over all ranks on the CPU.
+    Communication: one gather of names, then one message for each part of a tensor, over all ranks
+    on the CPU.
     """
     if model.adapter is not None:
         raise UnsupportedError(
@@ -69,18 +71,21 @@ def save_folder(model: Any, folder: str | os.PathLike[str], max_shard_size: int 
 def save_as_it_is(
     model: Any, save_directory: str | os.PathLike[str], max_shard_size: int | str | None = None, **others: Any
 ) -> None:
-    """Write a whole Hugging Face model that computes with its own code, of which ranks may hold parts.
+    """Write a Hugging Face model that computes with its own code, from all ranks together.
 
-    Equal to Hugging Face's method with the same weights, which does it where every rank holds the whole model.
+    Equal to Hugging Face's method with the same weights, which does it where every rank holds the
+    whole model.
 
     Args:
-        model: The model; where ranks hold parts, all of them call this together.
+        model: Model; where ranks hold parts, all of them call this together.
         save_directory: Where to, on a file system of rank 0; it must not have weights yet.
-        max_shard_size: A file ends before the tensor that would exceed this (bytes, or text such as "5GB").
-        others: Further arguments of Hugging Face's method; where ranks hold parts, they must ask for nothing else.
+        max_shard_size: Size limit of a file (bytes, or text such as "5GB").
+        others: Further arguments of Hugging Face's method; where ranks hold parts, they must ask
+            for nothing else.
 
     Raises:
-        UnsupportedError: For other arguments, layers that peft has wrapped, and a folder with weights.
+        UnsupportedError: For other arguments, layers that peft has wrapped, and a folder with
+            weights.
 
     Communication: that of :func:`save_folder`, where ranks hold parts.
     """
@@ -122,19 +127,19 @@ def _write_generation(model: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def mesh_of(model: nn.Module) -> ParallelMesh | None:
-    """Return the groups over which a model is cut; None if every rank holds all of it."""
+    """Return the process groups over which a model is cut; None if every rank has all of it."""
     found = (getattr(part, "mesh", None) for part in model.modules())
     return next((mesh for mesh in found if isinstance(mesh, ParallelMesh)), None)
 
 
 def save_from_all_ranks(models: Iterable[Any]) -> None:
-    """Let Hugging Face models that keep their own code write themselves whole, whatever ranks hold of them."""
+    """Patch ``save_pretrained`` of models with their own code to gather parts."""
     for model in models:
         vars(model)["save_pretrained"] = partial(save_as_it_is, model)
 
 
 def _tensors_of_class(model: Any) -> dict[str, Tensor]:
-    """Return the tensors of a model on this rank by the names that its files have for them."""
+    """Return a model's tensors on this rank by their names in files."""
     state = model.state_dict(keep_vars=True)
     return {name: state[name] for name in names_in_files(model, {name: id(one) for name, one in state.items()})}
 
@@ -144,14 +149,16 @@ def write_together(
     mesh: ParallelMesh,
     write: Callable[[Iterator[tuple[str, Tensor]], Mapping[str, tuple[int, ...]]], None],
 ) -> None:
-    """Let rank 0 write full tensors of which ranks hold parts; all ranks call this together.
+    """Write full tensors from rank 0, gathered from all ranks.
 
     Args:
         tensors: What this rank holds, by name.
-        mesh: The groups of this rank.
-        write: Writes names and full tensors, one after the other, given the shapes of all (elements).
+        mesh: Process groups of this rank.
+        write: Writes names and full tensors, one after the other, given the shapes of all
+            (elements).
 
-    Communication: one gather of names, then one message for each part of a tensor, over all ranks on the CPU.
+    Communication: one gather of names, then one message for each part of a tensor, over all ranks
+    on the CPU.
     """
     held = _held(tensors, mesh)
     with _all_ranks(mesh) as world:
@@ -184,7 +191,7 @@ def _all_ranks(mesh: ParallelMesh) -> Iterator[MeshAxis]:
 
 @dataclass(frozen=True)
 class _Held:
-    """Hold the parts of a tensor that this rank gives, its type, and the shape of the full tensor."""
+    """Parts of a tensor that this rank sends, its dtype, and the full tensor's shape."""
 
     boxes: tuple[Box, ...]
     views: tuple[Tensor, ...]
@@ -193,7 +200,7 @@ class _Held:
 
 
 def _held(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, _Held]:
-    """List the parts of tensors that this rank gives, by name; of copies on the ranks of a stage, one gives."""
+    """List the parts of tensors that this rank sends, by name; one rank sends each copy."""
     found = {}
     for name, tensor in tensors.items():
         spec = shard_spec_of(tensor, mesh.tp.rank)
@@ -251,7 +258,7 @@ def _limit(size: int | str | None) -> int:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of ``save_pretrained`` that ask for something that is not done here.
+    """Refuse unsupported arguments of ``save_pretrained``.
 
     ``is_main_process`` may be anything: rank 0 writes, whatever it says.
 

@@ -1,4 +1,4 @@
-"""Norms, dropouts and linear layers of plain modules, between which tensor-parallel ranks share the sequence."""
+"""Norms, dropouts and linear layers of plain modules under sequence parallelism."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ _TOLERANCE = 1e-2
 
 
 class _Entry:
-    """Cut complete inputs of one module along the sequence.
+    """Cut of one module's complete inputs along the sequence.
 
     Args:
         name: Name of the module, for errors.
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self._is_checked = name, False
+        self.name = name
+        self._is_checked = False
 
     def __call__(self, hidden: Tensor, mesh: ParallelMesh) -> Tensor:
         """Return this rank's positions.
 
         Raises:
-            UnsupportedError: If the input is not the same on all tensor-parallel ranks, at the first call.
+            UnsupportedError: If the input is not the same on all tensor-parallel ranks, at the
+                first call.
             ValueError: If the sequence does not divide by tp.
         """
         if isinstance(hidden, SequenceShard):
@@ -57,18 +59,19 @@ class _Entry:
 
 
 class SequenceLayerNorm(nn.LayerNorm):
-    """Normalise this rank's positions; equal to torch.nn.LayerNorm on the whole.
+    """LayerNorm of this rank's positions; equal to torch.nn.LayerNorm.
 
     Args:
         name: Name of the module, for errors.
-        source: The norm that it replaces.
-        mesh: The groups of this rank.
+        source: Norm that it replaces.
+        mesh: Process groups of this rank.
     """
 
     def __init__(self, name: str, source: nn.LayerNorm, mesh: ParallelMesh) -> None:
         affine = source.elementwise_affine
         super().__init__(source.normalized_shape, source.eps, affine, bias=affine and source.bias is not None)
-        self.mesh, self._entry = mesh, _Entry(name)
+        self.mesh = mesh
+        self._entry = _Entry(name)
         _gather_parts_of_gradients(self, mesh)
 
     @override
@@ -77,17 +80,18 @@ class SequenceLayerNorm(nn.LayerNorm):
 
 
 class SequenceRMSNorm(nn.RMSNorm):
-    """Normalise this rank's positions; equal to torch.nn.RMSNorm on the whole.
+    """RMSNorm of this rank's positions; equal to torch.nn.RMSNorm.
 
     Args:
         name: Name of the module, for errors.
-        source: The norm that it replaces.
-        mesh: The groups of this rank.
+        source: Norm that it replaces.
+        mesh: Process groups of this rank.
     """
 
     def __init__(self, name: str, source: nn.RMSNorm, mesh: ParallelMesh) -> None:
         super().__init__(source.normalized_shape, source.eps, source.elementwise_affine)
-        self.mesh, self._entry = mesh, _Entry(name)
+        self.mesh = mesh
+        self._entry = _Entry(name)
         _gather_parts_of_gradients(self, mesh)
 
     @override
@@ -96,12 +100,12 @@ class SequenceRMSNorm(nn.RMSNorm):
 
 
 class SequenceDropout(TensorDropout):
-    """Drop elements of this rank's positions, with masks that differ on every tensor-parallel rank.
+    """Dropout of this rank's positions, with different masks on every rank.
 
     Args:
         name: Name of the module, for errors.
-        p: How likely an element is dropped.
-        mesh: The groups and random streams of this rank.
+        p: Probability that an element is dropped.
+        mesh: Process groups and random streams of this rank.
         layer: Number of the layer for random streams.
     """
 
@@ -115,9 +119,10 @@ class SequenceDropout(TensorDropout):
 
 
 class SequenceColumnLinear(ColumnParallelLinear):
-    """Compute ColumnParallelLinear's outputs for all positions, of which each rank has a part.
+    """ColumnParallelLinear that gathers the positions of its inputs.
 
-    Communication: for such inputs an all-gather over tp forward; backward an all-gather and a reduce-scatter.
+    Communication: for such inputs an all-gather over tp forward; backward an all-gather and a
+    reduce-scatter.
     """
 
     @override
@@ -131,7 +136,7 @@ class SequenceColumnLinear(ColumnParallelLinear):
 
 
 class SequenceRowLinear(RowParallelLinear):
-    """Compute RowParallelLinear's outputs, of which each rank keeps its positions.
+    """RowParallelLinear whose outputs are scattered over the positions.
 
     Its mesh has sequence parallelism on.
 
@@ -148,7 +153,7 @@ class SequenceRowLinear(RowParallelLinear):
 
 
 def take_whole_inputs(module: nn.Module) -> None:
-    """Let a block that does not know of cut sequences get whole ones."""
+    """Gather whole sequences for a block without sequence parallelism."""
     module.register_forward_pre_hook(_whole_inputs, with_kwargs=True)
 
 

@@ -1,4 +1,4 @@
-"""Modules that keep the names, the settings and the parameters of a model which other layers compute."""
+"""Modules that keep a replaced model's names, settings and parameters."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 
 #: Attributes of a shell that are no modules of its tree.
-_COUNTERPARTS, _BUFFER_OWNERS, _PATH = "counterparts", "buffer_owners", "path_in_model"
+_COUNTERPARTS = "counterparts"
+_BUFFER_OWNERS = "buffer_owners"
+_PATH = "path_in_model"
 #: Names of the parameters that the class has here, on whichever stage they are.
 _KEYS = "parameter_keys"
 
 
 class Shell(nn.Module):
-    """Hold parameters of a model under the names of its class, where other layers compute with them.
+    """Module that keeps a class's names and parameters while other layers compute.
 
-    A shell is an instance of the class that it was before, with its attributes, children and parameters, which are this
-    rank's parts. What would have no effect raises: its call, hooks, other parameters or children in the place of
-    those that it has.
+    A shell is an instance of the class that it was before, with its attributes, children and
+    parameters, which are this rank's parts. What would have no effect raises: its call, hooks,
+    other parameters or children in the place of those that it has.
     """
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Look tokens up where this is a token embedding, and refuse to compute anything else.
+        """Look up tokens in a token embedding, and refuse every other call.
 
         Shapes: tokens ``(B, S)``; output ``(B, S, D)``, whole on every rank.
 
         Raises:
-            UnsupportedError: If this is another part of the model, or there are several pipeline stages.
+            UnsupportedError: If this is another part of the model, or there are several pipeline
+                stages.
         """
         is_elsewhere = isinstance(self, nn.Embedding) and not self._parameters
         for part in vars(self).get(_COUNTERPARTS, ()):
@@ -53,7 +56,7 @@ class Shell(nn.Module):
         return self._refuse("cannot be called by itself", "Call the whole model")
 
     def __getattr__(self, name: str) -> Any:
-        """Say of a parameter that is not on this rank where it is."""
+        """Raise an error that names the stage of a parameter that is not on this rank."""
         is_here = name in self._parameters or name in self._modules
         if name in vars(self).get(_KEYS, ()) and not is_here:
             raise AttributeError(
@@ -64,7 +67,7 @@ class Shell(nn.Module):
 
     @override
     def extra_repr(self) -> str:
-        """Return what the class says of its settings; on another stage it may ask for what is not there."""
+        """Return the class's settings, if they can be computed on this stage."""
         try:
             return super().extra_repr()
         except AttributeError:
@@ -94,7 +97,7 @@ class Shell(nn.Module):
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refuse a parameter in the place of another one.
+        """Refuse to replace a parameter by another one.
 
         Raises:
             UnsupportedError: If there is one of this name.
@@ -135,7 +138,7 @@ class Shell(nn.Module):
         self._refuse("cannot have hooks", "Register them at the whole model, or at the LightningModule")
 
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to write what this rank holds of a part of the model.
+        """Refuse to write a part of the model.
 
         Raises:
             UnsupportedError: Always.
@@ -152,12 +155,12 @@ class Shell(nn.Module):
 
 
 def become_shell(module: nn.Module, path: str) -> None:
-    """Make a module a shell, in place: it stays the same object, and an instance of its class.
+    """Convert a module to a shell in place; it stays an instance of its class.
 
     Its parameters and buffers are dropped; hooks must have been refused before.
 
     Args:
-        module: The module.
+        module: Module.
         path: Its name in the model, for errors.
     """
     absent = {name: parameter for name, parameter in module._parameters.items() if parameter is None}
@@ -172,7 +175,7 @@ def become_shell(module: nn.Module, path: str) -> None:
 
 
 def shell_class(kind: type[nn.Module], *before: type[nn.Module]) -> type[nn.Module]:
-    """Return a class whose instances are shells of a class, with the same name.
+    """Return a class, of the same name, whose instances are shells of a class.
 
     Args:
         kind: The class.
@@ -184,23 +187,24 @@ def shell_class(kind: type[nn.Module], *before: type[nn.Module]) -> type[nn.Modu
 @cache
 def _class_of(bases: tuple[type[Any], ...]) -> type[nn.Module]:
     kind = bases[-1]
-    # Not a class of the foreign package by its module, so that nothing takes it for one that computes.
+    # Not a class of the foreign package by its module, so that nothing takes it for one that
+    # computes.
     return type(kind.__name__, bases, {"__module__": __name__, "__doc__": kind.__doc__})
 
 
 def new_container() -> Shell:
-    """Return a shell that only holds parameters, for names that are no module of the class."""
+    """Return a shell for parameter names that belong to no module of the class."""
     return Shell()
 
 
 def set_counterparts(shell: nn.Module, parts: tuple[nn.Module, ...]) -> None:
-    """Say which layers compute what a shell stands for, the outermost first; their mode follows the shell's."""
+    """Set the layers that compute a shell's part, the outermost first."""
     vars(shell)[_COUNTERPARTS] = parts
     for part in parts:
         part.training = shell.training
 
 
 def share_buffer(shell: nn.Module, key: str, owner: nn.Module, own_key: str) -> None:
-    """Give a shell a buffer of a layer, under a name of its own."""
+    """Register a layer's buffer in a shell under another name."""
     shell.register_buffer(key, owner._buffers[own_key])
     vars(shell).setdefault(_BUFFER_OWNERS, {})[key, own_key] = owner

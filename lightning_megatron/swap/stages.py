@@ -1,4 +1,4 @@
-"""Pipeline stages of models without a table: which module is whose, and the change that leaves each rank its own."""
+"""Pipeline stages of models without a family: their planning and installation."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class End:
-    """Say which stage holds the parameters of a module beside the blocks.
+    """Stage of a module next to the list of blocks.
 
     Args:
-        place: The module.
+        place: Module.
         is_before: Whether it runs before the blocks.
         is_said: Whether the plan says so, and not the order of definition.
     """
@@ -47,17 +47,18 @@ class End:
 
 @dataclass(frozen=True)
 class Stages:
-    """Say what of a model this rank keeps.
+    """Parts of a model that this rank keeps.
 
     Args:
         blocks: The list of blocks.
         layers: Blocks of every chunk of every stage.
         ends: Modules beside the list that have parameters.
-        loose: Parameters of the modules around the list themselves: module, name in it, name in all; the first stage's.
+        loose: Parameters of the modules around the list themselves: module, name in it, name in
+            all; the first stage's.
         ties: Name of a parameter of the last stage, and of that of the first which it is.
         twins: Copies without values of the blocks, as they are before anything is cut over tp.
         end_twins: Such copies of the modules beside the list.
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
     """
 
     blocks: Place
@@ -70,7 +71,7 @@ class Stages:
     mesh: ParallelMesh
 
     def is_here(self, name: str) -> bool:
-        """Tell whether this rank holds the module or parameter of a name."""
+        """Return whether this rank has the module or parameter of a name."""
         prefix = f"{self.blocks.name}."
         if name.startswith(prefix):
             index = int(name.removeprefix(prefix).partition(".")[0])
@@ -81,7 +82,7 @@ class Stages:
         return self.mesh.pp.is_first if end.is_before else self.mesh.pp.is_last
 
     def install(self, root: nn.Module) -> SwapRecord:
-        """Leave this rank its own stage, in place; parameters keep their names."""
+        """Remove other stages' modules in place; parameters keep their names."""
         before = sum(p.numel() for p in self.blocks.module.parameters())
         # What has been swapped is in the module, and no more at its place.
         source: Any = root.get_submodule(self.blocks.name)
@@ -93,7 +94,8 @@ class Stages:
             end.place.name: "first" if end.is_before else "last" for end in self.ends if end.is_said
         }
         for end, twin in zip(self.ends, self.end_twins, strict=True):
-            stand_in, place = Elsewhere(end.place.name, twin, staged, end.is_before), end.place
+            stand_in = Elsewhere(end.place.name, twin, staged, end.is_before)
+            place = end.place
             staged.stand_ins.append(stand_in)
             if self._holds(end):
                 staged.held.append(HeldModule(place.parent, place.key, stand_in, staged))
@@ -121,20 +123,22 @@ class Stages:
 def plan_stages(
     root: nn.Module, places: Sequence[Place], plan: Mapping[str, str], kinds: Mapping[str, str], mesh: ParallelMesh
 ) -> Stages:
-    """Say what each stage holds of a model whose blocks are in a list.
+    """Assign the parts of a model with a list of blocks to stages.
 
-    What has parameters beside the list is on the first stage if it was defined before the list, and on the last stage
-    if after, unless the plan says otherwise. What has none is on all of them.
+    A module with parameters that is defined before the list is on the first stage, and one defined
+    after it on the last stage, unless the plan assigns it. Modules without parameters are on all
+    stages.
 
     Args:
         root: The module.
         places: All modules in it.
         plan: ``blocks``, ``first`` or ``last`` by name pattern; exactly one module is ``blocks``.
         kinds: How modules are cut over tp, by name.
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
 
     Raises:
-        ParallelPlanError: If the plan does not fit the module, or the blocks do not suffice for the stages.
+        ParallelPlanError: If the plan does not fit the module, or the blocks do not suffice for the
+            stages.
         UnsupportedError: If stages would share a parameter otherwise than as a tied embedding.
     """
     blocks = _the_blocks(places, plan)
@@ -157,9 +161,10 @@ def plan_stages(
 
 
 def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:
-    """Return a plan for a module without one: its list of blocks with the most parameters; None if no list suffices.
+    """Return a plan with the largest list of blocks; None if no list is long enough.
 
-    Where modules beside the list run on the other side of it than they were defined, the first step says so.
+    Where modules beside the list run on the other side of it than they were defined, the first step
+    says so.
 
     Args:
         root: The module.
@@ -171,13 +176,14 @@ def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | 
         within = any(name.startswith(f"{other}.") for other in found)
         if len(kinds) == 1 and len(list(part.children())) >= layout.pp * layout.vpp and not within:
             found[name] = sum(parameter.numel() for parameter in part.parameters())
-    # Of lists of equal size, as in an encoder and a decoder, the last one: it reads what others give.
+    # Of lists of equal size, as in an encoder and a decoder, the last one: it reads what others
+    # give.
     best = max(reversed(found), key=lambda name: found[name], default=None)
     return {best: "blocks"} if best is not None and found[best] else None
 
 
 def check_pipeline_plan(places: Sequence[Place], plan: Mapping[str, str]) -> None:
-    """Refuse a plan that does not fit the module, also where there is one stage alone.
+    """Refuse a plan that does not fit the module, even with a single stage.
 
     Raises:
         ParallelPlanError: For such a plan.
@@ -243,13 +249,14 @@ def _check_sides(places: Sequence[Place], blocks: Place, ends: Sequence[End], pl
 
 @dataclass(frozen=True)
 class _Owners:
-    """Tell on which stage parameters are.
+    """Lookup of the stage that owns a parameter.
 
     Args:
         blocks: Name of the list of blocks.
         layers: The blocks of every chunk of every stage.
         ends: Modules beside the list that have parameters.
-        around: Identities of the modules around the list, whose own parameters are the first stage's.
+        around: Identities of the modules around the list, whose own parameters are the first
+            stage's.
     """
 
     blocks: str
@@ -258,7 +265,7 @@ class _Owners:
     around: frozenset[int]
 
     def stage_of(self, path: str, owner: nn.Module) -> int | None:
-        """Return the stage of a module's own parameters; None for what is outside of the model, on all stages."""
+        """Return the stage of a module's own parameters; None outside the model."""
         if path.startswith(f"{self.blocks}."):
             index = int(path.removeprefix(f"{self.blocks}.").partition(".")[0])
             return next(s for s, chunks in enumerate(self.layers) if any(index in layers for layers in chunks))
@@ -268,7 +275,7 @@ class _Owners:
         return 0 if id(owner) in self.around else None
 
     def end_of(self, path: str) -> End | None:
-        """Return the module beside the blocks that a module is in; None if it is elsewhere."""
+        """Return the module next to the blocks that contains a module; None if there is none."""
         return next((end for end in self.ends if f"{path}.".startswith(f"{end.place.name}.")), None)
 
 

@@ -14,10 +14,10 @@ from lightning_megatron.swap.stages import Stages
 
 @dataclass(frozen=True)
 class NewHome:
-    """Locate the parameter that takes over a source parameter's values.
+    """Parameter that takes over the values of a source parameter.
 
     Args:
-        block: The target block.
+        block: Target block.
         name: Dotted name of the parameter in it.
         kind: How the plan cuts the block, for errors.
     """
@@ -32,7 +32,7 @@ class NewHome:
         return self.block.get_parameter(self.name)
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """Put another parameter in its place."""
+        """Replace the parameter by another one."""
         path, _, key = self.name.rpartition(".")
         setattr(self.block.get_submodule(path), key, parameter)
 
@@ -40,12 +40,13 @@ class NewHome:
 def tie(
     root: nn.Module, homes: Mapping[str, NewHome], closed: Sequence[str] = (), stages: Stages | None = None
 ) -> None:
-    """Let the targets share what their sources share; ``root`` still holds the sources and is not changed.
+    """Share parameters of the targets like their sources; ``root`` is not changed.
 
     Args:
         root: The module before the swap.
         homes: Where each swapped parameter went, by its full name in ``root``.
-        closed: Names of whole models that are replaced, which may share weights within themselves only.
+        closed: Names of whole models that are replaced, which may share weights within themselves
+            only.
         stages: What this rank keeps of a model that is cut into stages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A foreign model whose tree of modules and names stays, with the parameters of layers that are cut over ranks."""
+"""Module tree of a foreign model with the parameters of layers that are cut over ranks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _WORD_EMBEDDING = "embedding.word.weight"
 
 @dataclass(frozen=True)
 class _Named:
-    """Pair a parameter of a layer with the name that it has in the tree.
+    """Parameter of a layer with its name in the tree.
 
     Args:
         owner: Name of the layer in the model of ours.
         path: Name of the parameter in the tree.
-        parameter: The parameter.
+        parameter: Parameter.
     """
 
     owner: str
@@ -48,15 +48,16 @@ class _Named:
 def take_over(
     name: str, source: Any, model: GPT | Encoder, family: Family, adapter: Adapter | None, kind: type[ReplacedModel]
 ) -> None:
-    """Let a foreign model keep its tree of modules and names, and compute with layers that are cut over ranks.
+    """Keep a foreign model's tree of modules and names, and compute with other layers.
 
-    The model and all its modules stay the same objects. Their parameters become those of the layers: a layer that joins
-    others gives each of them its own, which lie side by side in one memory. What another stage holds is gone here.
+    The model and all its modules stay the same objects. Their parameters become those of the
+    layers: a layer that joins others gives each of them its own, which lie side by side in one
+    memory. What another stage holds is gone here.
 
     Args:
         name: Name of the model in the module that is trained.
-        source: The model.
-        model: The layers, with their values.
+        source: Model.
+        model: Layers, with their values.
         family: How configuration and tensors of the two correspond.
         adapter: What peft has put into the model, if anything.
         kind: The class that gives the model its call.
@@ -82,7 +83,7 @@ def take_over(
 
 
 def _paths(source: nn.Module, family: Family) -> dict[str, str]:
-    """Return the name in the tree of every tensor, by its name in the class before peft wrapped modules."""
+    """Return the names in the tree of all tensors, by their names in the unwrapped class."""
     tensors = [name for name, _ in source.named_parameters(remove_duplicate=False)]
     tensors += [name for name, _ in source.named_buffers(remove_duplicate=False)]
     found: dict[str, str] = {}
@@ -97,7 +98,7 @@ def _paths(source: nn.Module, family: Family) -> dict[str, str]:
 def _parameters(
     root: str, model: GPT | Encoder, family: Family, adapter: Adapter | None, paths: Mapping[str, str]
 ) -> Iterator[_Named]:
-    """List the parameters of this rank with their names in the tree; layers that join others are split."""
+    """List this rank's parameters by their names in the tree; joined layers are split."""
     homes = {tensor.target: homes_of(tensor, family.packed) for tensor in family.tensors(model.config)}
     if adapter is not None:
         for factor in adapter.factors(family.tensors(model.config)):
@@ -139,7 +140,7 @@ def _parts(model: GPT | Encoder, name: str, parameter: nn.Parameter, count: int)
 
 
 def _path_of(name: str, paths: Mapping[str, str]) -> str:
-    """Return where a tensor is in the tree; one of a stack is below the stack."""
+    """Return the path of a tensor in the tree, below the stack if it is an element of one."""
     if name in paths:
         return paths[name]
     stack, _, index = name.rpartition(".")
@@ -173,7 +174,7 @@ def _buffers(
 
 
 def _pair_modules(source: nn.Module, model: nn.Module, named: Sequence[_Named]) -> None:
-    """Let every layer have the mode of the innermost module of the tree that holds all of its parameters."""
+    """Let every layer follow the training mode of the tree's module for its parameters."""
     around: dict[str, list[list[str]]] = {}
     # Of a parameter with several names, such as that of a tied head, the first one counts.
     for one in {id(one.parameter): one for one in reversed(named)}.values():

@@ -1,4 +1,4 @@
-"""Whether a Hugging Face model still is what its class builds, so that other layers can compute it."""
+"""Check that a Hugging Face model is as its class builds it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightning_megatron.swap.low_rank import plain_name
 from lightning_megatron.swap.peft_layers import is_of_peft
 from lightning_megatron.swap.without_weights import without_weights
 
-#: Attributes that say how a model is trained or called, or that follow from the shapes of its weights.
+#: Attributes that say how a model is trained or called, or that follow from the shapes of its
+#: weights.
 _FREE = frozenset(
     {"training", "gradient_checkpointing", "name_or_path", "num_embeddings", "out_features", "vocab_size"}
     | {"is_hf_initialized", "is_gradient_checkpointing", "weights_folder", "is_loaded_in_4bit", "is_loaded_in_8bit"}
@@ -27,7 +28,7 @@ _OF_SHAPES = frozenset({"vocab_size", "num_labels"})
 
 @dataclass(frozen=True)
 class Part:
-    """Describe a module: its class, its settings, and the tables that it has computed from them.
+    """Class, settings and computed tables of a module.
 
     Args:
         kind: The class.
@@ -44,7 +45,7 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
     """Describe every module of a model, by name.
 
     Args:
-        model: The model, as its class has built it.
+        model: Model, as its class has built it.
     """
     return {
         name: Part(type(module), dict(_settings(module)), {key: one.clone() for key, one in _tables(module)})
@@ -53,10 +54,10 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 
 
 def built_parts(model: Any) -> dict[str, Part]:
-    """Describe every module that the class of a model builds from its configuration.
+    """Describe every module that a model's class builds from its configuration.
 
     Args:
-        model: The model, which may have been changed since.
+        model: Model, which may have been changed since.
     """
     config = deepcopy(model.config)
     config.pad_token_id = built_settings(model)["pad_token_id"]
@@ -64,12 +65,13 @@ def built_parts(model: Any) -> dict[str, Part]:
 
 
 def built_settings(model: Any) -> dict[str, Any]:
-    """Return the configuration of a model, with the padding token that its embedding has.
+    """Return a model's configuration with the padding token of its embedding.
 
-    Many scripts name a token for padding when the model has been built, which its embedding does not notice.
+    Many scripts name a token for padding when the model has been built, which its embedding does
+    not notice.
 
     Args:
-        model: The model.
+        model: Model.
     """
     settings: dict[str, Any] = model.config.to_dict()
     embedding = model.get_input_embeddings()
@@ -78,7 +80,7 @@ def built_settings(model: Any) -> dict[str, Any]:
 
 
 def check_settings(name: str, family: Family, built: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a configuration that was changed after the model was built by it, which a class does not notice.
+    """Refuse a configuration that was changed after the model was built.
 
     Args:
         name: Name of the model, for errors.
@@ -87,8 +89,8 @@ def check_settings(name: str, family: Family, built: Mapping[str, Any], now: Map
         now: What the configuration says now.
 
     Raises:
-        UnsupportedError: If layers of this package would compute something else by the two; the number of tokens and
-            of labels follows from the weights.
+        UnsupportedError: If layers of this package would compute something else by the two; the
+            number of tokens and of labels follows from the weights.
     """
     # The embedding says which token is for padding.
     before, after = (family.config({**one, "pad_token_id": now["pad_token_id"]}) for one in (built, now))
@@ -100,11 +102,11 @@ def check_settings(name: str, family: Family, built: Mapping[str, Any], now: Map
 
 
 def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
-    """Refuse an output head that shares the embedding's weight against the configuration, or does not share it.
+    """Refuse an output head that is tied against the configuration, or not tied.
 
     Args:
         name: Name of the model, for errors.
-        model: The model.
+        model: Model.
         is_tied: Whether the layers that take over share the weight.
 
     Raises:
@@ -120,16 +122,16 @@ def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
 
 
 def check_untouched(name: str, model: nn.Module, parts: Mapping[str, Part]) -> None:
-    """Refuse a model with modules or settings that layers of this package would not compute with.
+    """Refuse a model with modules or settings that this package would not compute.
 
     Args:
         name: Name of the model, for errors.
-        model: The model.
+        model: Model.
         parts: What its class builds.
 
     Raises:
-        UnsupportedError: If a module was replaced by one of another class, computes by another function, has other
-            settings or tables, or stands in two places.
+        UnsupportedError: If a module was replaced by one of another class, computes by another
+            function, has other settings or tables, or stands in two places.
     """
     _check_shared(name, model, parts)
     for path, module in model.named_modules():
@@ -161,7 +163,7 @@ def _check_shared(name: str, model: nn.Module, parts: Mapping[str, Part]) -> Non
 
 
 def _is_same(table: Tensor, built: Tensor) -> bool:
-    """Return whether a table has the values that were built, which conversions of the model may have rounded."""
+    """Return whether a table has its initial values, up to the rounding of conversions."""
     if table.shape != built.shape or not table.is_floating_point():
         return torch.equal(table, built.to(table.device))
     # To as many digits as the narrowest type of weights keeps.

@@ -1,4 +1,4 @@
-"""An embedding and a linear layer cut over the vocabulary, with the shapes of their torch.nn twins."""
+"""Embedding and linear layers cut over the vocabulary, with torch.nn's shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS_MULTIPLE = 8
 
 
 class EmbeddingOverVocabulary(nn.Module):
-    """Look vectors up in a table whose rows are cut over tp.
+    """Embedding whose rows are cut over tp.
 
     Equal to torch.nn.Embedding(num_embeddings, embedding_dim, padding_idx).
 
@@ -25,7 +25,7 @@ class EmbeddingOverVocabulary(nn.Module):
     Args:
         num_embeddings: Rows of the full table (tokens).
         embedding_dim: Size of each vector (elements).
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
         padding_idx: Token whose row gets no gradient, or None.
 
     Raises:
@@ -39,7 +39,9 @@ class EmbeddingOverVocabulary(nn.Module):
         self, num_embeddings: int, embedding_dim: int, mesh: ParallelMesh, *, padding_idx: int | None = None
     ) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
         self.mesh = mesh
         self.weight = _vocabulary_parameter((num_embeddings, embedding_dim), Initializer.normal(), mesh)
         self.first = mesh.tp.rank * self.weight.shape[0]
@@ -68,17 +70,17 @@ class EmbeddingOverVocabulary(nn.Module):
 
 
 class LinearOverVocabulary(nn.Module):
-    """Compute ``x A^T + b`` with the outputs, a vocabulary of any size, cut over tp, and gather them.
+    """Linear layer ``x A^T + b`` with outputs cut over tp and gathered.
 
-    Equal to torch.nn.Linear(in_features, out_features, bias). Its rows are cut as those of EmbeddingOverVocabulary, so
-    that the two can share one weight.
+    Equal to torch.nn.Linear(in_features, out_features, bias). Its rows are cut as those of
+    EmbeddingOverVocabulary, so that the two can share one weight.
 
     Shapes: input ``(..., in)``; output ``(..., out)``.
 
     Args:
         in_features: Size of each input vector (elements).
         out_features: Size of each output vector (elements).
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
         bias: Whether to add a bias, cut like the outputs.
 
     Communication: an all-gather over tp forward, an all-reduce backward.
@@ -86,14 +88,17 @@ class LinearOverVocabulary(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh, *, bias: bool = True) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.mesh = in_features, out_features, mesh
+        self.in_features = in_features
+        self.out_features = out_features
+        self.mesh = mesh
         self.weight = _vocabulary_parameter((out_features, in_features), Initializer.normal(), mesh)
         self.bias = _vocabulary_parameter((out_features,), ZEROS, mesh) if bias else None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return all outputs on every rank."""
         part = F.linear(copy_to_axis(input, self.mesh.tp), self.weight, self.bias)
-        # Padding rows come after the last true one, so that cutting them off leaves the true outputs in order.
+        # Padding rows come after the last true one, so that cutting them off leaves the true
+        # outputs in order.
         return gather_from_axis(part, self.mesh.tp, dim=-1)[..., : self.out_features]
 
     def extra_repr(self) -> str:
@@ -102,7 +107,8 @@ class LinearOverVocabulary(nn.Module):
 
 
 def _vocabulary_parameter(full_shape: tuple[int, ...], initializer: Initializer, mesh: ParallelMesh) -> nn.Parameter:
-    num_rows, tp = full_shape[0], mesh.tp
+    num_rows = full_shape[0]
+    tp = mesh.tp
     return sharded_parameter(
         full_shape,
         [vocab_range(num_rows, tp.size, tp.rank, ROWS_MULTIPLE)],

@@ -1,4 +1,4 @@
-"""Layers that a plan cuts, computed on all features for a while, to compare with what each rank makes of its part."""
+"""Layers that are cut by a plan, run on all features for comparison."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from lightning_megatron.swap.apply import SWAPPED_AS
 
 #: Kinds between whose layers each rank has its part of the features, and what is cut with them.
 _CUT = ("column", "row", "features")
-#: Elements that are kept of the input of a call: some of its positions, with all of this rank's features.
+#: Elements that are kept of the input of a call: some of its positions, with all of this rank's
+#: features.
 _KEPT = 2**16
 
 
 @dataclass(frozen=True)
 class CutLayer:
-    """Name a layer that takes or gives parts of features.
+    """Layer that takes or returns parts of features.
 
     Args:
         name: Its name in the user's module.
         kind: What the plan says of it.
-        module: The layer.
+        module: Layer.
     """
 
     name: str
@@ -39,10 +40,10 @@ class CutLayer:
 
 @dataclass(frozen=True)
 class Seen:
-    """Hold what a layer got.
+    """Sampled input of a layer.
 
     Args:
-        layer: The layer.
+        layer: Layer.
         sample: Some positions of its input, with the features that this rank has of it.
     """
 
@@ -50,7 +51,7 @@ class Seen:
     sample: Tensor
 
     def distance(self, other: Seen) -> float | None:
-        """Return how far two inputs are apart, relative to their size; None if they cannot be compared."""
+        """Return the relative distance of two inputs; None if they cannot be compared."""
         mine, theirs = (one.sample.double().nan_to_num(1e30, 1e30, -1e30) for one in (self, other))
         if self.layer != other.layer or mine.shape != theirs.shape:
             return None
@@ -59,27 +60,28 @@ class Seen:
 
 
 def cut_layers(module: nn.Module) -> list[CutLayer]:
-    """List the layers below a module between which features are cut by a plan, and what is cut with them."""
+    """List the layers between which a plan cuts features, and modules cut with them."""
     kinds = ((name, getattr(part, SWAPPED_AS, None), part) for name, part in module.named_modules())
     return [CutLayer(name, kind, part) for name, kind, part in kinds if kind in _CUT]
 
 
 @contextmanager
 def watching(layers: Sequence[CutLayer], axis: MeshAxis, *, is_whole: bool) -> Iterator[list[Seen]]:
-    """Note what cut layers get inside the block.
+    """Record the inputs of cut layers inside the block.
 
     Args:
         layers: The layers.
         axis: The axis that cuts them.
-        is_whole: Whether every rank computes on all features between the layers: ``column`` layers gather their
-            outputs, ``row`` layers take their part of complete inputs, and what is cut with the features is gathered.
-            Products are the same in both cases, so that only the code between can make a difference.
+        is_whole: Whether every rank computes on all features between the layers: ``column`` layers
+            gather their outputs, ``row`` layers take their part of complete inputs, and what is cut
+            with the features is gathered. Products are the same in both cases, so that only the
+            code between can make a difference.
 
     Yields:
         What ``column`` and ``row`` layers got, in the order of the calls.
 
-    Communication: with ``is_whole`` an all-gather over the axis for each call of a ``column`` layer, and one for each
-    parameter that is cut with the features.
+    Communication: with ``is_whole`` an all-gather over the axis for each call of a ``column``
+    layer, and one for each parameter that is cut with the features.
     """
     seen: list[Seen] = []
     with ExitStack() as stack:
@@ -114,7 +116,7 @@ def _note(
     seen: list[Seen],
     is_whole: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Keep a sample of an input, and give a row layer its part of a complete one."""
+    """Keep a sample of an input, and cut the complete input of a row layer."""
     given = args or tuple(kwargs.values())
     if not given or not isinstance(given[0], Tensor):
         return None

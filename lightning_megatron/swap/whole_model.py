@@ -1,4 +1,4 @@
-"""Replace a GPT or an Encoder that was built whole by this rank's part of it."""
+"""Replacement of a GPT or an Encoder that was built whole by this rank's part."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ NOTE = (
 
 
 def is_foreign(module: nn.Module, mesh: ParallelMesh) -> bool:
-    """Tell whether a module is a pipelined model that was not built on ``mesh``."""
+    """Return whether a module is a pipelined model that was not built on ``mesh``."""
     return isinstance(module, PipelinedModule) and module.mesh is not mesh
 
 
 def is_cut(mesh: ParallelMesh) -> bool:
-    """Tell whether no rank holds a whole model."""
+    """Return whether no rank has a whole model."""
     return mesh.tp.size * mesh.pp.size * mesh.ep.size * mesh.etp.size > 1
 
 
 def sharded_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
     """Return this rank's layers and shards of a whole model, with its values.
 
-    The result also draws its dropout from the streams of ``mesh``, which is why a replicated model is rebuilt as well.
-    A model on the meta device gives a part on the meta device.
+    The result also draws its dropout from the streams of ``mesh``, which is why a replicated model
+    is rebuilt as well. A model on the meta device gives a part on the meta device.
 
     Args:
         name: Name of the model, for errors.
         source: A GPT or an Encoder built without a mesh.
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
 
     Raises:
-        UnsupportedError: For a model that is already cut, is not exactly one of ours, or whose parameters have
-            been changed.
+        UnsupportedError: For a model that is already cut, is not exactly one of ours, or whose
+            parameters have been changed.
         ParallelPlanError: If the layout cannot hold the model.
     """
     if not _is_ours(source) or source.mesh.layout.world_size > 1:
@@ -58,7 +58,8 @@ def sharded_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
         )
     with torch.device("meta"):
         kind: Any = type(source)
-        target, expected = kind(source.config, mesh), kind(source.config)
+        target = kind(source.config, mesh)
+        expected = kind(source.config)
     _check_names(name, source, expected)
     for path, owner in target.named_modules():
         for key, parameter in owner._parameters.items():
@@ -72,7 +73,7 @@ def sharded_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
 
 
 def _is_ours(source: nn.Module) -> TypeGuard[_Whole]:
-    """Tell whether a model has the parts of a model of ours and no others, so that its config says all."""
+    """Return whether a model has only standard parts, so that its config describes it."""
     own: Any = type(source)
     return any(
         isinstance(source, kind) and own.__init__ is kind.__init__ and own._build is kind._build
@@ -95,7 +96,8 @@ def _part(source: _Whole, name: str, parameter: Tensor, device: torch.device) ->
     """Cut the values of one target parameter out of the whole model."""
     spec = shard_spec_of(parameter)
     whole = source.get_parameter(spec.tied_to or name)
-    # The padding of the whole model's vocabulary belongs to no full tensor and has another size here.
+    # The padding of the whole model's vocabulary belongs to no full tensor and has another size
+    # here.
     full = whole.detach().narrow(spec.dim, 0, spec.full_shape[spec.dim])
     local = spec.shard(full, local_size=parameter.shape[spec.dim])
     result = nn.Parameter(local if local.is_meta else local.to(device), requires_grad=whole.requires_grad)

@@ -1,4 +1,4 @@
-"""Models of a foreign class that are built without memory for their weights, with the tables that they compute."""
+"""Foreign models built without memory for weights, but with their computed tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAKERS = frozenset({torch.arange, torch.linspace, torch.tensor, torch.ones, tor
 
 
 def without_weights(build: Callable[[], M]) -> M:
-    """Return a model whose parameters are on the meta device, and whose computed tables have their values.
+    """Return a model with parameters on the meta device and computed tables filled.
 
     Tables are the buffers that no file has. Other buffers are on the meta device as parameters are.
 
@@ -39,7 +39,7 @@ def without_weights(build: Callable[[], M]) -> M:
 
 
 class _ComputingTables(TorchFunctionMode):
-    """Keep tensors with values that are given on the CPU, where the meta device is the default."""
+    """Torch function mode that keeps tensors with given values on the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Families of foreign models: their configurations and tensors as those of a GPT or an Encoder."""
+"""Families of Hugging Face models: their configurations and tensors as GPT or Encoder ones."""
 
 from lightning_megatron.swap.families.encoder import EncoderNames as EncoderNames
 from lightning_megatron.swap.families.family import Family as Family

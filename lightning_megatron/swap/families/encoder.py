@@ -1,4 +1,4 @@
-"""BERT and RoBERTa: encoders alone, for masked language, and for classes of sequences."""
+"""BERT and RoBERTa encoders, for masked language modelling and sequence classification."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EARLIER_NORMS = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta
 
 @dataclass(frozen=True)
 class EncoderNames:
-    """Name the tensors of an encoder as BERT does.
+    """Tensor names of BERT-like encoders.
 
     Args:
         prefix: What the names of all but the head begin with.
@@ -43,8 +43,9 @@ class EncoderNames:
     head: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, config: EncoderConfig) -> tuple[TensorMap, ...]:
-        """List where the full tensors of a model come from."""
-        size, start = config.hidden_size, f"{self.prefix}embeddings"
+        """List the sources of a model's full tensors."""
+        size = config.hidden_size
+        start = f"{self.prefix}embeddings"
         tables = {"word": config.vocab_size, "position": config.num_positions, "token_type": config.num_token_types}
         found = [
             _joined(f"embedding.{name}.weight", (rows, size), (f"{start}.{name}_embeddings.weight",))
@@ -55,7 +56,8 @@ class EncoderNames:
         return (*found, *self._head(config))
 
     def _layer(self, config: EncoderConfig, layer: int) -> list[TensorMap]:
-        size, inner = config.hidden_size, config.ffn_hidden_size
+        size = config.hidden_size
+        inner = config.ffn_hidden_size
         ours, theirs = f"layers.{layer}", f"{self.prefix}encoder.layer.{layer}"
         parts = tuple(f"{theirs}.attention.self.{part}" for part in ("query", "key", "value"))
         return [
@@ -94,7 +96,8 @@ def _norm(target: str, source: str, config: EncoderConfig) -> list[TensorMap]:
 
 
 def _labels(values: Values) -> Mapping[str, Any]:
-    named, counted = values["id2label"], values["num_labels"]
+    named = values["id2label"]
+    counted = values["num_labels"]
     if named is not None and counted is not None and len(named) != counted:
         raise UnsupportedError(
             f"num_labels must be the number of id2label: they are {counted} and {len(named)}. The classifier has one "

@@ -1,4 +1,4 @@
-"""Names of routers and experts."""
+"""Tensor names of routers and experts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ SETTINGS = "expert_settings"
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Name the tensors of mixtures of experts, one ``{}`` for the layer and a second one for the expert.
+    """Tensor names of mixtures of experts, with ``{}`` for the layer and for the expert.
 
-    Every expert has tensors of its own, so that any group of ranks can read and write those that it holds.
+    Every expert has tensors of its own, so that any group of ranks can read and write those that it
+    holds.
 
     Args:
         router: Projection of tokens to the router's logits.
-        up: First projections of an expert: gate and up, the one to both, or the one to what is activated.
+        up: First projections of an expert: gate and up, the one to both, or the one to what is
+            activated.
         down: Second projection of an expert.
         bias: Biases of experts, where they have some; the name of the tensor.
         shared_up: First projections of the MLP beside the experts, where there is one.
         shared_down: Its second projection.
-        shared_gate: Projection of tokens to the number that its output is multiplied by, where there is one.
+        shared_gate: Projection of tokens to the number that its output is multiplied by, where
+            there is one.
     """
 
     router: str
@@ -39,13 +42,15 @@ class ExpertNames:
     shared_gate: str = ""
 
     def __call__(self, config: GPTConfig) -> tuple[TensorMap, ...]:
-        """List where the full tensors of all mixtures of experts of a model come from."""
+        """List the sources of the full tensors of all mixtures of experts in a model."""
         layers = [layer for layer in range(config.num_layers) if config.has_experts_in(layer)]
         return tuple(tensor for layer in layers for tensor in self.layer(config, layer))
 
     def layer(self, config: GPTConfig, layer: int) -> list[TensorMap]:
-        """List where the full tensors of that of one layer come from."""
-        experts, size, ours = config.experts, config.hidden_size, f"layers.{layer}.mlp"
+        """List the sources of the full tensors of one layer's mixture."""
+        experts = config.experts
+        size = config.hidden_size
+        ours = f"layers.{layer}.mlp"
         assert experts is not None, "only layers with experts are asked for"
         found = self._router(experts, size, ours, layer)
         for number in range(experts.num_experts):
@@ -72,7 +77,7 @@ class ExpertNames:
 
 
 def is_of_training(name: str) -> bool:
-    """Tell whether a tensor of ours is no weight: how a router spread the tokens of the last step."""
+    """Return whether a tensor is a router's token statistics instead of a weight."""
     return name.endswith(".step_shares")
 
 

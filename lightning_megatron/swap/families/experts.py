@@ -40,7 +40,9 @@ _PACKED = (
 
 
 def _sparse_layers(values: Values) -> Mapping[str, Any]:
-    step, dense, num_layers = values["decoder_sparse_step"], values["mlp_only_layers"], values["num_hidden_layers"]
+    step = values["decoder_sparse_step"]
+    dense = values["mlp_only_layers"]
+    num_layers = values["num_hidden_layers"]
     if not dense:
         return {"layers": step}
     return {"layers": tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))}
@@ -51,7 +53,7 @@ def _all_layers(values: Values) -> Mapping[str, Any]:
 
 
 def _balanced(layers: Callable[[Values], Mapping[str, Any]]) -> tuple[Field, ...]:
-    """Return the rules of fields that keep experts evenly loaded.
+    """Return the field rules for load balancing of experts.
 
     Args:
         layers: Says which layers have experts.
@@ -100,7 +102,8 @@ def _window_of_all(values: Values) -> Mapping[str, Any]:
 
 
 def _later_layers(values: Values) -> Mapping[str, Any]:
-    num_layers, num_dense = values["num_hidden_layers"], values["first_k_dense_replace"] or 0
+    num_layers = values["num_hidden_layers"]
+    num_dense = values["first_k_dense_replace"] or 0
     return {"layers": tuple(layer >= num_dense for layer in range(num_layers)) if num_dense else 1}
 
 
@@ -201,7 +204,8 @@ QWEN3_MOE = Family(
 _NO_LATENTS = "every head has queries, keys and values of its own, none of them made of one latent vector"
 _NO_CODE = "the family's router is this one"
 
-#: Its attention is refused whatever the sizes are, so that the tensors are those of routers and experts.
+#: Its attention is refused whatever the sizes are, so that the tensors are those of routers and
+#: experts.
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",

@@ -1,4 +1,4 @@
-"""What is known of a family of foreign models: its configurations, its tensors, and what its files have beside them."""
+"""Description of a family of Hugging Face models: configurations, tensors and file contents."""
 
 from __future__ import annotations
 
@@ -21,22 +21,29 @@ ModelConfig: TypeAlias = GPTConfig | EncoderConfig
 
 @dataclass(frozen=True)
 class Family:
-    """Describe a family of foreign models; loading, export and all checks follow from it.
+    """Family of Hugging Face models; loading, export and all checks follow from it.
 
     Args:
         model_type: Its name in configurations, such as ``llama``.
         architecture: Name of the class of the model, such as ``LlamaForCausalLM``.
         config: Turns a configuration of the family into a ``ModelConfig`` of ours, or refuses it.
         tensors: Lists where the full tensors of a model come from.
-        base: What names begin with in a file of the language model and not in one of the model without its head.
-        ignored: Patterns of whole names that files may have and that hold no weights, such as masks.
-        renamed: Patterns of parts of names in other files of the family, and what they are in those of the class.
-        head: Name of the output head's weight, which a file may have beside the embedding it is tied to.
+        base: What names begin with in a file of the language model and not in one of the model
+            without its head.
+        ignored: Patterns of whole names that files may have and that hold no weights, such as
+            masks.
+        renamed: Patterns of parts of names in other files of the family, and what they are in those
+            of the class.
+        head: Name of the output head's weight, which a file may have beside the embedding it is
+            tied to.
         embedding: Name of the token embedding's weight.
-        heads: Patterns of whole names of tensors that belong to heads. A file may have those of other classes, which
-            are left out, and lack those of this one, which then keep their first values.
-        copies: Further names that a state dict has for the same tensor, and the name that the tensor has.
-        packed: Tensors that the class has otherwise than its files, from which the table takes its names.
+        heads: Patterns of whole names of tensors that belong to heads. A file may have those of
+            other classes, which are left out, and lack those of this one, which then keep their
+            first values.
+        copies: Further names that a state dict has for the same tensor, and the name that the
+            tensor has.
+        packed: Tensors that the class has otherwise than its files, from which the table takes its
+            names.
     """
 
     model_type: str
@@ -53,7 +60,7 @@ class Family:
     packed: tuple[Packed, ...] = ()
 
     def refusal_of(self, settings: Mapping[str, Any]) -> str:
-        """Say which setting of a configuration the table does not have; nothing if it has all.
+        """Return the setting of a configuration that the table lacks; empty if there is none.
 
         Args:
             settings: The configuration.
@@ -68,29 +75,30 @@ class Family:
         return ""
 
     def ignores(self, name: str) -> bool:
-        """Tell whether a tensor of this name holds no weights of its own."""
+        """Return whether a tensor of this name has no weights of its own."""
         return any(name == copy for copy, _ in self.copies) or any(
             re.fullmatch(pattern, name) for pattern in self.ignored
         )
 
     def is_head(self, name: str) -> bool:
-        """Tell whether a tensor of this name belongs to a head."""
+        """Return whether a tensor of this name belongs to a head."""
         return any(re.fullmatch(pattern, name) for pattern in self.heads)
 
     def at_home(self, config: ModelConfig) -> tuple[TensorMap, ...]:
-        """List where the parameters of a model that keeps the tree of its class come from.
+        """List the sources of a model's parameters in its class's tree.
 
-        Equal to :attr:`tensors`, with the names of the class as targets; layers that join others are several.
+        Equal to :attr:`tensors`, with the names of the class as targets; layers that join others
+        are several.
         """
         return home_table(self.tensors(config), self.packed)
 
     def is_alias(self, name: str, config: ModelConfig) -> bool:
-        """Return whether a name of the class is a further one of a parameter: of a copy, or of a tied head."""
+        """Return whether a name of the class is another name of a parameter."""
         is_copy = any(name == copy for copy, _ in self.copies)
         return is_copy or (name == self.head and bool(config.tie_embeddings))
 
     def present_name(self, name: str) -> str:
-        """Return the name that a tensor of a file has in the class."""
+        """Return the class's name of a file's tensor."""
         for earlier, present in self.renamed:
             name = re.sub(earlier, present, name)
         return name
@@ -98,7 +106,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Names:
-    """Name the tensors of a decoder whose parts are those of ours, one ``{}`` for the layer.
+    """Tensor names of a decoder, with ``{}`` for the layer.
 
     Args:
         embedding: Token embedding.
@@ -107,14 +115,16 @@ class Names:
         mlp_norm: Norm before the MLP.
         qkv: Projections to queries, keys and values, or the one to all three.
         output: Output projection of the attention.
-        up: First projections of the MLP: gate and up, the one to both, or the one to what is activated.
+        up: First projections of the MLP: gate and up, the one to both, or the one to what is
+            activated.
         down: Second projection of the MLP.
         query_norm: Norm of query heads, where there is one.
         key_norm: Norm of key heads, where there is one.
         position: Position embedding, where there is one.
         head: Output head, if it has a weight of its own.
         is_transposed: Whether weights of projections are stored input first.
-        experts: Routers and experts, where there are some; the MLPs are then those of the other layers.
+        experts: Routers and experts, where there are some; the MLPs are then those of the other
+            layers.
         by_heads: Whether the rows of ``qkv`` are query, key and value of one head after the other.
     """
 
@@ -135,8 +145,9 @@ class Names:
     by_heads: bool = False
 
     def __call__(self, config: GPTConfig) -> tuple[TensorMap, ...]:
-        """List where the full tensors of a model come from."""
-        size, vocabulary = config.hidden_size, config.vocab_size
+        """List the sources of a model's full tensors."""
+        size = config.hidden_size
+        vocabulary = config.vocab_size
         found = [_one("embedding.word.weight", (vocabulary, size), f"{self.embedding}.weight")]
         if self.position is not None:
             shape = (config.max_seq_length, size)
@@ -148,8 +159,10 @@ class Names:
         return tuple(found)
 
     def _layer(self, config: GPTConfig, layer: int) -> list[TensorMap]:
-        size, ours = config.hidden_size, f"layers.{layer}"
-        width, head = config.num_heads * config.head_size, config.head_size
+        size = config.hidden_size
+        ours = f"layers.{layer}"
+        width = config.num_heads * config.head_size
+        head = config.head_size
         found = self._norm(f"{ours}.attention_norm", self.attention_norm.format(layer), config)
         found += self._norm(f"{ours}.mlp_norm", self.mlp_norm.format(layer), config)
         if config.qk_norm:
@@ -169,7 +182,8 @@ class Names:
     def _linear(
         self, layer: int, target: str, sources: tuple[Source, ...], num_columns: int, has_bias: bool
     ) -> list[TensorMap]:
-        found, num_rows = [], sum(source.num_rows for source in sources)
+        found = []
+        num_rows = sum(source.num_rows for source in sources)
         for kind in ("weight", "bias") if has_bias else ("weight",):
             is_weight = kind == "weight"
             parts = tuple(

@@ -1,4 +1,4 @@
-"""Types and ranges of the fields that foreign configurations have, by the names that all families give them."""
+"""Types and ranges of configuration fields that all families name the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from lightning_megatron.plan.settings import Count, NotNegative, Probability, Ra
 
 #: Sizes are multiplied with each other and with the bytes of an element, in 64 bits.
 Size: TypeAlias = Annotated[int, Range(least=1, most=1 << 28)]
-#: Every layer is listed: more than any model has would fill the memory before the weights are looked at.
+#: Every layer is listed: more than any model has would fill the memory before the weights are
+#: looked at.
 Layers: TypeAlias = Annotated[int, Range(least=1, most=10_000)]
 Number: TypeAlias = Annotated[int, Range(least=0, most=1 << 28)]
 Share: TypeAlias = Annotated[float, Range(above=0, most=1)]
@@ -63,13 +64,13 @@ KINDS: Mapping[str, Any] = {
 
 
 def check_kind(name: str, value: Any, kind: Any, family: str) -> None:
-    """Refuse a value of another type than its field has, or outside of the field's range.
+    """Refuse a value whose type or range is wrong for its field.
 
     Args:
-        name: The field.
+        name: Field.
         value: Its value.
-        kind: As :func:`~lightning_megatron.plan.settings.settled` has them, or a mapping of the kinds of the fields
-            inside; those that it does not list may be anything.
+        kind: As :func:`~lightning_megatron.plan.settings.settled` has them, or a mapping of the
+            kinds of the fields inside; those that it does not list may be anything.
         family: Name of the family, for errors.
 
     Raises:

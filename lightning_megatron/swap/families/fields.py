@@ -1,4 +1,4 @@
-"""What each field of a foreign configuration becomes: used, known not to matter for training, or refused by name."""
+"""Rules for the fields of foreign configurations: used, ignored, or refused by name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lightning_megatron.swap.families.unknown_fields import HARMLESS, passed_ove
 Values: TypeAlias = Mapping[str, Any]
 """Fields of a foreign configuration by name, with the family's defaults where they are not given."""
 
-#: Fields of every Hugging Face configuration that change nothing in a training: names, files, tokens, and how text is
-#: generated.
+#: Fields of every Hugging Face configuration that change nothing in a training: names, files,
+#: tokens, and how text is generated.
 IRRELEVANT = frozenset(
     {
         *("model_type", "architectures", "auto_map", "transformers_version", "transformers.js_config", "name_or_path"),
@@ -44,13 +44,14 @@ _NO_OUTPUTS = "the model returns loss and logits alone"
 
 @dataclass(frozen=True)
 class Field:
-    """Say what a field of a foreign configuration becomes.
+    """Rule for a field of a foreign configuration.
 
     Args:
         name: Its name there.
         default: What it is where it is not given.
-        becomes: The field of ours that has its value, or what computes fields of ours from all values of the
-            configuration; None if it says nothing itself, because another field's rule reads it.
+        becomes: The field of ours that has its value, or what computes fields of ours from all
+            values of the configuration; None if it says nothing itself, because another field's
+            rule reads it.
         only: The values that the family is computed with; None allows all.
         why: Why there is no other.
         also: Further names that files have for it.
@@ -66,7 +67,7 @@ class Field:
     kind: Any = None
 
     def value_in(self, config: Values, family: str) -> Any:
-        """Return the value that a configuration gives, or the default.
+        """Return a configuration's value of the field, or the default.
 
         Raises:
             UnsupportedError: If it gives two under different names.
@@ -80,7 +81,8 @@ class Field:
         return next(iter(given.values())) if given else config.get(self.name, self.default)
 
 
-#: Fields that every Hugging Face configuration may have, and that ask for what we lack if they are not as here.
+#: Fields that every Hugging Face configuration may have, and that ask for what we lack if they are
+#: not as here.
 GENERAL = (
     Field("is_encoder_decoder", False, only=(False, None), why="there is no cross attention"),
     Field("add_cross_attention", False, only=(False, None), why="there is no cross attention"),
@@ -95,10 +97,11 @@ GENERAL = (
 
 @dataclass(frozen=True)
 class ConfigTable:
-    """Turn configurations of a family into ours.
+    """Conversion of a family's configurations to those of this package.
 
-    Every field is used, irrelevant, or refused unless it has the value that we compute with. One that the table does
-    not know is passed over where Hugging Face does so, too, and refused otherwise unless it is off (None or False).
+    Every field is used, irrelevant, or refused unless it has the value that we compute with. One
+    that the table does not know is passed over where Hugging Face does so, too, and refused
+    otherwise unless it is off (None or False).
 
     Args:
         family: Name of the family, for messages.
@@ -123,13 +126,14 @@ class ConfigTable:
         return self.irrelevant.union(own, *(part.names for part in self.parts.values()))
 
     def __call__(self, config: Values) -> ModelConfig:
-        """Return our configuration of a model.
+        """Return this package's configuration of a model.
 
         Args:
             config: What ``config.to_dict()`` returns or ``config.json`` holds.
 
         Raises:
-            UnsupportedError: Naming the field and its value, if it asks for something that we do not compute.
+            UnsupportedError: Naming the field and its value, if it asks for something that we do
+                not compute.
             CheckpointMismatchError: If a value is of another type than the family's.
             ParallelPlanError: If sizes contradict each other.
         """
@@ -144,17 +148,19 @@ class ConfigTable:
         return found
 
     def record(self, config: Values) -> Any:
-        """Return our record of the fields that this table has rules for, whatever else the configuration has.
+        """Return a configuration of the fields with rules, whatever other fields there are.
 
         Args:
             config: What ``config.to_dict()`` returns or ``config.json`` holds.
 
         Raises:
-            UnsupportedError: Naming the field and its value, if it asks for something that we do not compute.
+            UnsupportedError: Naming the field and its value, if it asks for something that we do
+                not compute.
             CheckpointMismatchError: If a value is of another type than the family's.
             ParallelPlanError: If sizes contradict each other.
         """
-        values, found = self._values(config, self.fields), dict(self.fixed)
+        values = self._values(config, self.fields)
+        found = dict(self.fixed)
         for rule in self.fields:
             if callable(rule.becomes):
                 found |= rule.becomes(values)
@@ -196,7 +202,7 @@ class ConfigTable:
 
 
 def refusal(family: str, name: str, value: Any, why: str, only: tuple[Any, ...] = (None, False)) -> UnsupportedError:
-    """Return the error that says a field asks for something that is not computed."""
+    """Return the error for a field that asks for an unsupported computation."""
     legal = one_of(only)
     return UnsupportedError(
         f"{name} of a {family} configuration must be {legal}: it is {shown(value)}. Here {why}. "
@@ -205,7 +211,7 @@ def refusal(family: str, name: str, value: Any, why: str, only: tuple[Any, ...] 
 
 
 def one_from(name: str, target: str, choices: Mapping[Any, Any]) -> Callable[[Values], Mapping[str, Any]]:
-    """Return a rule that translates the values of a field and refuses those without a translation."""
+    """Return a rule that translates a field's values and refuses all others."""
 
     def rule(values: Values) -> Mapping[str, Any]:
         if values[name] not in list(choices):

@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-NeoX: decoders with LayerNorms and biases."""
+"""GPT-2 and GPT-NeoX: decoders with LayerNorm and biases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _ACTIVATIONS = {
 
 
 def _dropout(values: Values) -> Mapping[str, Any]:
-    embedding, residual = values["embd_pdrop"], values["resid_pdrop"]
+    embedding = values["embd_pdrop"]
+    residual = values["resid_pdrop"]
     if embedding != residual:
         raise UnsupportedError(
             f"embd_pdrop must be that of resid_pdrop: they are {embedding} and {residual}. One probability is for both "

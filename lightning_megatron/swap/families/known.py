@@ -1,4 +1,4 @@
-"""The families that are known, from here and from installed packages."""
+"""Registry of the families in this package and in installed packages."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def families(further: Iterable[Family] = ()) -> tuple[Family, ...]:
-    """List all families: those given, those of installed packages, and ours; the first of a name counts.
+    """List all families: the given, installed and built-in ones; the first of a name counts.
 
-    A package offers one as an entry point of the group ``lightning_megatron.families`` that is a ``Family``.
+    A package offers one as an entry point of the group ``lightning_megatron.families`` that is a
+    ``Family``.
 
     Args:
         further: Families to know beside the others.
@@ -60,7 +61,7 @@ def _offered() -> tuple[Family, ...]:
 
 
 def find_family(name: str, further: Iterable[Family] = ()) -> Family | None:
-    """Return the family of a model type or of the class of a language model, or None.
+    """Return the family of a model type or of a language model's class, or None.
 
     Args:
         name: Such as ``llama`` or ``LlamaForCausalLM``.
@@ -70,7 +71,7 @@ def find_family(name: str, further: Iterable[Family] = ()) -> Family | None:
 
 
 def family_of(name: str, further: Iterable[Family] = ()) -> Family:
-    """Return the family of a model type or of the class of a language model.
+    """Return the family of a model type or of a language model's class.
 
     Args:
         name: Such as ``llama`` or ``LlamaForCausalLM``.

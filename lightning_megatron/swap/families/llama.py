@@ -1,4 +1,4 @@
-"""Llama and the families that have its tensors: Mistral, Qwen2, Qwen3, Gemma and, with fused projections, Phi-3."""
+"""Llama and families with its tensors: Mistral, Qwen2, Qwen3, Gemma and (fused) Phi-3."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ _FUSED_NAMES = replace(
 
 
 def _windowed_layers(values: Values) -> Mapping[str, Any]:
-    types, num_layers = values["layer_types"], values["num_hidden_layers"]
+    types = values["layer_types"]
+    num_layers = values["num_hidden_layers"]
     width = values["sliding_window"] if values["use_sliding_window"] else None
     if types is None:
         first = values["max_window_layers"]

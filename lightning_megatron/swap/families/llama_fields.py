@@ -1,4 +1,4 @@
-"""Fields that the configurations of Llama and of the families after it have in common."""
+"""Configuration fields that Llama and its descendants share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sizes(
     tied: bool = False,
     padding: int | None = None,
 ) -> tuple[Field, ...]:
-    """Return the rules for the fields that all of them have, with a family's defaults.
+    """Return the rules for the shared fields, with a family's defaults.
 
     Args:
         vocab_size: Tokens of the vocabulary (tokens).
@@ -76,9 +76,10 @@ def _kv_heads(values: Values) -> Mapping[str, Any]:
 
 
 def head_dim(values: Values) -> Mapping[str, Any]:
-    """Return the size of a head, if it does not follow from the others."""
+    """Return the head size, if it does not follow from other fields."""
     # Some versions write down what follows from the sizes.
-    given, heads = values["head_dim"], values["num_attention_heads"]
+    given = values["head_dim"]
+    heads = values["num_attention_heads"]
     return {"head_dim": None if given is None or given * heads == values["hidden_size"] else given}
 
 
@@ -87,7 +88,7 @@ def _attention_bias(values: Values) -> Mapping[str, Any]:
 
 
 def window(values: Values) -> Mapping[str, Any]:
-    """Return the window of attention, if a sequence can leave it."""
+    """Return the attention window, if it is shorter than a sequence can be."""
     given = values["sliding_window"]
     # No window is faster.
     return {"sliding_window": None if given is None or given >= values["max_position_embeddings"] else given}

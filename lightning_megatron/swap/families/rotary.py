@@ -1,4 +1,4 @@
-"""Rotary positions of Hugging Face configurations, in their present and their earlier notation."""
+"""Rotary position settings of Hugging Face configurations, in current and earlier notation."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ def rotary_fields(
     earlier: Mapping[str, str] | None = None,
     default_base: float = 10000.0,
 ) -> tuple[Field, ...]:
-    """Return the rules for all fields about rotary positions.
+    """Return the rules for all fields of rotary positions.
 
     Args:
         theta: Field of the base in the earlier notation.
-        part: Field of the rotated part of a head in the earlier notation; None if the family always rotates all.
+        part: Field of the rotated part of a head in the earlier notation; None if the family always
+            rotates all.
         default_part: What that is where it is not given.
         earlier: Further names of the kinds.
         default_base: Base where it is not given.

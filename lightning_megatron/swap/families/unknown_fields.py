@@ -1,4 +1,4 @@
-"""Fields of configurations that no table knows: which of them Hugging Face's own classes pass over as well."""
+"""Detection of unknown configuration fields that Hugging Face's classes ignore too."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ _SHARED = (
 
 
 def passed_over(names: Iterable[str], model_type: object) -> frozenset[str]:
-    """Return those fields that change nothing in a model of Hugging Face.
+    """Return the fields that change nothing in a Hugging Face model.
 
-    transformers keeps fields that it does not know as attributes of the configuration. One that the type's
-    configuration does not declare, and that no code of the type or of all types mentions, cannot change what is
-    computed.
+    transformers keeps fields that it does not know as attributes of the configuration. One that the
+    type's configuration does not declare, and that no code of the type or of all types mentions,
+    cannot change what is computed.
 
     Args:
         names: Fields of a configuration.
-        model_type: Its type, such as ``llama``; without one, or without transformers, nothing is known of the others.
+        model_type: Its type, such as ``llama``; without one, or without transformers, nothing is
+            known of the others.
     """
     others = frozenset(names) - HARMLESS
     declared, code = _known_of(model_type) if others and isinstance(model_type, str) else (None, "")
@@ -53,7 +54,7 @@ def passed_over(names: Iterable[str], model_type: object) -> frozenset[str]:
 
 @cache
 def warn_of(family: str, names: tuple[str, ...]) -> None:
-    """Say once, in the log of the first rank, which fields of a configuration are passed over."""
+    """Log once, on the first rank, the fields of a configuration that are ignored."""
     if getattr(rank_zero_only, "rank", 0) == 0:
         logger.warning(
             "%s of a %s configuration: Hugging Face's class does not read that. It is passed over here as well.",
@@ -64,7 +65,7 @@ def warn_of(family: str, names: tuple[str, ...]) -> None:
 
 @cache
 def _known_of(model_type: str) -> tuple[frozenset[str] | None, str]:
-    """Return the fields that a type's configuration declares, and the code that may read others."""
+    """Return the fields that a configuration class declares, and code that may read others."""
     if find_spec("transformers") is None:
         return None, ""
     library: Any = import_extra("transformers", "hf")
