@@ -22,7 +22,7 @@ from lightning_megatron.swap.low_rank import Adapter, plain_name
 from lightning_megatron.swap.mapping import TensorMap
 from lightning_megatron.swap.save_pretrained import check_arguments, save_folder
 
-#: What Hugging Face's models ignore as a label.
+#: Label that Hugging Face's models ignore.
 IGNORED = -100
 
 

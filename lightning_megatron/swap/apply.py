@@ -68,34 +68,31 @@ def parallelize(
 ) -> list[SwapRecord]:
     """Replace blocks below ``module`` by tensor-parallel ones with this rank's weights.
 
-    Outputs, gradients and training equal those of the module before, and parameters keep their
-    names. Blocks that the plan does not name stay as they are: every tensor-parallel rank computes
-    the same there, and because swapped blocks take and give complete tensors (other than between
-    ``column`` and ``row``), gradients there are complete and equal on all tensor-parallel ranks
-    without further communication. First of all, every rank takes the values of the first one,
-    swapped or not. If anything raises, nothing has been swapped.
+    Outputs, gradients and training equal those of the original module, and parameters keep their
+    names. Blocks outside the plan stay as they are: every tensor-parallel rank computes the same
+    there. Swapped blocks take and return complete tensors (except between ``column`` and ``row``),
+    so gradients outside them are complete and equal on all tensor-parallel ranks. At first every
+    rank gets the values of the first rank. If anything raises, nothing has been swapped.
 
-    :mod:`lightning_megatron.swap.plan` explains the kinds of the plan. A pattern (``fnmatch`` over
-    dotted names; ``*`` matches dots too) that comes later in the plan wins over an earlier one. A
-    GPT or Encoder built whole becomes one on ``mesh`` whatever the plan says. With tp=1 nothing
-    else is swapped, but the plan is checked. A module that was swapped before, on a mesh of the
-    same layout, moves to the groups of ``mesh``. Modules that use the weight of a layer without
-    calling it must be left alone.
+    :mod:`lightning_megatron.swap.plan` explains the kinds of the plan. Patterns (``fnmatch`` over
+    dotted names; ``*`` matches dots too) that come later in the plan override earlier ones. A GPT
+    or Encoder built whole always becomes one on ``mesh``. With tp=1 nothing else is swapped, but
+    the plan is checked. A module swapped before, on a mesh of the same layout, moves to the groups
+    of ``mesh``. Exclude modules that use the weight of a layer without calling it.
 
-    With pp above 1, a model of neither kind keeps this rank's part of a list of its blocks, and
-    what runs before and after them on the first and the last stage alone: see
+    With pp above 1, any other model keeps this rank's part of a list of its blocks. The modules
+    before and after the list run on the first and the last stage alone: see
     :func:`~lightning_megatron.swap.stages.plan_stages`.
 
     Args:
-        module: Root; its children are replaced in place.
+        module: Root module, whose children are replaced in place.
         mesh: Process groups of this rank.
         plan: Kind by name pattern, or None.
-        pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means what a Hugging
-            Face model says.
+        pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means a Hugging Face
+            model's own.
         shows_progress: Whether rank 0 may show on a terminal how far it has read the weights.
-        needs_tables: Whether something was asked for that only models of this package do. Otherwise
-            a Hugging Face model with a setting that its family's table refuses stays Hugging Face's
-            own module.
+        needs_tables: Whether an option was set that only models of this package support. Otherwise
+            a Hugging Face model with a setting that its family's table refuses is not replaced.
 
     Returns:
         What was swapped, in the order of definition.

@@ -28,12 +28,11 @@ class ClassTensors:
     of the module around the model.
 
     Args:
-        prefix: What the names of the model's tensors begin with.
-        family: How they are cut.
+        prefix: Prefix of the names of the model's tensors.
+        family: Family of the model.
         config: Configuration of the model.
-        adapter: Its adapter, if it has one.
-        order: Names of the class's parameters in the class's order, without the prefix; empty if it
-            is not known.
+        adapter: Adapter of the model, if it has one.
+        order: Names of the class's parameters in its order, without the prefix; empty if unknown.
     """
 
     prefix: str
@@ -55,8 +54,8 @@ class ClassTensors:
         """Return the conversions of a checkpoint's replaced models.
 
         Args:
-            models: What it records of each Hugging Face model, by its name in the module; those
-                that compute with their own code have the tensors of their classes already.
+            models: Record of each Hugging Face model, by its name in the module. Models that
+                compute with their own code already have their classes' tensors.
         """
         found = []
         for name, model in models.items():
@@ -91,7 +90,8 @@ class ClassTensors:
         """Join full tensors of the model into the tensor of the class.
 
         Args:
-            parts: All of one :meth:`class_name`, by name; a vocabulary may have rows of padding.
+            parts: All parts of one :meth:`class_name`, by name; a vocabulary may have rows of
+                padding.
 
         Raises:
             CheckpointMismatchError: If one of them is missing.
@@ -161,8 +161,8 @@ def class_name_in(models: Sequence[ClassTensors], name: str) -> str:
     """Return a parameter's name in a module whose models are not replaced.
 
     Args:
-        models: The replaced models of the module.
-        name: Parameter; those outside of the models keep their names.
+        models: Conversions of the module's replaced models.
+        name: Name of the parameter; names outside the models do not change.
     """
     model = owner_of(models, name)
     return name if model is None else model.class_name(name)
@@ -172,8 +172,8 @@ def in_class_order(models: Sequence[ClassTensors], names: Sequence[str]) -> list
     """Return names, with those of every replaced model in the order of its class.
 
     Args:
-        models: The replaced models of the module.
-        names: Names of its tensors.
+        models: Conversions of the module's replaced models.
+        names: Names of the module's tensors.
     """
     ordered = list(names)
     for model in models:
@@ -188,8 +188,8 @@ def class_states(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
     """Return optimizer state for the parameters of the models' classes.
 
     Args:
-        models: The replaced models of the module.
-        key: What is kept, such as ``exp_avg``.
+        models: Conversions of the module's replaced models.
+        key: Key of the optimizer state, such as ``exp_avg``.
         states: Full tensors, or plain values, by parameter.
 
     Raises:
@@ -207,11 +207,11 @@ def own_state(model: ClassTensors | None, name: str, key: str, value: Any, shape
     """Return the optimizer state of a parameter of a replaced model, from that of its class.
 
     Args:
-        model: Model; None for parameters outside of all.
-        name: Parameter.
-        key: What is kept, such as ``exp_avg``.
-        value: The full tensor, or a plain value.
-        shape: Of the parameter of the class (elements).
+        model: Conversion of the model; None for parameters outside all models.
+        name: Name of the parameter.
+        key: Key of the optimizer state, such as ``exp_avg``.
+        value: Full tensor, or plain value.
+        shape: Shape of the class's parameter (elements).
 
     Raises:
         UnsupportedError: If it is neither shaped like a parameter that is stored otherwise there,

@@ -16,11 +16,11 @@ from lightning_megatron.swap.mapping import Slices, TensorMap, TensorReader
 
 T = TypeVar("T")
 
-#: Pieces that are copied at a time, and their size: what a reader holds beside the tensors that it
-#: fills (bytes).
+#: Number of pieces that are copied at the same time.
 _NUM_AT_ONCE = 8
+#: Size of a piece; the copies in flight limit the memory in addition to the tensors (bytes).
 PIECE_BYTES = 2**24
-#: After how long a bar appears (seconds).
+#: Delay before a bar appears (seconds).
 BAR_DELAY = 1.0
 
 
@@ -30,8 +30,8 @@ class Copy:
 
     Args:
         name: Foreign tensor.
-        slices: The part.
-        target: What it fills, in the orientation of the foreign tensor.
+        slices: Slices of the part.
+        target: Destination, in the orientation of the foreign tensor.
     """
 
     name: str
@@ -54,9 +54,9 @@ def copies_of(
 
     Args:
         tensor: Full tensor.
-        view: Where the box is.
+        view: View of the box in the local tensor.
         offsets: First index of the box in every dimension (elements).
-        sizes: Its extents (elements).
+        sizes: Extents of the box (elements).
         reader: Foreign tensors.
     """
     for read in tensor.reads(offsets, sizes):
@@ -77,7 +77,7 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
 
     Args:
         copies: The pieces, in the order of the model.
-        reader: Foreign tensors; it is called from many threads.
+        reader: Reader of the foreign tensors, called from several threads.
         shows_progress: Whether to show a bar, if this takes a while and standard error is a
             terminal.
     """

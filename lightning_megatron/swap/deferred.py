@@ -27,7 +27,7 @@ _ATTRIBUTE = "deferred"
 #: The mark with which Hugging Face tells a module or a tensor that has its values.
 _INITIALIZED = "_is_hf_initialized"
 
-#: What tells of a tensor without its values.
+#: Attributes that need no values of a tensor.
 _PLAIN_GETTERS = frozenset(
     {"shape", "dtype", "requires_grad", "grad", "grad_fn", "is_leaf", "ndim", "layout", "names", "is_sparse", "_base"}
     | {"is_cuda", "is_quantized", "is_nested", "is_mkldnn", "_version", "_backward_hooks", "nbytes", "itemsize"}
@@ -39,7 +39,7 @@ _PLAIN_FUNCTIONS = frozenset(
     | {"_has_compatible_shallow_copy_type", "is_same_size", "__repr__", "__format__", "register_hook"}
     | {"register_post_accumulate_grad_hook", "is_signed", "get_device", "untyped_storage", "data_ptr"}
 )
-#: What makes the same tensor in another type.
+#: Methods that cast a tensor.
 _CASTS = frozenset({"half", "float", "double", "bfloat16"})
 
 
@@ -48,11 +48,11 @@ class Origin:
     """Source of the weights of a model that was built without them.
 
     Args:
-        family: How configuration and tensors are named and cut.
+        family: Family of the model.
         config: Configuration with which the model was built.
-        folder: Folder of its weights; None means that they are to be drawn.
-        parts: What the class has built, by name.
-        layers: Builds the model of this package that has all of its tensors, on the meta device.
+        folder: Folder of the weights; None means that they are drawn.
+        parts: Description of the modules that the class has built, by name.
+        layers: Function that builds this package's model with all tensors on the meta device.
     """
 
     family: Family
@@ -65,7 +65,7 @@ class Origin:
         """Return the initial value of a tensor of the class.
 
         Args:
-            name: Its name in the class.
+            name: Name of the tensor in the class.
         """
         if self.reader is not None:
             found = _assembled(name, self.reader, self.family)
@@ -77,7 +77,7 @@ class Origin:
         """Return whether the folder has a tensor of the class; False without a folder.
 
         Args:
-            name: Its name in the class.
+            name: Name of the tensor in the class.
         """
         return self.reader is not None and bool(_names_in(name, self.reader, self.family))
 
@@ -130,12 +130,12 @@ def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None
 def defer(model: nn.Module, origin: Origin) -> None:
     """Mark the parameters of a model on the meta device for reading later.
 
-    What files have is marked as Hugging Face marks it, so that ``init_weights`` leaves it alone
-    there, too.
+    Parameters that are in files get Hugging Face's mark for initialized weights, so that
+    ``init_weights`` does not change them.
 
     Args:
         model: Model, as its class has built it.
-        origin: Where its weights come from.
+        origin: Source of its weights.
     """
     for name, parameter in model.named_parameters():
         setattr(parameter, _ATTRIBUTE, (origin, name))
@@ -246,8 +246,8 @@ class Overlaid:
     """Reader that takes some tensors from one reader and the rest from another.
 
     Args:
-        over: The tensors that count where both have one.
-        under: The others.
+        over: Reader that is used first.
+        under: Reader of all other tensors.
     """
 
     over: TensorReader

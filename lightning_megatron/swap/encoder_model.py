@@ -23,9 +23,9 @@ _IRRELEVANT = frozenset({"use_cache", "return_dict"})
 class HuggingFaceEncoder(ReplacedModel):
     """Hugging Face encoder, with or without a head, computed by an Encoder's layers.
 
-    Equal to the model that it replaces: outputs, loss and gradients. A masked language model
-    without any label that counts has the loss 0, where Hugging Face's has none (NaN). Losses of
-    half types are computed in float32.
+    Equal to the model that it replaces in outputs, loss and gradients. A masked language model
+    without a counted label has the loss 0, where Hugging Face's model has NaN. Losses of half types
+    are computed in float32.
     """
 
     #: Hugging Face's configuration.
@@ -55,13 +55,14 @@ class HuggingFaceEncoder(ReplacedModel):
         ``(B, S, D)``; labels ``(B, S)`` of tokens, or ``(B)`` or ``(B, num_labels)`` of classes.
 
         Args:
-            input_ids: Token ids; or give ``inputs_embeds``.
+            input_ids: Token ids; alternatively ``inputs_embeds``.
             attention_mask: 1 for tokens, 0 for padding, on either side.
-            token_type_ids: Kind of every token; 0 without.
-            position_ids: Position of every token; without, those that Hugging Face counts.
-            inputs_embeds: Vectors in place of tokens.
-            labels: What a head is to find; -100 where no loss is wanted.
-            others: Must ask for nothing; ``return_dict=False`` gives a tuple.
+            token_type_ids: Type of every token; 0 by default.
+            position_ids: Position of every token; by default those that Hugging Face counts.
+            inputs_embeds: Vectors instead of token ids.
+            labels: Targets of a head, or -100 where no loss is computed.
+            others: Further arguments, none of which may change the result; ``return_dict=False``
+                returns a tuple.
 
         Raises:
             UnsupportedError: For what a swapped model cannot do.

@@ -45,11 +45,11 @@ def foreign_tensors(
     """Convert full tensors to those of a family, one after the other.
 
     Args:
-        full_tensors: Names of our parameters and their full values, without padding, in any order;
-            a tied head may be among them, and what only a training needs.
-        family: How the tensors are named and cut.
+        full_tensors: Names and full values of this package's parameters, without padding, in any
+            order. Tied heads and tensors that only training needs may be among them.
+        family: Family of the model.
         config: Configuration of the model.
-        table: The names of the full tensors; None means those of a model of this package.
+        table: Table of the full tensors' names; None means those of a model of this package.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
@@ -98,16 +98,18 @@ def export_folder(
 ) -> None:
     """Write a model's configuration and weights as a folder for ``from_pretrained``.
 
-    Files get their names when all are complete. Tokenizer and generation settings are not written.
+    Files get their final names when all are complete. Tokenizer and generation settings are not
+    written.
 
     Args:
-        full_tensors: Names of our parameters and their full values, without padding, in any order.
-        family: How the tensors are named and cut.
-        hf_config: What ``config.to_dict()`` returns or ``config.json`` holds.
-        folder: Where to; made if it is not there.
-        max_file_bytes: A file ends before the tensor that would exceed this (bytes).
-        dtype: Of the floating-point weights, but of those that are always kept in one of their own;
-            None keeps what is given.
+        full_tensors: Names and full values of this package's parameters, without padding, in any
+            order.
+        family: Family of the model.
+        hf_config: Configuration, as from ``config.to_dict()`` or ``config.json``.
+        folder: Folder to write, created if it does not exist.
+        max_file_bytes: Size limit of a file (bytes).
+        dtype: Dtype of the floating-point weights, except those with a fixed one; None keeps the
+            given dtypes.
         at_home: Whether the names are those of a model that keeps the tree of its class.
 
     Raises:
@@ -141,15 +143,15 @@ def export_as_it_is(
     """Write a model whose tensors have their class's names as a folder for ``from_pretrained``.
 
     Args:
-        full_tensors: Names and full values, without padding, block by block; of a shared tensor one
-            name.
-        shapes: Their shapes (elements).
-        form: How files have them; None means as they are.
-        hf_config: What ``config.to_dict()`` returns or ``config.json`` holds.
+        full_tensors: Names and full values, without padding, block by block; a shared tensor has
+            one name.
+        shapes: Shapes of the tensors, by name (elements).
+        form: Format of the files; None writes the tensors as they are.
+        hf_config: Configuration, as from ``config.to_dict()`` or ``config.json``.
         architecture: Name of the class.
-        folder: Where to; made if it is not there.
-        max_file_bytes: A file ends before the tensor that would exceed this (bytes).
-        dtype: Of the floating-point weights; None keeps what is given.
+        folder: Folder to write, created if it does not exist.
+        max_file_bytes: Size limit of a file (bytes).
+        dtype: Dtype of the floating-point weights; None keeps the given dtypes.
 
     Raises:
         UnsupportedError: If there are weights already.
@@ -185,13 +187,13 @@ def export_adapter(
     """Write an adapter as a folder for ``PeftModel.from_pretrained``.
 
     Args:
-        full_tensors: Names and full values of all that is trained, as a model that keeps its tree
-            has them.
-        family: How the tensors of the model are named and cut.
-        hf_config: The configuration of the model.
-        adapter: What peft knows of it.
-        folder: Where to; made if it is not there.
-        dtype: Of the factors; None keeps what is given.
+        full_tensors: Names and full values of all trained tensors, as in a model that keeps the
+            tree of its class.
+        family: Family of the model.
+        hf_config: Configuration of the model.
+        adapter: Description of the adapter.
+        folder: Folder to write, created if it does not exist.
+        dtype: Dtype of the factors; None keeps the given dtypes.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing or unknown.
@@ -222,9 +224,9 @@ def write_file(
     """Write tensors to one file.
 
     Args:
-        folder: Where the file is to be.
+        folder: Folder of the file.
         tensors: Names and values.
-        shapes: Their shapes (elements).
+        shapes: Shapes of the tensors, by name (elements).
         name: Name of the file.
     """
     everything = sys.maxsize
@@ -265,8 +267,8 @@ class _Writer:
 
         Args:
             tensors: Names and values.
-            dtype: Of the floating-point ones; None keeps what is given.
-            kept: That of tensors which have one of their own.
+            dtype: Dtype of the floating-point tensors; None keeps the given dtypes.
+            kept: Fixed dtypes of single tensors, by name.
         """
         own = kept or {}
         try:
@@ -320,7 +322,7 @@ class _Writer:
         """Give the files their final names, and write the index if there are several.
 
         Args:
-            single: Name of the file if there is one.
+            single: Name of the file if there is only one.
         """
         count = len(self._files)
         names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]

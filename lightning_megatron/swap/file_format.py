@@ -24,7 +24,7 @@ class FileFormat:
     """Conversion of a model's tensors to those that ``save_pretrained`` writes, by block.
 
     Args:
-        twin: A model of the same class and configuration on the meta device.
+        twin: Model of the same class and configuration on the meta device.
     """
 
     twin: Any
@@ -34,7 +34,7 @@ class FileFormat:
         """Return the format of a model's files; None if the files have the model's tensors.
 
         Args:
-            model: Model, of which this rank may hold a part.
+            model: Model, of which this rank may have a part.
         """
         if not has_other_format(model):
             return None
@@ -50,7 +50,7 @@ class FileFormat:
 
         Args:
             architecture: Name of the class.
-            config: What its ``config.json`` holds.
+            config: Content of ``config.json``.
 
         Raises:
             UnsupportedError: If the library does not have the class.

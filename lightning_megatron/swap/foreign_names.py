@@ -19,11 +19,11 @@ from lightning_megatron.swap.replaced import replaced_models
 def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict with the tensors of replaced models under this package's names.
 
-    The names of most are the same; some tensors are stored otherwise, or are several.
+    Most names stay the same; some tensors are stored differently, or consist of several.
 
     Args:
-        module: Module, whose Hugging Face models have been replaced.
-        full: Full tensors as the models had them before; others are passed on.
+        module: Module whose Hugging Face models have been replaced.
+        full: Full tensors by the names before the replacement; other tensors are passed on.
 
     Raises:
         CheckpointMismatchError: If tensors of a model are missing, left over or of another shape.
@@ -43,7 +43,7 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
         for target, tensor in full_factors(foreign, adapter, table):
             found[f"{prefix}{target}"] = tensor
         own = dict(part.named_buffers())
-        # What other strategies do not have keeps its value.
+        # Tensors that other strategies lack keep their values.
         found |= {f"{prefix}{key}": buffer for key, buffer in own.items() if is_of_training(key)}
         _add_aliases(found, prefix, part.family, config, adapter)
     return found
@@ -53,9 +53,8 @@ def to_foreign_names(models: Sequence[ClassTensors], state: Mapping[str, Tensor]
     """Return a state dict with replaced models' tensors in their class's names and order.
 
     Args:
-        models: The replaced models.
-        state: Full tensors by the names of this package; those of vocabularies may have rows of
-            padding.
+        models: Conversions of the replaced models.
+        state: Full tensors by this package's names; vocabularies may have rows of padding.
 
     Raises:
         UnsupportedError: If modules were trained as a whole by peft, which keeps what they were

@@ -15,11 +15,12 @@ from lightning_megatron.swap.language_model import HuggingFaceLM
 class GeneratingLM(HuggingFaceLM):
     """Causal language model with the methods of Hugging Face's GenerationMixin.
 
-    ``generate`` takes what it takes there: searches, sampling, stopping rules. Nothing is cached,
-    so that every token costs a pass over all before it. The tensor-parallel ranks and the stages of
-    one copy must call it together, with the same prompts. Ranks of other data need not, but those
-    that share experts (ep) must, with any prompts: each goes on until all have finished. With pp it
-    is for hooks between steps, such as on_validation_epoch_end.
+    ``generate`` takes the arguments of GenerationMixin: searches, sampling, stopping rules. Nothing
+    is cached, so every token costs a forward pass over all tokens before it. The tensor-parallel
+    ranks and the stages of one replica must call it together, with the same prompts. Ranks with
+    other data need not call it, except ranks that share experts (ep), which may use any prompts:
+    each continues until all have finished. With pp, call it in hooks between steps, such as
+    on_validation_epoch_end.
 
     Communication: that of one forward pass for each token; between ranks of other data that share
     experts, also an all-reduce on the CPU before it.

@@ -15,9 +15,9 @@ class Home:
     """Parameter of a foreign class that contains rows of a full tensor.
 
     Args:
-        name: Name of the parameter; of one tensor of a stack, that of the stack and the index of
-            the tensor.
-        sources: Where the rows are in the files.
+        name: Name of the parameter; for one tensor of a stack, the name of the stack and the index
+            of the tensor.
+        sources: Sources of the rows in the files.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Home:
 def homes_of(tensor: TensorMap, packed: Iterable[Packed] = ()) -> tuple[Home, ...]:
     """List the foreign parameters that make up a full tensor, from the first row to the last.
 
-    A layer that joins others has one for each of them. A tensor that the class has packed, or has
-    in another order, is in one.
+    A joined layer has one home for each of its layers. A tensor that the class has packed or
+    reordered has a single home.
 
     Args:
         tensor: Tensor.
-        packed: Which tensors of the class are packed.
+        packed: Rules of the packed tensors of the class.
     """
     rules = tuple(packed)
     named = [(_class_name(source.name, rules), source) for source in tensor.sources]
@@ -50,8 +50,8 @@ def home_table(table: Iterable[TensorMap], packed: Iterable[Packed] = ()) -> tup
     """Return a table with the same sources and the foreign class's parameters as targets.
 
     Args:
-        table: Where the full tensors of ours come from.
-        packed: Which tensors of the class are packed.
+        table: Sources of this package's full tensors.
+        packed: Rules of the packed tensors of the class.
     """
     rules = tuple(packed)
     return tuple(

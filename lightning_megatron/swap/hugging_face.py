@@ -31,7 +31,7 @@ from lightning_megatron.swap.tree import take_over
 from lightning_megatron.swap.untouched import built_parts, built_settings, check_settings, check_tie, check_untouched
 from lightning_megatron.swap.whole_model import is_cut
 
-#: What the log says about a model whose weights every rank held.
+#: Log text for a model whose weights every rank had.
 NOTE = (
     "Every rank held the full model first; from_pretrained or from_config in configure_model never holds more than "
     "this rank's part."
@@ -54,7 +54,8 @@ def reason_to_keep(module: Any, family: Family) -> str:
 def is_part(module: Any) -> bool:
     """Return whether a Hugging Face model has values but lacks its class's head.
 
-    Inside a larger one of Hugging Face it stays, because that reads its tensors and may share them.
+    Inside a larger Hugging Face model it is not replaced, because the larger model reads its
+    tensors and may share them.
     """
     return module.base_model is module and not any(parameter.is_meta for parameter in module.parameters())
 
@@ -64,9 +65,9 @@ class SwappedModel:
     """Layers that compute a Hugging Face model, and the step that installs them.
 
     Args:
-        layers: The layers that compute, with their values.
-        finish: Lets the model become what it is to be, in place.
-        note: What the log should say about it.
+        layers: Layers that compute, with their values.
+        finish: Function that installs the layers in the model, in place.
+        note: Text for the log.
     """
 
     layers: GPT | Encoder
@@ -79,13 +80,13 @@ def swapped_model(
 ) -> SwappedModel:
     """Build this rank's part of a Hugging Face model, ready for installation.
 
-    A model without values (on the meta device) gets those of its folder, or new ones that do not
-    depend on the layout; so does a head that the folder lacks.
+    A model without values (on the meta device) gets the values of its folder, or new ones that do
+    not depend on the layout. The same holds for a head that the folder lacks.
 
     Args:
         name: Name of the model, for errors.
         source: Model.
-        family: Its family.
+        family: Family of the model.
         mesh: Process groups of this rank.
         shows_progress: Whether rank 0 may show a bar while it reads a folder.
 
@@ -113,7 +114,7 @@ def swapped_model(
     if had_values:
         load_from(model, tensors, family)
     else:
-        # What was put into a model without values would not be missed by its folder.
+        # The folder's check would not notice values that were set in a model without weights.
         own = reader_of(tensors, family)
         check_tensors(own, family.tensors(model.config), family, model.config.tie_embeddings)
         given = own.only(name for name, tensor in tensors.items() if not tensor.is_meta)
@@ -154,6 +155,6 @@ def _fill_given(
     table = [tensor for tensor in family.tensors(model.config) if not changed.isdisjoint(tensor.source_shapes)]
     if not table or origin is None:
         return
-    # What the same layer joins with them is drawn once more.
+    # Draw the tensors that the same layer joins with them once more.
     beside = {name: own.shape(name) for tensor in table for name in tensor.source_shapes}
     fill(model, {tensor.target: tensor for tensor in table}, Overlaid(given, DrawnTensors(origin, beside)), family)

@@ -45,9 +45,9 @@ class LabelledGPT(GPT):
 class HuggingFaceLM(ReplacedModel):
     """Hugging Face causal language model, computed by the layers of a GPT.
 
-    Equal to the model that it replaces: loss, logits and gradients. Labels are those of the tokens
-    themselves and are shifted here. A step without any label that counts has the loss 0, where
-    Hugging Face's has none (NaN).
+    Equal to the model that it replaces in loss, logits and gradients. Labels are token ids and are
+    shifted here. A step in which no label counts has the loss 0, where Hugging Face's model has
+    NaN.
     """
 
     @property
@@ -79,23 +79,21 @@ class HuggingFaceLM(ReplacedModel):
         S, D)``; logits ``(B, S, V)``.
 
         Args:
-            input_ids: Token ids; or give ``inputs_embeds``.
+            input_ids: Token ids; alternatively ``inputs_embeds``.
             attention_mask: 1 for tokens, 0 for padding, on either side.
             position_ids: Position of every token. Without an attention mask, a position that does
                 not follow the one before begins another sequence, which attends within itself only.
-            past_key_values: Must be None: nothing is cached.
-            inputs_embeds: Vectors in place of tokens.
-            labels: The tokens themselves, or -100 where no loss is wanted.
-            use_cache: Has no effect.
-            logits_to_keep: Return the logits of so many last positions only (0: all).
-            num_items_in_batch: Divide the summed loss by this number instead of the number of
-                labels (tokens).
-            shift_labels: Labels that are shifted already.
-            cu_seq_lens_q: Borders of sequences that are packed into one row, as flash attention
-                takes them.
-            output_hidden_states: Whether to return the input of every layer and the output of the
-                last norm; with one pipeline stage.
-            others: Must ask for nothing.
+            past_key_values: Unsupported cache; must be None.
+            inputs_embeds: Vectors instead of token ids.
+            labels: Token ids, or -100 where no loss is computed.
+            use_cache: Argument without effect.
+            logits_to_keep: Number of last positions whose logits are returned (0: all).
+            num_items_in_batch: Divisor of the summed loss; by default the number of labels
+                (tokens).
+            shift_labels: Labels that are already shifted.
+            cu_seq_lens_q: Borders of sequences packed into one row, as in flash attention.
+            output_hidden_states: Whether to return the states of all layers; needs one stage.
+            others: Further arguments, none of which may change the result.
 
         Raises:
             UnsupportedError: For what a swapped model cannot do, and for a call with gradients
@@ -118,8 +116,7 @@ class HuggingFaceLM(ReplacedModel):
         span = span_of(attention_mask, position_ids, cu_seq_lens_q, given.shape[:2], shift_labels)
         rows, extra = self._padding(*given.shape[:2])
         if rows or extra:
-            # Positions behind the last token change none of those before; their own results are cut
-            # off.
+            # Appended positions change none of the earlier ones; their results are dropped.
             input_ids = lengthened(input_ids, extra, 0, rows)
             shift_labels = lengthened(shift_labels, extra, IGNORED, rows)
             inputs_embeds = None if inputs_embeds is None else F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
@@ -205,16 +202,16 @@ def span_of(
 ) -> AttentionSpan | None:
     """Return the attention mask of Hugging Face's arguments; None for a plain causal mask.
 
-    Padding behind the tokens is seen by nothing but itself: without labels there it needs no mask,
-    which is faster. A mask on a GPU is read by the host to find that out.
+    Padding after the tokens is attended to only by itself. Without labels there it needs no mask,
+    which is faster. The host reads a mask on a GPU to find that out.
 
     Args:
         attention_mask: 1 for tokens, 0 for padding.
         position_ids: Position of every token.
         borders: Borders of packed sequences.
-        shape: Sequences and their length.
-        labels: What every position is to predict, or -100; None if nothing is made of the positions
-            of padding.
+        shape: Number of sequences and their length.
+        labels: Label of every position, or -100; None if the results at padding positions are not
+            used.
 
     Raises:
         UnsupportedError: For masks of other shapes.

@@ -32,16 +32,16 @@ def load_from(
 ) -> tuple[str, ...]:
     """Fill the parameters and buffers on this rank, converted to their dtype.
 
-    Parameters on the meta device move to the mesh's. Buffers that are not among the tensors are of
-    the training alone, and keep their values. Names and shapes are compared before anything is
-    changed. Padding is zero.
+    Parameters on the meta device move to the mesh's device. Buffers that are not among the tensors
+    belong to training alone and keep their values. Names and shapes are checked before anything
+    changes. Padding is zero.
 
     Args:
-        model: Any rank's part of a model whose configuration the family made.
+        model: Part of a model on any rank, whose configuration the family made.
         tensors: A folder of safetensors files, or a state dict.
-        family: How the tensors are named and cut.
-        seed: Seed of the first values of a head that is not among the tensors, equal on all ranks;
-            None refuses that.
+        family: Family of the model.
+        seed: Seed of the initial values of a head that is not among the tensors, equal on all
+            ranks; None refuses a missing head.
         shows_progress: Whether rank 0 may show a bar.
 
     Returns:
@@ -73,10 +73,10 @@ def fill(
     """Fill the parameters and buffers on this rank that a table lists.
 
     Args:
-        model: Any rank's part of a model.
-        table: Where full tensors come from, by the names of ours.
+        model: Part of a model on any rank.
+        table: Sources of the full tensors, by this package's names.
         reader: Foreign tensors, by the names of the table.
-        family: How the tensors are named and cut.
+        family: Family of the model.
         shows_progress: Whether rank 0 may show a bar.
 
     Raises:
@@ -111,10 +111,10 @@ def full_tensors(
 
     Args:
         tensors: A folder of safetensors files, or a state dict.
-        family: How the tensors are named and cut.
+        family: Family of the model.
         config: Configuration of the model.
-        dtype: Of the result, but of tensors that are always kept in one of their own.
-        table: Which tensors are made; None means those of a model of this package.
+        dtype: Dtype of the result, except for tensors with a fixed one.
+        table: Table of the tensors to make; None means those of a model of this package.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, left over or of another shape.
@@ -131,8 +131,8 @@ class RenamedTensors:
     """Reader of tensors by the names of a family's table.
 
     Args:
-        reader: Tensors by their own names.
-        own: Where they are, by those of the table.
+        reader: Reader of the tensors by their own names.
+        own: Own names of the tensors, by the table's names.
     """
 
     reader: TensorReader
@@ -161,12 +161,12 @@ class RenamedTensors:
 def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> RenamedTensors:
     """Return a reader of the weight tensors by the names of the family's table.
 
-    Earlier names become the present ones, names of a model without head get what those of one with
-    a head begin with, and tensors that the class has packed are taken apart.
+    Earlier names are replaced by the current ones, names of a model without a head get the prefix
+    of a model with one, and packed tensors are split.
 
     Args:
         tensors: A folder of safetensors files, or a state dict.
-        family: How the tensors are named.
+        family: Family of the model.
 
     Raises:
         CheckpointMismatchError: If two tensors have the same name in the table.
@@ -195,9 +195,9 @@ def check_tensors(
 
     Args:
         reader: Tensors.
-        table: What must be there, and nothing else.
-        family: How they are named.
-        is_tied: Whether the output head is the embedding, which it may be beside.
+        table: Table of the exact set of tensors.
+        family: Family of the model.
+        is_tied: Whether the output head is the embedding; the files may also contain it.
         may_lack: Whether tensors of heads may be missing.
 
     Returns:

@@ -22,7 +22,7 @@ _ADDED = re.compile(r"\.lora_[A-Za-z_]+\.")
 #: before.
 _SAVED = re.compile(r"\.modules_to_save\.[^.]+\.")
 _BEFORE = ".original_module."
-#: What a layer of ours calls its updates, and what peft calls their factors.
+#: Name of the updates in this package's layers, and peft's names of their factors.
 UPDATES = "low_rank"
 FACTORS = {"a": "lora_A", "b": "lora_B"}
 
@@ -32,11 +32,11 @@ class Adapter:
     """Adapter of a model.
 
     Args:
-        name: What peft calls it.
-        config: What its folder says of it.
+        name: Name that peft gives the adapter.
+        config: Configuration in the adapter's folder.
         ranks: Rank of the update of each adapted layer, by the layer's name in the family's table.
-        scales: What that is multiplied by.
-        saved: Modules that are trained as a whole.
+        scales: Factor of the update of each adapted layer, by the same names.
+        saved: Names of the modules that are trained as a whole.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Adapter:
         """List the sources of the factors.
 
         Args:
-            table: Where the full tensors of the model come from.
+            table: Sources of the model's full tensors.
         """
         return tuple(low_rank_maps(table, self.ranks))
 
@@ -57,7 +57,7 @@ class Adapter:
         """List the sources of the factors, without their layers.
 
         Args:
-            table: Where the full tensors of the model come from.
+            table: Sources of the model's full tensors.
         """
         return tuple(factor for one in self.maps(table) for factor in (one.a, one.b))
 
@@ -65,7 +65,7 @@ class Adapter:
         """List the sources of the factors in a model's own tree, under peft's names.
 
         Args:
-            table: Where the parameters of the model come from.
+            table: Sources of the model's parameters.
         """
         return tuple(
             replace(
@@ -80,7 +80,7 @@ class Adapter:
         """List all trained tensors of the adapter's folder by their names in the tree.
 
         Args:
-            table: Where the parameters of the model come from.
+            table: Sources of the model's parameters.
         """
         table = tuple(table)
         factors = (factor for one in self.maps_at_home(table) for factor in (one.a, one.b))
@@ -115,10 +115,10 @@ class LowRankMap:
 
     Args:
         module: Name of the foreign layer.
-        layer: Name of the layer of ours.
-        rows: Rows of its full weight.
-        a: The first factor.
-        b: The second factor, whose rows are in the order of ours.
+        layer: Name of this package's layer.
+        rows: Rows of the layer's full weight.
+        a: Map of the first factor.
+        b: Map of the second factor, whose rows are in this package's order.
     """
 
     module: str
@@ -142,7 +142,7 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
     """List the factors of adapted layers by the table of their family.
 
     Args:
-        table: Where the full tensors of the model come from.
+        table: Sources of the model's full tensors.
         ranks: Rank of the update of each adapted layer, by its name.
 
     Raises:
@@ -188,9 +188,9 @@ def full_factors(
     """Make the full factors of a model in its own tree from a wrapped model's tensors.
 
     Args:
-        tensors: Its state dict.
+        tensors: State dict of the wrapped model.
         adapter: Adapter that is expected.
-        table: Where the full tensors of the model come from.
+        table: Sources of the model's full tensors.
 
     Raises:
         CheckpointMismatchError: If the factors are not those of the adapter.
@@ -221,11 +221,11 @@ def merged(
     """Add the updates to full tensors, one after the other.
 
     Args:
-        full_tensors: Names of our parameters and their full values; the factors may be among them,
-            and are left out.
-        factors: The full factors by name.
-        maps: Where they are.
-        adapter: What they belong to.
+        full_tensors: Names and full values of this package's parameters; factors among them are
+            skipped.
+        factors: Full factors by name.
+        maps: Maps of the factors.
+        adapter: Adapter that the factors belong to.
     """
     of_layer: dict[str, list[LowRankMap]] = {}
     for one in maps:

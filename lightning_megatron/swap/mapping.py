@@ -68,11 +68,11 @@ class Source:
 
     Args:
         name: Foreign tensor.
-        num_rows: Rows that it gives (elements).
-        is_transposed: Whether rows of ours are columns there.
-        first: The foreign row of the first one.
-        strip: Rows that are neighbours there too; None means all.
-        step: Foreign rows from one strip to the next.
+        num_rows: Number of rows (elements).
+        is_transposed: Whether rows here are columns of the foreign tensor.
+        first: Index of the first row in the foreign tensor.
+        strip: Number of adjacent rows in the foreign tensor; None means all.
+        step: Distance between the starts of two strips (foreign rows).
     """
 
     name: str
@@ -102,10 +102,10 @@ class Read:
 
     Args:
         name: Foreign tensor.
-        slices: The part.
+        slices: Slices of the part.
         is_transposed: Whether it must be transposed.
-        start: Its first row in the box that is being filled (elements).
-        num_rows: Rows of the box that it fills (elements).
+        start: First row of the part in the filled box (elements).
+        num_rows: Number of rows in the box (elements).
     """
 
     name: str
@@ -120,10 +120,10 @@ class TensorMap:
     """Foreign tensors that make up a full tensor, one below the other.
 
     Args:
-        target: Name of the parameter of ours.
-        shape: Its full shape, without padding (elements).
-        sources: Where its rows are, in order.
-        dtype: What it is kept in, whatever the weights are; None means as they are.
+        target: Name of this package's parameter.
+        shape: Full shape of the parameter, without padding (elements).
+        sources: Sources of its rows, in order.
+        dtype: Fixed dtype of the parameter; None means that of the weights.
 
     Raises:
         ValueError: If the sources have more or fewer rows than the target.
@@ -157,7 +157,7 @@ class TensorMap:
 
         Args:
             offsets: First index of the box in every dimension (elements).
-            sizes: Its extents (elements).
+            sizes: Extents of the box (elements).
         """
         start = offsets[0]
         stop = offsets[0] + sizes[0]
@@ -186,7 +186,7 @@ class TensorMap:
 
         Args:
             reader: Foreign tensors.
-            dtype: Of the result.
+            dtype: Dtype of the result.
         """
         full = torch.empty(self.shape, dtype=dtype)
         self.fill(full, [0] * len(self.shape), self.shape, reader)

@@ -42,10 +42,10 @@ class CausalLMOutput(_Output):
 
     Args:
         loss: Mean over the labels; None without labels.
-        gather: Returns the logits ``(B, S, V)``; called at the first use, on all tensor-parallel
-            ranks or none.
+        gather: Function that returns the logits ``(B, S, V)``; called at the first access, on all
+            tensor-parallel ranks or none.
         hidden_states: Input of every layer and output of the last norm, each ``(B, S, D)``; None if
-            nobody asked.
+            not requested.
     """
 
     past_key_values: None = None
@@ -114,7 +114,7 @@ class EncoderOutput(_Output):
 
     Args:
         loss: Mean over the labels.
-        logits: Of the classes ``(B, num_labels)``.
+        logits: Logits of the classes ``(B, num_labels)``.
         last_hidden_state: Output of the last layer ``(B, S, D)``.
         pooler_output: Output of the pooler ``(B, D)``.
     """

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_megatron.models.stage import computed_by
 from lightning_megatron.swap.file_format import has_other_format
 
-#: Key of what a checkpoint records of such a model, beside its class and configuration.
+#: Key of what a checkpoint records of such a model, in addition to its class and configuration.
 OWN_CODE = "own_code"
 
 
@@ -20,7 +20,7 @@ def own_code_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """List the outermost Hugging Face models that compute with their own code, by name.
 
     Args:
-        root: The module, after its blocks have been swapped.
+        root: Root module, after its blocks have been swapped.
     """
     taken: list[str] = []
     for name, part in root.named_modules():
@@ -73,7 +73,7 @@ def names_in_files(model: Any, of_tensor: Mapping[str, Any]) -> list[str]:
 
     Args:
         model: Model.
-        of_tensor: What identifies the tensor of each name.
+        of_tensor: Identity of the tensor of each name.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names: dict[Any, list[str]] = {}

@@ -16,7 +16,7 @@ from lightning_megatron.plan.legal_values import divisors, one_of
 from lightning_megatron.swap.peft_layers import is_of_peft
 from lightning_megatron.swap.registry import rule_for
 
-#: What the styles of Hugging Face's plans are here.
+#: Kinds for the styles of Hugging Face's plans.
 _KINDS: Mapping[str, str] = {
     "colwise": "column",
     "rowwise": "row",
@@ -40,7 +40,7 @@ class OwnPlan:
 
     Args:
         kinds: Kind by the module's name within the model.
-        left: What is not followed, each with the reason.
+        left: Parts of the plan that are not supported, each with the reason.
     """
 
     kinds: Mapping[str, str]
@@ -62,15 +62,15 @@ def is_hugging_face(module: nn.Module) -> bool:
 def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
     """Return the supported part of a Hugging Face model's own plan.
 
-    Modules that lie in one module (the projections of an attention) are cut together or not at all,
-    because what one of them leaves cut another one takes. They stay whole where a line about one of
-    them is not understood, or where the module around them has parameters of a form that a part of
-    the heads cannot use.
+    Modules inside one module (the projections of an attention) are cut together or not at all,
+    because one of them takes the cut outputs of another. They stay whole if a line about one of
+    them is not supported, or if the module around them has parameters of a shape that does not
+    divide by heads.
 
     Args:
         model: Model.
-        tp: Ranks that it is cut over (ranks).
-        called: Its name, for errors.
+        tp: Number of tensor-parallel ranks (ranks).
+        called: Name of the model, for errors.
 
     Raises:
         ParallelPlanError: If the heads of an attention that the plan cuts do not divide over tp.

@@ -30,12 +30,12 @@ def find_stages(
     """Return the stages of a model that stays its own; None for a single stage.
 
     Args:
-        root: The module.
-        places: All modules in it.
-        kinds: How modules are cut over tp, by name.
+        root: Root module.
+        places: All modules in it, with their positions.
+        kinds: Kinds of the tensor-parallel cuts, by module name.
         plan: The user's pipeline_plan; None asks the Hugging Face model, if there is one.
         mesh: Process groups of this rank.
-        replaced: Names of the models that become one of ours, which has stages.
+        replaced: Names of the models that are replaced, which have stages of their own.
 
     Raises:
         ParallelPlanError: If the plan does not fit the module, or the blocks do not suffice for the

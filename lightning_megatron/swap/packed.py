@@ -19,10 +19,10 @@ class Place:
     """Position of a tensor: another tensor, rows of it, or rows of an element of a stack.
 
     Args:
-        name: Tensor that it is in.
-        index: Its index in the first dimension, where that counts tensors; None if it does not.
-        first: Its first row (elements).
-        num_rows: Its rows; None means all (elements).
+        name: Name of the containing tensor.
+        index: Index in the first dimension of a stack; None if the tensor is no stack.
+        first: First row in the containing tensor (elements).
+        num_rows: Number of rows; None means all (elements).
     """
 
     name: str
@@ -46,12 +46,12 @@ class Place:
 class Packed:
     """Rule for tensors of files that form one tensor of the class.
 
-    The parts lie one below the other. If their names have a number that its own has not, such as
-    that of an expert, the tensor is a stack of these, ordered by that number.
+    The parts lie one below the other. If the names of the parts contain a further number, such as
+    that of an expert, the tensor is a stack of the parts, ordered by that number.
 
     Args:
-        name: Tensor, with one ``{}`` for its layer.
-        parts: Its parts, with one ``{}`` for the layer, and one for the number.
+        name: Name of the tensor, with one ``{}`` for the layer.
+        parts: Names of the parts, with one ``{}`` for the layer, and one for the number.
     """
 
     name: str
@@ -74,9 +74,9 @@ class Packed:
         """List the parts of a tensor with their positions.
 
         Args:
-            name: Its name in the class, which must be this one's of some layer.
-            key: Its name where it is read.
-            shape: Its shape (elements).
+            name: Name in the class, which must be this rule's name in some layer.
+            key: Name of the tensor in the reader.
+            shape: Shape of the tensor (elements).
 
         Raises:
             CheckpointMismatchError: If it cannot be cut into them.
@@ -112,10 +112,10 @@ def places(name: str, key: str, reader: TensorReader, rules: Iterable[Packed]) -
     """List the files' tensors that make up a tensor, with their positions.
 
     Args:
-        name: Its name in the class or in its files.
-        key: Its name where it is read.
-        reader: Where that is.
-        rules: Which tensors of the class are packed.
+        name: Name of the tensor in the class or in its files.
+        key: Name of the tensor in the reader.
+        reader: Reader of the tensors.
+        rules: Rules of the packed tensors of the class.
 
     Raises:
         CheckpointMismatchError: If it cannot be cut into them.

@@ -20,7 +20,7 @@ from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.low_rank import FACTORS, Adapter, LowRankMap, plain_name
 from lightning_megatron.swap.mapping import TensorsInMemory, named
 
-#: Settings of LoraConfig that ask for more than a product of two matrices beside a linear layer.
+#: Settings of LoraConfig that ask for more than a product of two matrices next to a linear layer.
 _UNSUPPORTED = (
     *("alora_invocation_tokens", "arrow_config", "bias", "kasa_config", "layer_replication", "lora_bias"),
     *("monteclora_config", "trainable_token_indices", "use_bdlora"),
@@ -45,7 +45,7 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
     Args:
         name: Name of the model, for errors.
         source: Model.
-        family: Its family.
+        family: Family of the model.
 
     Raises:
         UnsupportedError: If the adapter is more than updates of low rank of linear layers.
@@ -87,10 +87,10 @@ def add_adapter(name: str, model: GPT | Encoder, source: Any, family: Family, ad
 
     Args:
         name: Name of the model, for errors.
-        model: Any rank's part of what replaces it.
+        model: Part of the replacement on any rank.
         source: Model.
-        family: Its family.
-        adapter: Its adapter.
+        family: Family of the model.
+        adapter: Adapter of the model.
 
     Raises:
         UnsupportedError: If something is adapted that cannot be here, or the adapter has no values.

@@ -2,25 +2,27 @@
 
 Kinds of the plan:
 
-* ``auto``: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, alone or anywhere
-  inside the named module. Without a plan all of them are swapped.
-* ``column``: nn.Linear whose outputs stay cut; what treats every feature or head by itself and a ``row`` may follow,
-  which the first batch tries.
+* ``auto``: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, alone
+  or anywhere inside the named module. Without a plan all of them are swapped.
+* ``column``: nn.Linear whose outputs stay cut. Only code that treats every feature or head
+  separately, and then a ``row`` layer, may follow; the first batch checks this.
 * ``column_gather``: nn.Linear whose outputs are gathered.
-* ``row``: nn.Linear that takes cut inputs and sums.
-* ``row_split``: nn.Linear that takes complete inputs, of which each rank multiplies its part, and sums.
-* ``vocab``: nn.Embedding over its vocabulary; nn.Linear with any number of outputs, gathered, which may share the
-  weight of such an embedding.
+* ``row``: nn.Linear that takes cut inputs and sums over the ranks.
+* ``row_split``: nn.Linear that takes complete inputs. Each rank multiplies its part of them, and the
+  results are summed.
+* ``vocab``: nn.Embedding cut over its vocabulary, or nn.Linear with any number of outputs, which are
+  gathered. The two may share their weight.
 * ``dropout``: nn.Dropout between ``column`` and ``row``, where masks must differ by rank.
-* ``sequence``: nn.LayerNorm, nn.RMSNorm or nn.Dropout outside of ``column`` and ``row``, on activations ``(..., S,
-  D)``. Under sequence parallelism each rank has its part of the positions there: ``row`` layers of the plan give
-  such parts, ``column`` layers gather them, and so does everything else that does not treat every position alike.
-* ``features``: a module between ``column`` and ``row`` whose parameters have a row for every feature or head, such as
-  nn.PReLU(num_parameters), which are cut with these.
-* ``partial``: a module between ``column`` and ``row`` that uses all of its weights on every part of the features,
-  such as a norm of heads; each rank's gradient is a part of the sum. The first training step finds such modules by
-  itself, where the strategy runs the backward pass.
-* ``replicate``: leave a module, and everything in it, as it is.
+* ``sequence``: nn.LayerNorm, nn.RMSNorm or nn.Dropout outside of ``column`` and ``row``, on
+  activations ``(..., S, D)``. Under sequence parallelism each rank has its part of the positions
+  there. ``row`` layers of the plan return such parts. ``column`` layers gather them, and so does
+  every module that does not treat each position separately.
+* ``features``: module between ``column`` and ``row`` whose parameters have one row per feature or
+  head, such as nn.PReLU(num_parameters). The rows are cut with the features.
+* ``partial``: module between ``column`` and ``row`` that uses all of its weights on every part of
+  the features, such as a norm of heads. Each rank's gradient is a part of the sum. If the strategy
+  runs the backward pass, the first training step finds such modules by itself.
+* ``replicate``: any module, which stays as it is together with everything inside it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.plan.legal_values import one_of
 
-#: What a plan can say about a block, and for which blocks it is meant.
+#: Kinds of a plan, with the blocks that each applies to.
 KINDS: Mapping[str, str] = {
     "auto": "nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, alone or inside the "
     "named module",
@@ -53,7 +55,7 @@ KINDS: Mapping[str, str] = {
     "replicate": "any module, which then stays as it is",
 }
 
-#: Kinds that hold for everything inside the module that a pattern names.
+#: Kinds that apply to everything inside the module that a pattern names.
 _FOR_WHOLE_TREES = ("auto", "replicate")
 
 #: Blocks that read the weights of their children directly, so that only the whole block can be
@@ -67,10 +69,10 @@ class Place:
 
     Args:
         name: Dotted name from the root.
-        parent: The module that holds it.
-        key: Its name in the parent.
+        parent: Module that contains it.
+        key: Name in the parent.
         module: Module itself.
-        closed_by: Name of the block around it that must be swapped whole; None if there is none.
+        closed_by: Name of the surrounding block that must be swapped whole; None if there is none.
     """
 
     name: str
@@ -104,14 +106,14 @@ def choose_kinds(
 ) -> dict[str, str]:
     """Return the kind of every module that the plan matches, by name.
 
-    A pattern matches whole dotted names; ``*`` also matches dots. ``auto`` and ``replicate`` hold
-    for everything inside the named module as well. Where several patterns match, the last one of
-    the plan wins. Without a plan everything is ``auto``.
+    A pattern matches whole dotted names; ``*`` also matches dots. ``auto`` and ``replicate`` apply
+    to everything inside the named module as well. If several patterns match, the last one of the
+    plan counts. Without a plan everything is ``auto``.
 
     Args:
-        places: All modules.
+        places: All modules with their positions.
         plan: Kind by name pattern, or None.
-        fits: Whether a module is of a type that a kind can be applied to.
+        fits: Function that returns whether a module's type fits a kind.
 
     Raises:
         ParallelPlanError: For an unknown kind, a pattern that matches nothing it could be applied
@@ -144,10 +146,10 @@ def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> No
     """Refuse a value that is no kind of a plan.
 
     Args:
-        pattern: What is given the kind.
-        kind: The kind.
-        kinds: Those that exist.
-        plan: What the plan is called.
+        pattern: Pattern that is given the kind.
+        kind: Kind to check.
+        kinds: Kinds that exist.
+        plan: Name of the plan, for errors.
 
     Raises:
         ParallelPlanError: For an unknown kind.

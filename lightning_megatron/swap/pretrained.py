@@ -31,7 +31,8 @@ _IRRELEVANT = frozenset(
     {"adapter_kwargs", "attn_implementation", "cache_dir", "code_revision", "force_download", "local_files_only"}
     | {"low_cpu_mem_usage", "proxies", "revision", "token", "trust_remote_code", "use_safetensors", "_from_auto"}
 )  # fmt: skip
-#: What ``from_pretrained`` returns beside the model if ``output_loading_info`` asks for it.
+#: Value that ``from_pretrained`` returns in addition to the model if ``output_loading_info`` asks
+#: for it.
 _LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
@@ -39,9 +40,9 @@ _LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_ms
 def building_on_meta() -> Iterator[None]:
     """Build models of known families on the meta device inside the block.
 
-    Weights are read from local folders only, when the model is swapped; everything else is built as
-    always, adapters of peft among it. It takes effect for transformers whenever they are imported,
-    for peft if it has been before.
+    Weights are read only from local folders, when the model is swapped. All other models, and
+    peft's adapters, are built as usual. The patch takes effect for transformers whenever it is
+    imported, and for peft if it has been imported before.
     """
     with ExitStack() as stack:
         # They take most of a second to import, which not every model needs.
@@ -208,7 +209,7 @@ def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], 
         # A damaged one is passed over by Hugging Face, too.
         with suppress(OSError):
             model.generation_config = type(model.generation_config).from_pretrained(path)
-    # What is missing in the folder is refused when the weights are read.
+    # Tensors missing in the folder are refused when the weights are read.
     return (model.eval(), dict.fromkeys(_LOADING_INFO, frozenset())) if with_info else model.eval()
 
 

@@ -19,7 +19,7 @@ from lightning_megatron.swap import build
 class TensorRule:
     """Source tensors, joined along the first dimension, of a target parameter.
 
-    The rows that a rank keeps are not written here: the target parameter's ShardSpec has them.
+    The rule does not contain the rows that a rank keeps; the target parameter's ShardSpec does.
 
     Args:
         target: Dotted name in the target block.
@@ -35,10 +35,11 @@ class BlockRule:
     """Rule for swapping one kind of block.
 
     Args:
-        kind: The kind of a plan that asks for it.
+        kind: Kind of the plan that requests the rule.
         source: Exact class of the block; subclasses may compute something else.
-        build: Makes the target with unfilled parameters, and takes over parts that stay whole.
-        tensors: Where the values of the target's cut blocks come from.
+        build: Function that makes the target with unfilled parameters and shares parts that stay
+            whole.
+        tensors: Sources of the values of the target's cut blocks.
     """
 
     kind: str

@@ -43,7 +43,7 @@ def _mesh_of(module: nn.Module) -> ParallelMesh:
 
 
 def _was_cut(module: nn.Module, mesh: ParallelMesh) -> bool:
-    # What was built for one process is not cut. Meshes with and without sequence parallelism share
+    # Modules built for one process are not cut. Meshes with and without sequence parallelism share
     # one set of streams.
     old = getattr(module, _ATTRIBUTE, None)
     return isinstance(old, ParallelMesh) and old.random is not mesh.random and old.layout.world_size > 1

@@ -38,13 +38,12 @@ _NUMBERED = re.compile(r"(?P<start>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})
 class SafetensorsFolder:
     """Reader of the tensors in a local Hugging Face folder.
 
-    Equal to what ``safetensors.safe_open`` gives for each of its files. Headers are read and
-    checked at once, tensors when they are asked for, by any thread. What a header cannot show
-    (:func:`read_header`) is not seen here either.
+    Equal to ``safetensors.safe_open`` on each file. Headers are read and checked at once, tensors
+    on request, from any thread. Damage that a header cannot show (:func:`read_header`) is not
+    detected.
 
     Args:
-        path: Folder, with ``model.safetensors`` or ``model.safetensors.index.json`` and the files
-            it names.
+        path: Folder with ``model.safetensors`` or ``model.safetensors.index.json`` and its files.
 
     Raises:
         CheckpointMismatchError: If there are no weights, a file that the index names is missing or
@@ -92,9 +91,9 @@ class SafetensorsFolder:
     def check_types(self, names: Iterable[str]) -> None:
         """Refuse combinations of dtypes that tensors of one model cannot have.
 
-        Weights are floating-point numbers, and of two types of the same width one alone is in a
-        model: a header where one tensor has another type than it was written with is as good as
-        any.
+        Weights are floating-point numbers, and a model has only one of two dtypes of the same
+        width. A header in which one tensor has another dtype than it was written with is otherwise
+        valid.
 
         Args:
             names: Tensors that hold weights.
@@ -131,7 +130,7 @@ class SafetensorsFolder:
         """Map a part of a tensor into memory, on the CPU; by default all of it.
 
         Args:
-            name: Tensor.
+            name: Name of the tensor.
             slices: One slice for each dimension, with start and stop.
 
         Raises:
@@ -218,7 +217,7 @@ def _check_files(folder: Path, files: Sequence[str]) -> None:
 def _is_inside(folder: Path, file: str) -> bool:
     """Return whether a file is in a folder or in its Hugging Face cache.
 
-    There ``snapshots/REVISION/FILE`` is a link to ``blobs/HASH`` beside ``snapshots``.
+    In the cache, ``snapshots/REVISION/FILE`` is a link to ``blobs/HASH`` next to ``snapshots``.
     """
     inside = folder.resolve()
     found = Path(os.path.realpath(folder / file)).parent

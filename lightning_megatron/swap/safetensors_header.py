@@ -42,10 +42,10 @@ class StoredTensor:
     """Location of a tensor's elements in a file.
 
     Args:
-        path: File.
-        dtype: Type of the elements.
+        path: Path of the file.
+        dtype: Dtype of the elements.
         shape: Shape (elements).
-        start: Where they begin in the file (bytes).
+        start: Offset of the first element in the file (bytes).
     """
 
     path: Path
@@ -56,12 +56,12 @@ class StoredTensor:
     def read(self, slices: Slices, descriptor: int) -> Tensor:
         """Map a part of the tensor into memory; pages are read when they are first looked at.
 
-        The mapping ends with the last view of the result. What is written into the result does not
-        get to the file.
+        The mapping is closed with the last view of the result. Writes to the result do not change
+        the file.
 
         Args:
             slices: One slice for each dimension, with start and stop.
-            descriptor: Of the file, opened for reading.
+            descriptor: Descriptor of the file, opened for reading.
         """
         shape = self.shape
         if not shape:

@@ -20,7 +20,7 @@ from lightning_megatron.swap.export import ADAPTER_WEIGHTS, export_adapter, writ
 from lightning_megatron.swap.low_rank import is_factor, plain_name
 from lightning_megatron.swap.save_pretrained import check_arguments, mesh_of, write_together
 
-#: What peft calls an adapter without a name, whose files are in the folder itself.
+#: Name that peft gives an adapter without one, whose files are in the folder itself.
 _DEFAULT = "default"
 
 
@@ -31,11 +31,10 @@ def save_adapter(wrapper: Any, save_directory: str | os.PathLike[str], **others:
     model.
 
     Args:
-        wrapper: What peft has put around a model; where ranks hold parts, all of them call this
+        wrapper: Wrapper of peft around a model; if ranks have parts, all of them call this
             together.
-        save_directory: Where to, on a file system of rank 0.
-        others: Further arguments of peft's method; where ranks hold parts, they must ask for
-            nothing else.
+        save_directory: Folder on a file system of rank 0.
+        others: Further arguments of peft's method; if ranks have parts, none may change the result.
 
     Raises:
         UnsupportedError: For other arguments, and adapters whose tensors are not in the state dict.

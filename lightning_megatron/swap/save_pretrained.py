@@ -34,13 +34,13 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 def save_folder(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str | None = None) -> None:
     """Write the whole model's configuration and weights as a folder for ``from_pretrained``.
 
-    Rank 0 writes; every other rank sends it what it holds, one tensor after the other, so that no
-    rank ever has more than one full tensor beside its own part. Weights have the type of the
-    model's parameters.
+    Rank 0 writes. Every other rank sends it one tensor after the other, so that no rank ever has
+    more than one full tensor in addition to its own part. Weights have the dtype of the model's
+    parameters.
 
     Args:
         model: A ``ReplacedModel``; all ranks call this together.
-        folder: Where to, on a file system of rank 0; it must not have weights yet.
+        folder: Folder on a file system of rank 0, without weights so far.
         max_shard_size: Size limit of a file (bytes, or text such as "5GB").
 
     Raises:
@@ -77,11 +77,11 @@ def save_as_it_is(
     whole model.
 
     Args:
-        model: Model; where ranks hold parts, all of them call this together.
-        save_directory: Where to, on a file system of rank 0; it must not have weights yet.
+        model: Model; if ranks have parts, all of them call this together.
+        save_directory: Folder on a file system of rank 0, without weights so far.
         max_shard_size: Size limit of a file (bytes, or text such as "5GB").
-        others: Further arguments of Hugging Face's method; where ranks hold parts, they must ask
-            for nothing else.
+        others: Further arguments of Hugging Face's method; if ranks have parts, none may change the
+            result.
 
     Raises:
         UnsupportedError: For other arguments, layers that peft has wrapped, and a folder with
@@ -152,9 +152,9 @@ def write_together(
     """Write full tensors from rank 0, gathered from all ranks.
 
     Args:
-        tensors: What this rank holds, by name.
+        tensors: Tensors on this rank, by name.
         mesh: Process groups of this rank.
-        write: Writes names and full tensors, one after the other, given the shapes of all
+        write: Function that writes names and full tensors, one after the other, given all shapes
             (elements).
 
     Communication: one gather of names, then one message for each part of a tensor, over all ranks
@@ -260,10 +260,10 @@ def _limit(size: int | str | None) -> int:
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Refuse unsupported arguments of ``save_pretrained``.
 
-    ``is_main_process`` may be anything: rank 0 writes, whatever it says.
+    ``is_main_process`` may have any value, because rank 0 always writes.
 
     Args:
-        given: The arguments beside the folder and the size of files.
+        given: Arguments other than the folder and the size of files.
 
     Raises:
         UnsupportedError: Naming them.

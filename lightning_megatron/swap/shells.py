@@ -24,9 +24,9 @@ _KEYS = "parameter_keys"
 class Shell(nn.Module):
     """Module that keeps a class's names and parameters while other layers compute.
 
-    A shell is an instance of the class that it was before, with its attributes, children and
-    parameters, which are this rank's parts. What would have no effect raises: its call, hooks,
-    other parameters or children in the place of those that it has.
+    A shell is still an instance of its former class, with its attributes, children and this rank's
+    parts of its parameters. Changes that would have no effect raise an error: calls, hooks, and new
+    parameters or children in place of existing ones.
     """
 
     @override
@@ -50,7 +50,7 @@ class Shell(nn.Module):
                 # Some classes scale their vectors by themselves.
                 return full.transpose(0, 1) * getattr(self, "scalar_embed_scale", 1.0)
         if is_elsewhere:
-            # On all stages alike: one that went on alone would wait for the others.
+            # Refuse on all stages: a single stage that continued would wait for the others.
             remedy = "Give input_ids to the whole model, or use pp=1"
             self._refuse("cannot be called with pp above 1", remedy, "The first stage alone has the vectors of tokens")
         return self._refuse("cannot be called by itself", "Call the whole model")
@@ -160,8 +160,8 @@ def become_shell(module: nn.Module, path: str) -> None:
     Its parameters and buffers are dropped; hooks must have been refused before.
 
     Args:
-        module: Module.
-        path: Its name in the model, for errors.
+        module: Module to convert.
+        path: Name of the module in the model, for errors.
     """
     absent = {name: parameter for name, parameter in module._parameters.items() if parameter is None}
     vars(module)[_KEYS] = tuple(name for name in module._parameters if name not in absent)
@@ -178,7 +178,7 @@ def shell_class(kind: type[nn.Module], *before: type[nn.Module]) -> type[nn.Modu
     """Return a class, of the same name, whose instances are shells of a class.
 
     Args:
-        kind: The class.
+        kind: Class of the model.
         before: Classes whose methods come before those of a shell.
     """
     return _class_of((*before, Shell, kind))

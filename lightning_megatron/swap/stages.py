@@ -21,7 +21,7 @@ from lightning_megatron.plan.stages import split_layers
 from lightning_megatron.swap.plan import Place, check_kind
 from lightning_megatron.swap.record import SwapRecord
 
-#: What a plan can say about a module.
+#: Kinds of a pipeline plan.
 KINDS: Mapping[str, str] = {
     "blocks": "the nn.ModuleList or nn.Sequential whose blocks the stages share",
     "first": "a module that runs before the blocks",
@@ -37,7 +37,7 @@ class End:
     Args:
         place: Module.
         is_before: Whether it runs before the blocks.
-        is_said: Whether the plan says so, and not the order of definition.
+        is_said: Whether the plan assigns the stage, instead of the order of definition.
     """
 
     place: Place
@@ -50,14 +50,15 @@ class Stages:
     """Parts of a model that this rank keeps.
 
     Args:
-        blocks: The list of blocks.
+        blocks: List of blocks.
         layers: Blocks of every chunk of every stage.
-        ends: Modules beside the list that have parameters.
-        loose: Parameters of the modules around the list themselves: module, name in it, name in
-            all; the first stage's.
-        ties: Name of a parameter of the last stage, and of that of the first which it is.
-        twins: Copies without values of the blocks, as they are before anything is cut over tp.
-        end_twins: Such copies of the modules beside the list.
+        ends: Modules outside the list that have parameters.
+        loose: Parameters directly in the modules around the list: module, name in it, full name.
+            They belong to the first stage.
+        ties: Names of parameters of the last stage, with those of the first stage's parameters that
+            they share.
+        twins: Copies of the blocks without values, from before anything is cut over tp.
+        end_twins: Such copies of the modules outside the list.
         mesh: Process groups of this rank.
     """
 
@@ -84,7 +85,7 @@ class Stages:
     def install(self, root: nn.Module) -> SwapRecord:
         """Remove other stages' modules in place; parameters keep their names."""
         before = sum(p.numel() for p in self.blocks.module.parameters())
-        # What has been swapped is in the module, and no more at its place.
+        # Swapped blocks are in the module now, so look the list up again.
         source: Any = root.get_submodule(self.blocks.name)
         own = [(root.get_submodule(end.place.name), True) for end in self.ends if self._holds(end)]
         own += [(owner, False) for owner, _, _ in self.loose if self.mesh.pp.is_first]
@@ -130,10 +131,10 @@ def plan_stages(
     stages.
 
     Args:
-        root: The module.
-        places: All modules in it.
+        root: Root module.
+        places: All modules in it, with their positions.
         plan: ``blocks``, ``first`` or ``last`` by name pattern; exactly one module is ``blocks``.
-        kinds: How modules are cut over tp, by name.
+        kinds: Kinds of the tensor-parallel cuts, by module name.
         mesh: Process groups of this rank.
 
     Raises:
@@ -163,12 +164,12 @@ def plan_stages(
 def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:
     """Return a plan with the largest list of blocks; None if no list is long enough.
 
-    Where modules beside the list run on the other side of it than they were defined, the first step
+    If modules run on the other side of the list than they are defined, the error of the first step
     says so.
 
     Args:
-        root: The module.
-        layout: Says how many blocks there have to be.
+        root: Root module.
+        layout: Layout that determines the required number of blocks.
     """
     found: dict[str, int] = {}
     for name, part in root.named_modules():
@@ -239,7 +240,7 @@ def _check_sides(places: Sequence[Place], blocks: Place, ends: Sequence[End], pl
     bare = {place.name for place in places if next(place.module.parameters(), None) is None}
     for pattern, kind in plan.items():
         matching = [place.name for place in places if fnmatchcase(place.name, pattern)]
-        # What has no parameters runs everywhere, whatever a plan says.
+        # A module without parameters runs on every stage, so a plan cannot assign it.
         if kind != "blocks" and not any(name in known or name in bare for name in matching):
             raise ParallelPlanError(
                 f"pipeline_plan can say {kind!r} of a module beside the blocks: {matching[0]!r} is not beside "
@@ -253,10 +254,10 @@ class _Owners:
 
     Args:
         blocks: Name of the list of blocks.
-        layers: The blocks of every chunk of every stage.
-        ends: Modules beside the list that have parameters.
-        around: Identities of the modules around the list, whose own parameters are the first
-            stage's.
+        layers: Blocks of every chunk of every stage.
+        ends: Modules outside the list that have parameters.
+        around: Identities of the modules around the list, whose own parameters belong to the first
+            stage.
     """
 
     blocks: str

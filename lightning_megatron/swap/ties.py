@@ -19,7 +19,7 @@ class NewHome:
     Args:
         block: Target block.
         name: Dotted name of the parameter in it.
-        kind: How the plan cuts the block, for errors.
+        kind: Kind of the plan's cut, for errors.
     """
 
     block: nn.Module
@@ -43,11 +43,11 @@ def tie(
     """Share parameters of the targets like their sources; ``root`` is not changed.
 
     Args:
-        root: The module before the swap.
-        homes: Where each swapped parameter went, by its full name in ``root``.
+        root: Module before the swap.
+        homes: New home of each swapped parameter, by its full name in ``root``.
         closed: Names of whole models that are replaced, which may share weights within themselves
             only.
-        stages: What this rank keeps of a model that is cut into stages.
+        stages: Parts of a staged model that this rank keeps.
 
     Raises:
         ParallelPlanError: If a shared weight is cut in one place and not, or otherwise, in another.

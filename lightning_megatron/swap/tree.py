@@ -35,7 +35,7 @@ class _Named:
     """Parameter of a layer with its name in the tree.
 
     Args:
-        owner: Name of the layer in the model of ours.
+        owner: Name of the layer in this package's model.
         path: Name of the parameter in the tree.
         parameter: Parameter.
     """
@@ -51,16 +51,16 @@ def take_over(
     """Keep a foreign model's tree of modules and names, and compute with other layers.
 
     The model and all its modules stay the same objects. Their parameters become those of the
-    layers: a layer that joins others gives each of them its own, which lie side by side in one
-    memory. What another stage holds is gone here.
+    layers; the parts of a joined layer lie next to each other in one memory. Parts of other stages
+    are removed.
 
     Args:
         name: Name of the model in the module that is trained.
         source: Model.
-        model: Layers, with their values.
-        family: How configuration and tensors of the two correspond.
-        adapter: What peft has put into the model, if anything.
-        kind: The class that gives the model its call.
+        model: Layers with their values.
+        family: Family of the model.
+        adapter: Adapter of peft in the model, if there is one.
+        kind: Class that gives the model its forward pass.
     """
     paths = _paths(source, family)
     trained = {path: parameter.requires_grad for path, parameter in source.named_parameters(remove_duplicate=False)}

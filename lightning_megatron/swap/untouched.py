@@ -31,9 +31,9 @@ class Part:
     """Class, settings and computed tables of a module.
 
     Args:
-        kind: The class.
+        kind: Class of the module.
         settings: Attributes that are numbers or words, by name.
-        tables: Buffers that no file has, such as the frequencies of rotary embeddings, by name.
+        tables: Buffers that are in no file, such as the frequencies of rotary embeddings, by name.
     """
 
     kind: type[nn.Module]
@@ -45,7 +45,7 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
     """Describe every module of a model, by name.
 
     Args:
-        model: Model, as its class has built it.
+        model: Model as its class has built it.
     """
     return {
         name: Part(type(module), dict(_settings(module)), {key: one.clone() for key, one in _tables(module)})
@@ -67,8 +67,7 @@ def built_parts(model: Any) -> dict[str, Part]:
 def built_settings(model: Any) -> dict[str, Any]:
     """Return a model's configuration with the padding token of its embedding.
 
-    Many scripts name a token for padding when the model has been built, which its embedding does
-    not notice.
+    Many scripts set a padding token after the model was built, which does not change its embedding.
 
     Args:
         model: Model.
@@ -84,9 +83,9 @@ def check_settings(name: str, family: Family, built: Mapping[str, Any], now: Map
 
     Args:
         name: Name of the model, for errors.
-        family: Its family.
-        built: The configuration with which the class built the model.
-        now: What the configuration says now.
+        family: Family of the model.
+        built: Configuration with which the class built the model.
+        now: Current configuration.
 
     Raises:
         UnsupportedError: If layers of this package would compute something else by the two; the
@@ -127,7 +126,7 @@ def check_untouched(name: str, model: nn.Module, parts: Mapping[str, Part]) -> N
     Args:
         name: Name of the model, for errors.
         model: Model.
-        parts: What its class builds.
+        parts: Description of the modules that the class builds.
 
     Raises:
         UnsupportedError: If a module was replaced by one of another class, computes by another

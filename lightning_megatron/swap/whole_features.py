@@ -28,9 +28,9 @@ class CutLayer:
     """Layer that takes or returns parts of features.
 
     Args:
-        name: Its name in the user's module.
-        kind: What the plan says of it.
-        module: Layer.
+        name: Name in the user's module.
+        kind: Kind of the plan's cut.
+        module: Module of the layer.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Seen:
     """Sampled input of a layer.
 
     Args:
-        layer: Layer.
-        sample: Some positions of its input, with the features that this rank has of it.
+        layer: Layer that got the input.
+        sample: Some positions of the input, with this rank's features.
     """
 
     layer: CutLayer
@@ -70,8 +70,8 @@ def watching(layers: Sequence[CutLayer], axis: MeshAxis, *, is_whole: bool) -> I
     """Record the inputs of cut layers inside the block.
 
     Args:
-        layers: The layers.
-        axis: The axis that cuts them.
+        layers: Layers to watch.
+        axis: Axis that cuts the layers.
         is_whole: Whether every rank computes on all features between the layers: ``column`` layers
             gather their outputs, ``row`` layers take their part of complete inputs, and what is cut
             with the features is gathered. Products are the same in both cases, so that only the

@@ -16,7 +16,7 @@ from lightning_megatron.models.stage import PipelinedModule
 
 _Whole: TypeAlias = GPT | Encoder
 
-#: What the log says about a model that was built whole.
+#: Log text for a model that was built whole.
 NOTE = (
     "Every rank held the full model first; GPT(config, mesh=self.device_mesh) in configure_model never builds more "
     "than "

@@ -11,17 +11,17 @@ from torch.overrides import TorchFunctionMode
 
 M = TypeVar("M", bound=nn.Module)
 
-#: What makes tensors whose values the code gives.
+#: Functions that make tensors from given values.
 _MAKERS = frozenset({torch.arange, torch.linspace, torch.tensor, torch.ones, torch.zeros, torch.full})
 
 
 def without_weights(build: Callable[[], M]) -> M:
     """Return a model with parameters on the meta device and computed tables filled.
 
-    Tables are the buffers that no file has. Other buffers are on the meta device as parameters are.
+    Tables are buffers that are in no file. Other buffers are on the meta device, like parameters.
 
     Args:
-        build: Builds the model.
+        build: Function that builds the model.
     """
     with torch.device("meta"), _ComputingTables():
         model = build()

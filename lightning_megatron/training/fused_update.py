@@ -189,8 +189,10 @@ class FusedUpdate:
                 state = self._state_of(optimizer, parameter)
                 lasts &= gradient is one.gradient
                 row = (parameter, gradient.contiguous(), *map(state.__getitem__, _STATE), one.half)
-                # A kernel takes one type of each; mains are of one by what `serves` has found.
-                rows.setdefault((number, gradient.dtype, None if one.half is None else one.half.dtype), []).append(row)
+                # One kernel call handles one dtype each; `serves` has checked that of main
+                # parameters.
+                half_dtype = None if one.half is None else one.half.dtype
+                rows.setdefault((number, gradient.dtype, half_dtype), []).append(row)
         columns = {key: tuple(zip(*same, strict=True)) for key, same in rows.items()}
         return _Taken(_objects_of(optimizer), columns, lasts)
 

@@ -90,7 +90,8 @@ class MainParameters:
         #: Pairs of a tied embedding's name and that of its copy on another stage; known once an
         #: optimizer is attached.
         self.ties: list[tuple[str, str]] | None = None
-        #: Tied parameters whose bucket holds nothing else, so that it is cut alike on both stages.
+        #: Tied parameters whose bucket holds nothing else, so that both stages cut it in the same
+        #: way.
         self.ties_alone: set[str] = set()
         self._chunk_of = chunk_of
         self._stack_of = {name: (number, stack) for number, stack in enumerate(stacks) for name in stack}
@@ -100,7 +101,7 @@ class MainParameters:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 self._parameters[name] = parameter
-        #: What user code writes into the parameters.
+        #: Tracking of user writes into the parameters.
         self.written = WrittenParameters(self._parameters, self.buffers, self.wait)
         self._mains: dict[str, nn.Parameter] = {}
         self._slices: dict[str, MainSlice] = {}

@@ -16,15 +16,15 @@ from lightning_megatron.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-#: What one rank may own: ``elements`` of parameters, whole ``parameters``, or only the ``model``
-#: altogether.
+#: Smallest part that one rank may own: ``elements`` of parameters, whole ``parameters``, or only
+#: the whole ``model``.
 Unit = Literal["elements", "parameters", "model"]
 
 _STEPS = 3
 _COARSER: tuple[Unit, ...] = ("elements", "parameters", "model")
 _SPEED_ONLY = frozenset({"fused", "foreach", "capturable", "differentiable"})
 _CANNOT_RUN = (TypeError, ValueError, RuntimeError, NotImplementedError)
-#: What groups have besides settings, or what schedulers move: a rate of zero would show nothing.
+#: Group entries that are no settings, or that schedulers change: a rate of zero would show nothing.
 _NOT_TRIED = frozenset({"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr"})
 
 

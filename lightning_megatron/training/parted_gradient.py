@@ -14,8 +14,8 @@ from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec
 
-#: What a reduction of all elements is over the parts of a rank: its value there, and what joins the
-#: ranks' values.
+#: Reductions of all elements: the local function, and the operation that combines the ranks'
+#: values.
 _REDUCTIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Any]] = {
     "sum": (torch.sum, "sum"),
     "max": (torch.amax, "max"),

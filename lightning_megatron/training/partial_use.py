@@ -38,7 +38,7 @@ class PartialUse:
         self._whole = frozenset(whole)
         models = [one for _, one in pipelined_modules(module)]
         own = {id(p) for one in models if not isinstance(one, StagedBlocks) for p in one.parameters()}
-        # Only such a module can hold what the walk is for.
+        # Only parameters outside of the package's own models need the walk over the graph.
         self._names: Mapping[int, str] = (
             {id(p): name for name, p in module.named_parameters() if id(p) not in own} if mesh.tp.size > 1 else {}
         )

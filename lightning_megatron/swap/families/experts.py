@@ -25,7 +25,7 @@ from lightning_megatron.swap.families.llama_fields import (
 from lightning_megatron.swap.families.rotary import rotary_fields
 from lightning_megatron.swap.packed import Packed
 
-#: What may be among the settings of a training that Hugging Face has no fields for.
+#: Training settings that Hugging Face has no fields for.
 OF_TRAINING = ("aux_loss", "aux_loss_scope", "z_loss", "jitter", "capacity_factor", "expert_bias_rate")
 
 _MLP, _MOE = "model.layers.{}.mlp", "model.layers.{}.block_sparse_moe"

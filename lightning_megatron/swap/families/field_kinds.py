@@ -31,7 +31,7 @@ _ROTARY: Mapping[str, Any] = {
     "truncate": bool | None,
 }
 
-#: What the value of a field can be, by its name; inside a mapping by the names there.
+#: Legal values of each field, by name; for a mapping by the names of its entries.
 KINDS: Mapping[str, Any] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size"), Size),
     **dict.fromkeys(("num_attention_heads", "n_head", "type_vocab_size", "num_experts_per_tok"), Size),

@@ -16,9 +16,9 @@ GATED = {
     "gelu_new": "geglu_tanh",
     "gelu_fast": "geglu_tanh",
 }
-#: What all these families are here.
+#: Settings that all these families share.
 FIXED = {"norm": "rmsnorm", "position": "rotary", "bias": False}
-#: Tensors of earlier files that hold no weights.
+#: Tensors of earlier files that contain no weights.
 OUTDATED = (r"(.*\.)?rotary_emb\.inv_freq",)
 
 

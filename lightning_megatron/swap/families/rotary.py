@@ -14,7 +14,7 @@ from lightning_megatron.swap.families.fields import Field, Values
 
 #: Names that kinds had earlier.
 _EARLIER = {"su": "longrope"}
-#: What each kind reads of ``rope_parameters`` beside theta, kind and the rotated part of a head.
+#: Further keys of ``rope_parameters`` by kind, besides theta, kind and the rotated share.
 _READ: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
