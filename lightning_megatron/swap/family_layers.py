@@ -27,9 +27,9 @@ def build_layers(
 
     Args:
         config: Configuration of the foreign model.
-        family: Its family.
-        dtype: Of the weights.
-        mesh: The groups of this rank; None means one process that holds everything.
+        family: Family of the model.
+        dtype: Dtype of the weights.
+        mesh: Process groups of this rank; None means a single process.
         has_pooler: Whether an encoder that may have a pooler has one, which its configuration does
             not say.
 

@@ -87,7 +87,7 @@ class CausalLMOutput(_Output):
         self._gather = None
 
     def keys(self) -> tuple[str, ...]:
-        """List the entries that are there."""
+        """List the names of the entries that are not None."""
         names = ("logits",) if self.loss is None else ("loss", "logits")
         return names if self.hidden_states is None else (*names, "hidden_states")
 
@@ -135,6 +135,6 @@ class EncoderOutput(_Output):
         self.pooler_output = pooler_output
 
     def keys(self) -> tuple[str, ...]:
-        """List the entries that are there."""
+        """List the names of the entries that are not None."""
         names = ("loss", "logits", "last_hidden_state", "pooler_output")
         return tuple(name for name in names if getattr(self, name) is not None)

@@ -13,12 +13,12 @@ class SwapRecord:
 
     Args:
         name: Dotted name of the block in the module.
-        kind: How it was cut: a kind of the plan, or ``model`` for a GPT that was built whole.
+        kind: Kind of the cut: a kind of the plan, or ``model`` for a GPT that was built whole.
         source: Class of the block before.
         target: Class of the block now.
         full_elements: Elements of its parameters before (elements).
         local_elements: Elements of its parameters on this rank now, without padding (elements).
-        note: What the user should know; empty if nothing.
+        note: Text for the user; empty if there is none.
     """
 
     name: str

@@ -96,7 +96,7 @@ class SafetensorsFolder:
         valid.
 
         Args:
-            names: Tensors that hold weights.
+            names: Names of the tensors that contain weights.
 
         Raises:
             CorruptDataError: Naming a tensor of each type.

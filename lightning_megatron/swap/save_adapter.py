@@ -27,8 +27,8 @@ _DEFAULT = "default"
 def save_adapter(wrapper: Any, save_directory: str | os.PathLike[str], **others: Any) -> None:
     """Write the whole adapter as a folder for ``PeftModel.from_pretrained``.
 
-    Equal to peft's method with the same weights, which does it where every rank holds the whole
-    model.
+    Equal to peft's method with the same weights. If every rank has the whole model, peft's own
+    method runs.
 
     Args:
         wrapper: Wrapper of peft around a model; if ranks have parts, all of them call this

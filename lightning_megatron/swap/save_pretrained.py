@@ -73,8 +73,8 @@ def save_as_it_is(
 ) -> None:
     """Write a Hugging Face model that computes with its own code, from all ranks together.
 
-    Equal to Hugging Face's method with the same weights, which does it where every rank holds the
-    whole model.
+    Equal to Hugging Face's method with the same weights. If every rank has the whole model, Hugging
+    Face's own method runs.
 
     Args:
         model: Model; if ranks have parts, all of them call this together.

@@ -78,7 +78,7 @@ def check_unit(optimizer: Optimizer, unit: Unit, cut: bool) -> None:
     Args:
         optimizer: Optimizer of the user.
         unit: Smallest unit of the optimizer.
-        cut: Whether ranks of tensor or pipeline parallelism hold parts of the model.
+        cut: Whether ranks of tensor or pipeline parallelism have parts of the model.
 
     Raises:
         UnsupportedError: If its result would depend on the layout.

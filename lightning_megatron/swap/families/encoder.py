@@ -35,8 +35,8 @@ class EncoderNames:
     """Tensor names of BERT-like encoders.
 
     Args:
-        prefix: What the names of all but the head begin with.
-        head: Their layer by ours, in the head.
+        prefix: Prefix of the names of all tensors except the head's.
+        head: Names of the head's layers, by this package's names.
     """
 
     prefix: str = ""

@@ -18,19 +18,18 @@ SETTINGS = "expert_settings"
 class ExpertNames:
     """Tensor names of mixtures of experts, with ``{}`` for the layer and for the expert.
 
-    Every expert has tensors of its own, so that any group of ranks can read and write those that it
-    holds.
+    Every expert has tensors of its own, so that any group of ranks can read and write the tensors
+    of its experts.
 
     Args:
         router: Projection of tokens to the router's logits.
-        up: First projections of an expert: gate and up, the one to both, or the one to what is
-            activated.
+        up: First projections of an expert: gate and up, the joint one, or the one before the
+            activation.
         down: Second projection of an expert.
-        bias: Biases of experts, where they have some; the name of the tensor.
-        shared_up: First projections of the MLP beside the experts, where there is one.
-        shared_down: Its second projection.
-        shared_gate: Projection of tokens to the number that its output is multiplied by, where
-            there is one.
+        bias: Biases of experts, if there are any; the name of the tensor.
+        shared_up: First projections of the shared MLP next to the experts, if there is one.
+        shared_down: Second projection of the shared MLP.
+        shared_gate: Projection of tokens to the gate of the shared MLP's output, if there is one.
     """
 
     router: str

@@ -56,7 +56,7 @@ def _balanced(layers: Callable[[Values], Mapping[str, Any]]) -> tuple[Field, ...
     """Return the field rules for load balancing of experts.
 
     Args:
-        layers: Says which layers have experts.
+        layers: Function that returns the layers with experts.
     """
 
     def rule(values: Values) -> Mapping[str, Any]:

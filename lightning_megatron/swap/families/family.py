@@ -24,26 +24,22 @@ class Family:
     """Family of Hugging Face models; loading, export and all checks follow from it.
 
     Args:
-        model_type: Its name in configurations, such as ``llama``.
-        architecture: Name of the class of the model, such as ``LlamaForCausalLM``.
-        config: Turns a configuration of the family into a ``ModelConfig`` of ours, or refuses it.
-        tensors: Lists where the full tensors of a model come from.
-        base: What names begin with in a file of the language model and not in one of the model
-            without its head.
-        ignored: Patterns of whole names that files may have and that hold no weights, such as
-            masks.
-        renamed: Patterns of parts of names in other files of the family, and what they are in those
-            of the class.
-        head: Name of the output head's weight, which a file may have beside the embedding it is
-            tied to.
+        model_type: Model type in configurations, such as ``llama``.
+        architecture: Name of the model's class, such as ``LlamaForCausalLM``.
+        config: Function that converts a configuration of the family to a ``ModelConfig``, or
+            refuses it.
+        tensors: Function that lists the sources of a model's full tensors.
+        base: Prefix of names in files of the language model that files of the headless model lack.
+        ignored: Patterns of whole names in files that contain no weights, such as masks.
+        renamed: Patterns of parts of names in other files of the family, with their names in the
+            class.
+        head: Name of the output head's weight, which a file may have in addition to a tied
+            embedding.
         embedding: Name of the token embedding's weight.
-        heads: Patterns of whole names of tensors that belong to heads. A file may have those of
-            other classes, which are left out, and lack those of this one, which then keep their
-            first values.
-        copies: Further names that a state dict has for the same tensor, and the name that the
-            tensor has.
-        packed: Tensors that the class has otherwise than its files, from which the table takes its
-            names.
+        heads: Patterns of whole names of tensors that belong to heads. Heads of other classes in a
+            file are skipped. Missing heads of this class keep their initial values.
+        copies: Further names of a tensor in a state dict, with the name of that tensor.
+        packed: Rules of tensors that the class packs; the table uses the names in files.
     """
 
     model_type: str
@@ -63,7 +59,7 @@ class Family:
         """Return the setting of a configuration that the table lacks; empty if there is none.
 
         Args:
-            settings: The configuration.
+            settings: Configuration to check.
         """
         if settings.get("expert_settings"):
             # Only models of this package have such.
@@ -87,8 +83,8 @@ class Family:
     def at_home(self, config: ModelConfig) -> tuple[TensorMap, ...]:
         """List the sources of a model's parameters in its class's tree.
 
-        Equal to :attr:`tensors`, with the names of the class as targets; layers that join others
-        are several.
+        The list equals :attr:`tensors` with the names of the class as targets; a joined layer has
+        several entries.
         """
         return home_table(self.tensors(config), self.packed)
 
@@ -113,19 +109,18 @@ class Names:
         final_norm: Norm before the head.
         attention_norm: Norm before the attention.
         mlp_norm: Norm before the MLP.
-        qkv: Projections to queries, keys and values, or the one to all three.
+        qkv: Projections to queries, keys and values, or the joint one.
         output: Output projection of the attention.
-        up: First projections of the MLP: gate and up, the one to both, or the one to what is
-            activated.
+        up: First projections of the MLP: gate and up, the joint one, or the one before the
+            activation.
         down: Second projection of the MLP.
-        query_norm: Norm of query heads, where there is one.
-        key_norm: Norm of key heads, where there is one.
-        position: Position embedding, where there is one.
+        query_norm: Norm of query heads, if there is one.
+        key_norm: Norm of key heads, if there is one.
+        position: Position embedding, if there is one.
         head: Output head, if it has a weight of its own.
         is_transposed: Whether weights of projections are stored input first.
-        experts: Routers and experts, where there are some; the MLPs are then those of the other
-            layers.
-        by_heads: Whether the rows of ``qkv`` are query, key and value of one head after the other.
+        experts: Routers and experts, if there are any; the MLPs are then those of the other layers.
+        by_heads: Whether ``qkv`` has the query, key and value rows of one head after the other.
     """
 
     embedding: str

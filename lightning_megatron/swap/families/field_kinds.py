@@ -67,10 +67,10 @@ def check_kind(name: str, value: Any, kind: Any, family: str) -> None:
     """Refuse a value whose type or range is wrong for its field.
 
     Args:
-        name: Field.
-        value: Its value.
-        kind: As :func:`~lightning_megatron.plan.settings.settled` has them, or a mapping of the
-            kinds of the fields inside; those that it does not list may be anything.
+        name: Name of the field.
+        value: Value of the field.
+        kind: Kind as in :func:`~lightning_megatron.plan.settings.settled`, or a mapping of the
+            kinds of nested fields; other nested fields may have any value.
         family: Name of the family, for errors.
 
     Raises:

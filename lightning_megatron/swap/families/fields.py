@@ -47,15 +47,14 @@ class Field:
     """Rule for a field of a foreign configuration.
 
     Args:
-        name: Its name there.
-        default: What it is where it is not given.
-        becomes: The field of ours that has its value, or what computes fields of ours from all
-            values of the configuration; None if it says nothing itself, because another field's
-            rule reads it.
-        only: The values that the family is computed with; None allows all.
-        why: Why there is no other.
-        also: Further names that files have for it.
-        kind: What its value can be, as ``KINDS`` says it; None takes what that has for its name.
+        name: Name in the configuration.
+        default: Value of a missing field.
+        becomes: Name of this package's field with the same value, or a function that computes this
+            package's fields from all values. None if another field's rule reads the field.
+        only: Supported values; None allows all.
+        why: Reason why no other value is supported.
+        also: Further names of the field in files.
+        kind: Kind of the value, as in ``KINDS``; None uses the kind of the field's name there.
     """
 
     name: str
@@ -99,17 +98,17 @@ GENERAL = (
 class ConfigTable:
     """Conversion of a family's configurations to those of this package.
 
-    Every field is used, irrelevant, or refused unless it has the value that we compute with. One
-    that the table does not know is passed over where Hugging Face does so, too, and refused
-    otherwise unless it is off (None or False).
+    Every field is used, irrelevant, or refused unless it has the supported value. A field that the
+    table lacks is ignored if Hugging Face ignores it too. Otherwise it is refused unless it is off
+    (None or False).
 
     Args:
         family: Name of the family, for messages.
-        fields: What the fields become.
-        fixed: Fields of ours that all models of the family share.
-        irrelevant: Names of further fields that change nothing in a training.
-        builds: Makes our configuration of its fields.
-        parts: Fields of ours that are records themselves, and the tables that make them.
+        fields: Rules of the fields.
+        fixed: Fields of this package that all models of the family share.
+        irrelevant: Names of further fields that do not affect training.
+        builds: Function that makes this package's configuration from its fields.
+        parts: Fields of this package that are records themselves, with their tables.
     """
 
     family: str
@@ -129,7 +128,7 @@ class ConfigTable:
         """Return this package's configuration of a model.
 
         Args:
-            config: What ``config.to_dict()`` returns or ``config.json`` holds.
+            config: Configuration, as from ``config.to_dict()`` or ``config.json``.
 
         Raises:
             UnsupportedError: Naming the field and its value, if it asks for something that we do
@@ -151,7 +150,7 @@ class ConfigTable:
         """Return a configuration of the fields with rules, whatever other fields there are.
 
         Args:
-            config: What ``config.to_dict()`` returns or ``config.json`` holds.
+            config: Configuration, as from ``config.to_dict()`` or ``config.json``.
 
         Raises:
             UnsupportedError: Naming the field and its value, if it asks for something that we do

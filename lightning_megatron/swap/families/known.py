@@ -33,11 +33,11 @@ FAMILIES: tuple[Family, ...] = (
 def families(further: Iterable[Family] = ()) -> tuple[Family, ...]:
     """List all families: the given, installed and built-in ones; the first of a name counts.
 
-    A package offers one as an entry point of the group ``lightning_megatron.families`` that is a
-    ``Family``.
+    A package offers a family as an entry point of the group ``lightning_megatron.families`` that is
+    a ``Family``.
 
     Args:
-        further: Families to know beside the others.
+        further: Families in addition to the others.
 
     Raises:
         UnsupportedError: If an entry point is something else.
@@ -64,8 +64,8 @@ def find_family(name: str, further: Iterable[Family] = ()) -> Family | None:
     """Return the family of a model type or of a language model's class, or None.
 
     Args:
-        name: Such as ``llama`` or ``LlamaForCausalLM``.
-        further: Families to know beside the others.
+        name: Name such as ``llama`` or ``LlamaForCausalLM``.
+        further: Families in addition to the others.
     """
     return next((family for family in families(further) if name in (family.model_type, family.architecture)), None)
 
@@ -74,8 +74,8 @@ def family_of(name: str, further: Iterable[Family] = ()) -> Family:
     """Return the family of a model type or of a language model's class.
 
     Args:
-        name: Such as ``llama`` or ``LlamaForCausalLM``.
-        further: Families to know beside the others.
+        name: Name such as ``llama`` or ``LlamaForCausalLM``.
+        further: Families in addition to the others.
 
     Raises:
         UnsupportedError: If there is no such family; it names the known ones.

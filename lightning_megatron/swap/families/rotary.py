@@ -41,11 +41,11 @@ def rotary_fields(
 
     Args:
         theta: Field of the base in the earlier notation.
-        part: Field of the rotated part of a head in the earlier notation; None if the family always
-            rotates all.
-        default_part: What that is where it is not given.
+        part: Field of the rotated share of a head in the earlier notation; None if the family
+            always rotates whole heads.
+        default_part: Rotated share if the field is missing.
         earlier: Further names of the kinds.
-        default_base: Base where it is not given.
+        default_base: Base if the field is missing.
     """
     rule = _rule(theta, part, default_part, _EARLIER | dict(earlier or {}), default_base)
     names = {theta, "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"} | ({part} - {None})

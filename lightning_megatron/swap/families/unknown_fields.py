@@ -35,14 +35,14 @@ _SHARED = (
 def passed_over(names: Iterable[str], model_type: object) -> frozenset[str]:
     """Return the fields that change nothing in a Hugging Face model.
 
-    transformers keeps fields that it does not know as attributes of the configuration. One that the
-    type's configuration does not declare, and that no code of the type or of all types mentions,
-    cannot change what is computed.
+    transformers keeps unknown fields as attributes of the configuration. A field that the type's
+    configuration does not declare, and that neither the type's code nor the shared code mentions,
+    cannot change the computation.
 
     Args:
         names: Fields of a configuration.
-        model_type: Its type, such as ``llama``; without one, or without transformers, nothing is
-            known of the others.
+        model_type: Model type, such as ``llama``; without one, or without transformers, the other
+            fields stay unknown.
     """
     others = frozenset(names) - HARMLESS
     declared, code = _known_of(model_type) if others and isinstance(model_type, str) else (None, "")
