@@ -44,21 +44,20 @@ from lightning_megatron.training.main_parameters import MainParameters
 class RunCheckpoints:
     """Save, load and remove the checkpoints of one strategy.
 
-    Saves that are written beside the training are at most one at a time. Whoever owns this polls at a border of
-    batches that all ranks reach together, waits before loading, and closes it before the groups of the run are given
-    back.
+    At most one background save runs at a time. The owner calls :meth:`poll` on all ranks between
+    batches, :meth:`wait` before loading, and :meth:`close` before the run's groups are destroyed.
     """
 
     def __init__(self) -> None:
         self._writer: CheckpointWriter | None = None
         self._random_states: Mapping[str, Any] | None = None
         self._has_reserved = False
-        #: Whether the owner calls :meth:`hold_updates` before anything changes what a save has been given.
+        #: Whether the owner calls :meth:`hold_updates` before saved tensors can change.
         self.defers_copies = False
         self._verified: str | None = None
-        #: What ``fit``, ``validate``, ``test`` or ``predict`` was given.
+        #: The argument of ``fit``, ``validate``, ``test`` or ``predict``.
         self.weights_only: bool | None = None
-        #: Whether the checkpoint that was loaded last is a file of another strategy.
+        #: Whether the last loaded checkpoint is a file of another strategy.
         self._loaded_from = ""
         self.is_plain = False
 
@@ -79,18 +78,18 @@ class RunCheckpoints:
 
         Args:
             path: The directory or URL.
-            checkpoint: What Lightning collected; tensors are taken from the module and the optimizers, but weights
-                that ``on_save_checkpoint`` has left out, changed or added are saved as it wants them.
+            checkpoint: Lightning's checkpoint dictionary. Tensors come from the module and the
+                optimizers, except weights that ``on_save_checkpoint`` removed, changed or added.
             module: The module that is saved.
-            optimizers: Its optimizers, over the mains.
-            main: Its parameters.
+            optimizers: Its optimizers, which train main parameters.
+            main: Main parameters of the module.
             mesh: The groups of this rank.
-            dataloaders: States of the dataloaders that can be resumed, of this rank.
-            background: Return when the tensors are copied, and write beside what comes next.
+            dataloaders: States of this rank's resumable dataloaders.
+            background: Whether to return after copying the tensors, and write in the background.
 
         Raises:
             CheckpointSaveError: On all ranks, if one cannot write; with ``background`` :meth:`poll` raises it.
-            UnsupportedError: On all ranks, if weights were changed to what cannot be saved.
+            UnsupportedError: On all ranks, if changed weights cannot be saved.
 
         Communication: collective over all ranks.
         """
@@ -98,7 +97,7 @@ class RunCheckpoints:
         weights = weights_to_save(checkpoint.pop("state_dict", {}), module, main, mesh)
         tensors = dict(weights.tensors)
         if "averaging_state" in checkpoint:
-            # A callback has put averages in place of the weights, which are needed to go on.
+            # A callback has swapped averages into the model; resuming needs the current weights.
             current = weights_to_save(checkpoint.pop("current_model_state", {}), module, main, mesh)
             tensors |= current_weights(current.tensors)
         trains = checkpoint.pop("optimizer_states", None) is not None
@@ -126,7 +125,7 @@ class RunCheckpoints:
         if self._has_reserved:
             return
         self._has_reserved = True
-        # Lightning imports it to collect its first checkpoint, a tenth of a second that no later step shall wait for.
+        # Lightning imports this at its first checkpoint, which would delay a later step by 0.1 s.
         importlib.import_module("omegaconf")
         tensors = dict(model_tensors(module, main))
         for index, optimizer in enumerate(optimizers):
@@ -165,7 +164,7 @@ class RunCheckpoints:
         """Finish or abandon a background save, on all ranks, before the run's groups are destroyed.
 
         Args:
-            abandon: Do not wait for other ranks, which have failed.
+            abandon: Whether to skip waiting for other ranks, because one has failed.
         """
         writer, self._writer = self._writer, None
         self._random_states = None
@@ -210,18 +209,21 @@ class RunCheckpoints:
         """Load module and optimizers from a checkpoint; return the entries left for Lightning.
 
         Args:
-            path: A directory of :meth:`save`, or a file that another strategy saved, which is returned with its
-                tensors for :func:`plain_checkpoint.load_state_dict` and :func:`plain_checkpoint.load_optimizer`.
-            module: The module to fill.
-            optimizers: Its optimizers, over the mains; empty when not fitting.
-            main: Its parameters.
+            path: A directory of :meth:`save`, or a file of another strategy. A file is returned
+                with its tensors, for :func:`plain_checkpoint.load_state_dict` and
+                :func:`plain_checkpoint.load_optimizer`.
+            module: The module to load into.
+            optimizers: Its optimizers, which train main parameters; empty outside of a fit.
+            main: Main parameters of the module.
             mesh: The groups of this rank.
-            before_optimizers: Called with what is left, before optimizers are filled: their groups may have to be made.
+            before_optimizers: Function that receives Lightning's entries before optimizers are
+                loaded, to create missing parameter groups.
 
         Raises:
-            CheckpointMismatchError: If the checkpoint is not one, or one of another model.
-            CorruptDataError: If it is damaged, naming the file.
-            UnsupportedError: If it holds more than tensors and plain values, unless ``weights_only`` is False.
+            CheckpointMismatchError: If the path is no checkpoint, or is one of another model.
+            CorruptDataError: If a file is damaged; the message names it.
+            UnsupportedError: If it has other objects than tensors and plain values, unless
+                ``weights_only`` is False.
 
         Communication: collective over all ranks.
         """
@@ -229,7 +231,7 @@ class RunCheckpoints:
         self.is_plain = not is_sharded_checkpoint(path)
         if self.is_plain:
             checkpoint = _read_plain(path, optimizers, self.weights_only)
-            # Files of torch before 1.6 are no archives, and have no checksums.
+            # Files of torch before 1.6 are not zip archives and have no checksums.
             if os.fspath(path) != self._verified and zipfile.is_zipfile(path):
                 verify_any(os.fspath(path), mesh)
             return checkpoint
@@ -268,7 +270,7 @@ class RunCheckpoints:
         if state.same_data:
             fit_loop["combined_loader"] = state.values["dataloaders"]
             return
-        # Another division of the data: no rank knows which samples it would have read.
+        # With another number of data ranks, saved dataloader states fit no rank.
         del fit_loop["combined_loader"]
         if any(state.values["dataloaders"]):
             rank_zero_warn(

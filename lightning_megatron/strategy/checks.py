@@ -54,7 +54,7 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
     """Return the module that is cut into stages; None with one stage.
 
     Raises:
-        UnsupportedError: If pp > 1 and there is none, or more than one.
+        UnsupportedError: If pp > 1 and the module has no pipelined model, or several.
     """
     if mesh.pp.size == 1:
         return None
@@ -84,8 +84,8 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
     """Refuse modules and hooks that a pipeline does not support.
 
     Raises:
-        UnsupportedError: For manual optimization, parameters outside the stages, or hooks of the one backward pass with
-            pp > 1.
+        UnsupportedError: With pp > 1, for manual optimization, for trained parameters outside the
+            stages, and for hooks that receive the loss.
     """
     if mesh.pp.size == 1:
         return
@@ -115,7 +115,7 @@ def check_train_loaders(trainer: Trainer, options: StrategyOptions, layout: Para
         ParallelPlanError: If a batch size does not fit.
     """
     for loader in train_dataloaders(trainer):
-        # Any iterable may say how large its batches are, as a DataLoader does.
+        # Any iterable may have a batch_size, not only a DataLoader.
         batch_size = getattr(loader, "batch_size", None)
         if isinstance(batch_size, int):
             check_batch_size(batch_size, options, layout)

@@ -33,8 +33,10 @@ from lightning_megatron.strategy.model_strategy import ModelStrategy
 
 _STATIC = ("parameters", "gradients", "mains", "optimizer")
 _RUNNING = ("activations", "loss", "workspace", "communication", "libraries")
-#: cuBLAS keeps a workspace for the thread of the forward pass and one for that of the backward pass (bytes each).
-_WORKSPACE, _OLDER_WORKSPACE = 32 * 2**20, 8 * 2**20 + 128 * 2**10
+#: cuBLAS keeps one workspace for the forward pass's thread and one for the backward pass's (bytes).
+_WORKSPACE = 32 * 2**20
+#: The same before Hopper (bytes).
+_OLDER_WORKSPACE = 8 * 2**20 + 128 * 2**10
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,11 @@ class StageReport:
     """Estimated and measured memory of one pipeline stage.
 
     Args:
-        stage: Position on the pp axis.
-        estimate: By part; only the parts that are held all the time where the module has no GPT.
-        held: What the rank that holds most has in ``parameters``, ``gradients``, ``mains`` and ``optimizer`` (bytes).
-        peak: The most that the allocator of one rank gave out at a time (bytes); None on CPU, where nobody counts.
+        stage: Index on the pp axis.
+        estimate: Estimate by part; static parts only if the module has no GPT.
+        held: Maximum over ranks of measured static memory, by part: ``parameters``, ``gradients``,
+            ``mains`` (main parameters) and ``optimizer`` (bytes).
+        peak: Maximum over ranks of the allocator's peak (bytes); None on CPU.
     """
 
     stage: int
@@ -89,22 +92,23 @@ class StageReport:
 class MemoryReport(Callback):
     """Print estimated and measured memory of every stage after the first optimizer steps.
 
-    Parameters, gradients, main parameters and optimizer state are counted; on GPUs the measured peak is that of torch's
-    allocator since training started, whose statistics are reset for that. The estimate is that of
-    :func:`~lightning_megatron.plan.budget.estimate_memory`, whole for modules with a :class:`GPT`.
+    The report measures parameters, gradients, main parameters and optimizer state. On GPUs it also
+    measures the peak of torch's allocator, whose statistics it resets when training starts. The
+    estimate comes from :func:`~lightning_megatron.plan.budget.estimate_memory`, and includes
+    activations for modules with a :class:`GPT`.
 
     Args:
-        after_steps: Optimizer steps before the report: the first one makes the optimizer's state (steps).
+        after_steps: Optimizer steps before the report; the first creates optimizer state (steps).
 
     Raises:
-        UnsupportedError: Under other strategies, which hold other things.
+        UnsupportedError: If the strategy is not a :class:`MegatronStrategy`.
 
     Communication: one gather of numbers over all ranks.
     """
 
     def __init__(self, after_steps: Count = 2) -> None:
         self.after_steps: int = settled_arguments(MemoryReport.__init__, locals())["after_steps"]
-        #: What was printed, by stage; on every rank.
+        #: Printed reports by stage, on every rank.
         self.reports: tuple[StageReport, ...] = ()
         self._first_step = 0
 
@@ -118,7 +122,8 @@ class MemoryReport(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first_step, self.reports = trainer.global_step, ()
+        self._first_step = trainer.global_step
+        self.reports = ()
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
 
@@ -154,9 +159,9 @@ def estimate_of(
     """Estimate the memory of this rank's stage.
 
     Args:
-        strategy: Has the layout and the options.
-        module: Has the model.
-        optimizers: Those of the run.
+        strategy: Strategy of the run.
+        module: The user's module.
+        optimizers: Optimizers of the run.
         batch: A batch of this data-parallel rank.
     """
     assert strategy._state is not None, "setup has run"
@@ -234,7 +239,7 @@ def state_copies(optimizer: Optimizer) -> int:
     """Return how many tensors of a main parameter's size an optimizer keeps for it.
 
     Returns:
-        What is known of torch's optimizers, else the most that the optimizer holds for a parameter now.
+        The known number for torch's optimizers; for others, the maximum over current states.
     """
     groups = optimizer.param_groups
     if isinstance(optimizer, (Adam, AdamW)):
@@ -253,7 +258,9 @@ def tokens_shape(batch: Any) -> tuple[int, int] | None:
     if isinstance(batch, Tensor):
         is_tokens = batch.ndim == 2 and not batch.is_floating_point()
         return (batch.shape[0], batch.shape[1]) if is_tokens else None
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    parts = batch if isinstance(batch, (list, tuple)) else ()
     return next((shape for part in parts if (shape := tokens_shape(part)) is not None), None)
 
 
@@ -284,7 +291,7 @@ def as_figures(report: StageReport) -> dict[str, Any]:
 
 
 def _is_in_place(optimizer: Optimizer) -> bool:
-    # Without a fused kernel torch updates lists of tensors, with a list of temporaries as large as the parameters.
+    # torch's foreach updates allocate temporaries as large as the parameters.
     return all(group.get("fused") or group.get("foreach") is False for group in optimizer.param_groups)
 
 

@@ -44,10 +44,10 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
     Args:
         sizes: Arguments of the :class:`ParallelLayout` other than the world size.
         sequence_parallel: Whether the mesh shards activations along the sequence.
-        timeout: How long a collective may wait for a rank; None leaves torch's default.
+        timeout: Time that a collective may wait for a rank; None means torch's default.
         process_group_backend: ``nccl`` or ``gloo``; None chooses by the device.
         nccl_options: NCCL options by axis.
-        pipelines_products: Whether the mesh cuts products at the border of the sequence's shards.
+        pipelines_products: Whether matrix products next to sequence communication overlap with it.
     """
 
     def __init__(
@@ -194,8 +194,8 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
     def join_mesh(self) -> ParallelMesh:
         """Create this rank's groups and agree on the seed.
 
-        The process group of all ranks lives as long as the process, as with every strategy of Lightning; all groups
-        below it are given back by :meth:`leave_mesh`.
+        The process group of all ranks lives as long as the process, as in Lightning's strategies.
+        :meth:`leave_mesh` destroys all other groups.
 
         Communication: collective over all ranks.
         """
@@ -222,7 +222,7 @@ class MeshStrategy(MeshCommunication, BufferStrategy):
         )
         agreed, job = broadcast_object((seed, uuid.uuid4().hex[:12]), mesh.world_cpu)
         if agreed != seed:
-            # The ranks were not seeded alike: take rank 0's seed, as ddp takes rank 0's weights.
+            # The ranks have different seeds: use rank 0's, as ddp uses rank 0's weights.
             torch.manual_seed(agreed)
             mesh.random.seed = agreed % 2**63
         if layout.world_size > 1:

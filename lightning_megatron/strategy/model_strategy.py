@@ -70,7 +70,7 @@ class ModelStrategy(MeshStrategy):
     """Strategy that cuts the module, owns its main parameters and runs its steps.
 
     Args:
-        options: The strategy's arguments.
+        options: Options of the strategy.
     """
 
     def __init__(self, options: StrategyOptions) -> None:
@@ -114,7 +114,7 @@ class ModelStrategy(MeshStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # A plugin that is there before the Trainer chooses one would make the Trainer ignore its precision argument.
+        # The Trainer ignores its precision argument if a plugin is set, so None stays None.
         ours = None if precision_plugin is None else MegatronPrecision.from_lightning(precision_plugin)
         self._precision_plugin = ours
 
@@ -396,5 +396,5 @@ class ModelStrategy(MeshStrategy):
         self._wait_for_parameters()
         batch, rest = args[0], args[1:]
         step = rest[0] if rest and isinstance(rest[0], int) else 0
-        # The second index names the dataloader, where there are several.
+        # The second argument is the dataloader's index, if there are several.
         return self._steps.evaluate(self.user_module, name, batch, rest, step=step, key=(name, *rest[1:]))

@@ -16,7 +16,7 @@ from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.plan.schedule import ScheduleName
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, settle
 
-#: Longer durations than 31 years overflow the clocks that communication libraries count nanoseconds with.
+#: Durations above 31 years overflow the nanosecond clocks of communication libraries.
 _PATIENCE = Range(above=0, most=1_000_000_000)
 
 
@@ -25,8 +25,8 @@ class StrategyOptions:
     """Arguments of :class:`MegatronStrategy`, which documents them.
 
     Raises:
-        ParallelPlanError: For values of another type or outside of their range, and for sizes that no layout can have.
-        UnsupportedError: For what this version cannot do.
+        ParallelPlanError: If a value has the wrong type or range, or no layout has these sizes.
+        UnsupportedError: If this version does not support a value.
     """
 
     tp: Count
@@ -62,7 +62,7 @@ class StrategyOptions:
     moments_dtype: Literal["float32", "bfloat16"]
 
     def __post_init__(self) -> None:
-        # Sizes and order of one copy of the model: what they need of the world is checked when it is known.
+        # ParallelLayout checks one model replica here; the world size is checked when it is known.
         settle(self)
         etp = self.tp if self.etp is None else self.etp
         self._check_available()
@@ -71,8 +71,7 @@ class StrategyOptions:
         if self.sequence_parallel and self.tp == 1:
             raise ParallelPlanError(
                 "sequence_parallel (True) needs tp above 1, because it cuts the sequence over the tensor-parallel "
-                "ranks. Use "
-                "tp of 2 or more, or leave sequence_parallel out."
+                "ranks. Use tp of 2 or more, or leave sequence_parallel out."
             )
         if self.overlap_tensor_parallel and not self.shards_sequence:
             raise ParallelPlanError(
@@ -87,7 +86,7 @@ class StrategyOptions:
                 f"optimizer_slices ({self.optimizer_slices!r}) needs zero=1, because nothing is cut into slices where "
                 "every rank has the whole state. Use zero=1, or leave optimizer_slices out."
             )
-        # What a file says is compared over the ranks, not its path.
+        # Ranks compare the content of the file, because its path may differ.
         object.__setattr__(self, "nccl_options", read_nccl_options(self.nccl_options))
         if self.nccl_options and self.process_group_backend == "gloo":
             raise ParallelPlanError(
@@ -137,8 +136,7 @@ class StrategyOptions:
         if precision == "bf16-mixed":
             notes.append(
                 "precision bf16-mixed: bfloat16 parameters with float32 main parameters and gradients, no autocast. "
-                "(On CPU Lightning "
-                "replaces 16-mixed by it.)"
+                "(On CPU Lightning replaces 16-mixed by it.)"
             )
         if self.overlap_tensor_parallel and (device_type != "cuda" or precision == "32-true"):
             notes.append(
@@ -155,20 +153,17 @@ class StrategyOptions:
         if self.cp > 1:
             raise UnsupportedError(
                 f"cp ({self.cp}) above 1 is not available in this version, because no attention here works on a part "
-                "of the "
-                "sequence yet. Use cp=1, and sequence_parallel for long sequences."
+                "of the sequence yet. Use cp=1, and sequence_parallel for long sequences."
             )
 
     def _check_schedule(self) -> None:
         if self.vpp > 1 and self.schedule_name != "interleaved":
             raise ParallelPlanError(
                 f"schedule ({self.schedule!r}) must be 'interleaved' with vpp ({self.vpp}) above 1, because only "
-                "that one runs several "
-                "chunks on a stage. Use schedule='interleaved', or vpp=1."
+                "that one runs several chunks on a stage. Use schedule='interleaved', or vpp=1."
             )
         if self.vpp == 1 and self.schedule_name == "interleaved":
             raise ParallelPlanError(
                 "schedule 'interleaved' needs vpp above 1, because it alternates between the chunks of a stage. Use "
-                "vpp of 2 or "
-                "more with pp above 1, or schedule='1f1b'."
+                "vpp of 2 or more with pp above 1, or schedule='1f1b'."
             )

@@ -31,9 +31,9 @@ class Dtypes:
     """Dtypes of the parameters and main parameters of one precision.
 
     Args:
-        parameters: Type of the model's parameters, and of all that is computed from them.
-        mains: Type of the parameters that the optimizer trains; None means the model's own.
-        is_default: Whether tensors that the user's code makes get the parameters' type, too.
+        parameters: Dtype of the model's parameters and activations.
+        mains: Dtype of the main parameters; None means that the optimizer trains the model's own.
+        is_default: Whether ``parameters`` is also torch's default dtype in user code.
         scales_loss: Whether the loss is scaled so that gradients do not vanish.
     """
 
@@ -56,36 +56,35 @@ class MegatronPrecision(Precision):
     """Precision plugin with half-precision parameters and float32 main parameters.
 
     * ``32-true``, ``64-true``, ``bf16-true``: parameters of that type, trained as they are.
-    * ``bf16-mixed``: bfloat16 parameters and activations; the optimizer trains float32 main parameters with float32
-      gradients. There is no autocast: all of the module computes in bfloat16, except what casts by itself, as our
-      losses do.
-    * ``16-mixed``: the same with float16, and a dynamic loss scale; all ranks agree on which steps are skipped.
+    * ``bf16-mixed``: bfloat16 parameters and activations; the optimizer trains float32 main
+      parameters with float32 gradients. There is no autocast: the whole module computes in
+      bfloat16, except code with explicit casts, such as this package's losses.
+    * ``16-mixed``: the same with float16 and a dynamic loss scale. All ranks skip the same steps.
 
-    Floating-point inputs are converted to the parameters' type, unless the module holds one of our models, which take
-    token ids and convert where they must.
+    Floating-point inputs are converted to the parameters' dtype. Modules with a model of this
+    package are an exception: their inputs are token ids.
 
     Args:
         precision: One of the names above.
-        loss_scale: Replaces the default dynamic loss scale of ``16-mixed``.
+        loss_scale: Dynamic loss scale of ``16-mixed``; None means the default one.
     """
 
     def __init__(self, precision: str = "32-true", loss_scale: DynamicLossScale | None = None) -> None:
         if precision not in PRECISIONS:
             raise UnsupportedError(
                 f"precision must be one of {', '.join(PRECISIONS)}: {precision!r}. Each is a pair of types for "
-                "parameters and "
-                "main parameters. Pass one of them to Trainer(precision=...)."
+                "parameters and main parameters. Pass one of them to Trainer(precision=...)."
             )
         self.precision: Any = precision
         self.dtypes = PRECISIONS[precision]
         self.loss_scale = (loss_scale or DynamicLossScale()) if self.dtypes.scales_loss else None
         self.converts_inputs = True
-        #: Whether modules wait for their parameters in the next forward pass, instead of all here after a step.
+        #: Whether modules wait for their parameters in the next forward pass, not after the step.
         self.gathers_late = False
         self.skipped_steps = 0
         self.last_grad_norm: Tensor | None = None
         self._state: TrainingState | None = None
-        # Whether clipping by norm is left to the kernel that updates, and the factor that waits for it.
+        # The fused update applies the clipping factor itself; it is stored here until then.
         self._clips_later = False
         self._coefficient: Tensor | None = None
 
@@ -172,18 +171,21 @@ class MegatronPrecision(Precision):
     ) -> Any:
         """Run the closure, then reduce and clip gradients and update the parameters.
 
-        torch's Adam and AdamW run as one kernel where they can, which clips and writes back in the same pass.
+        Adam and AdamW of torch run as one fused kernel if possible, which also clips gradients and
+        writes the model's parameters.
         """
         assert self._state is not None, "optimizers step after the strategy has set them up"
-        state, calls, stored = self._state, 0, False
+        state = self._state
+        calls = 0
+        stored = False
         is_fused = state.fused_update.serves(state.main, optimizer)
-        # Code that looks at gradients sees them clipped.
+        # User code that reads gradients expects clipped ones, so clipping cannot be deferred.
         self._clips_later = is_fused and not state.main.lent.is_on
 
         def with_gradients() -> Any:
             nonlocal calls
             if calls:
-                # An optimizer that evaluates the loss again has moved the mains since.
+                # Optimizers such as LBFGS move main parameters between two evaluations of the loss.
                 state.main.publish()
             calls += 1
             result = closure()
@@ -202,7 +204,8 @@ class MegatronPrecision(Precision):
             else:
                 result = optimizer.step(closure=with_gradients, **kwargs)
         finally:
-            self._clips_later, self._coefficient = False, None
+            self._clips_later = False
+            self._coefficient = None
         state.main.publish(wait=not self.gathers_late, stored=stored)
         state.check_values()
         return result
@@ -210,8 +213,10 @@ class MegatronPrecision(Precision):
     def _step(self, optimizer: Any, kwargs: dict[str, Any]) -> bool:
         """Update main parameters; return whether the model's parameters are updated, too."""
         assert self._state is not None, "optimizers step after the strategy has set them up"
-        main, fused, stored = self._state.main, self._state.fused_update, False
-        # The closure may have given the optimizer other parameters.
+        main = self._state.main
+        fused = self._state.fused_update
+        stored = False
+        # The closure may have changed the optimizer's parameters.
         if fused.serves(main, optimizer):
             stored = fused.update(main, optimizer, self._coefficient)
         else:
@@ -230,7 +235,9 @@ class MegatronPrecision(Precision):
             )
         result = with_gradients()
         assert self._state is not None, "with_gradients has used the state"
-        overflowed, scale, stored = self._state.has_overflowed(optimizer), loss_scale.scale, False
+        overflowed = self._state.has_overflowed(optimizer)
+        scale = loss_scale.scale
+        stored = False
         if overflowed:
             self.skipped_steps += 1
             if self._state.mesh.rank == 0:
@@ -249,7 +256,7 @@ class MegatronPrecision(Precision):
         """Reduce and unscale gradients, once after the last backward pass.
 
         Args:
-            optimizer: Whose gradients; None means all.
+            optimizer: Optimizer whose gradients are finished; None means all optimizers.
         """
         if self._state is not None:
             self._state.finish(self.loss_scale, optimizer)

@@ -39,14 +39,14 @@ class AroundBackward:
     """Callbacks around the backward passes of a batch.
 
     Args:
-        forget: Forgets the gradients of the step before, unless they accumulate. It runs where Lightning runs its
-            hooks, between the first forward and the first backward pass; with stages before all of them, because the
-            hooks may communicate.
-        run: Runs the backward pass of one microbatch from its loss, which is multiplied by its weight.
-        finish: Called once when all gradients of this rank are there. It takes the mean loss; and the tokens of the
-            batch, a float64 scalar in units that are the same on all ranks, if the step counts them: then gradients are
-            sums, to be divided by the tokens of all ranks and accumulated batches. Else it takes None, and gradients
-            are means.
+        forget: Function that clears the previous step's gradients, unless they accumulate. It runs
+            between the first forward and the first backward pass, like Lightning's hooks. With
+            several stages it runs before all passes, because the hooks may communicate.
+        run: Function that runs the backward pass of one microbatch from its weighted loss.
+        finish: Function that is called once, after this rank's last gradient. Its arguments are
+            the mean loss and the batch's token count, a float64 scalar in a unit common to all
+            ranks. Gradients are then sums, to be divided by the tokens of all ranks and accumulated
+            batches. A count of None means that gradients are means.
     """
 
     forget: Callable[[], None]
@@ -59,11 +59,11 @@ class StepRunner:
 
     Args:
         mesh: The groups of this rank.
-        executor: Runs the schedule.
-        rule: Says how a batch is cut.
-        kept: Follows what steps keep in the module.
-        trials: Try steps on microbatches of their first batch, and on all features where tp cuts them; None takes what
-            parts give.
+        executor: Executor of the pipeline schedule.
+        rule: Rule that cuts batches into microbatches.
+        kept: Module attributes that steps set.
+        trials: Trials of steps at their first batch, for microbatches and for features that tp
+            shards; None skips them.
     """
 
     def __init__(
@@ -74,8 +74,12 @@ class StepRunner:
         kept: KeptState,
         trials: tuple[MicrobatchTrials, FeatureTrials] | None = None,
     ) -> None:
-        self._mesh, self._executor, self._rule = mesh, executor, rule
-        self._kept, self._trials, self.reads = kept, trials, WeightReads(mesh)
+        self._mesh = mesh
+        self._executor = executor
+        self._rule = rule
+        self._kept = kept
+        self._trials = trials
+        self.reads = WeightReads(mesh)
         self._has_said_size = False
         self._replay = LogReplay(mesh)
         self._unit: int | None = None
@@ -98,21 +102,22 @@ class StepRunner:
         Args:
             module: The user's module.
             batch: The batch of this data-parallel rank.
-            args: What else the step takes.
-            step: Number of the batch over the whole fit, for the random streams (batches).
-            around: What runs around the backward passes; None runs none, and makes no gradients.
+            args: Further arguments of the step.
+            step: Index of the batch in the whole fit, for the random streams (batches).
+            around: Callbacks around the backward passes; None computes no gradients.
             divisor: Batches whose gradients are accumulated (batches).
             factor: Loss scale.
-            values_to_log: Further values that every rank knows.
+            values_to_log: Further values to log, known on every rank.
 
         Returns:
-            The mean loss over the batch, on every rank; with whatever else the step returned on the last stage, and on
-            the others where a hook takes it. None if the step returned no loss. The mean is one over tokens if the step
-            counts them, else one over samples, divided by ``divisor``.
+            The mean loss of the batch on every rank; None if the step returned no loss. The mean
+            is over tokens if the step counts them, else over samples and divided by ``divisor``. Other
+            outputs of the step are included on the last stage, and on all stages if a hook
+            receives them.
 
         Raises:
-            ValueError: If a step counts tokens for some microbatches and not for others, or does so from now on.
-            RankMismatchError: At the first batch, if it does on some ranks and not on others.
+            ValueError: If a step counts tokens of some microbatches or batches only.
+            RankMismatchError: At the first batch, if a step counts tokens on some ranks only.
 
         Communication: that of the schedule and of :meth:`LogReplay.replay`; at the first batch one all-reduce over the
         data axis and one gather over all ranks, on the CPU.
@@ -168,13 +173,13 @@ class StepRunner:
             module: The user's module.
             name: Name of the step.
             batch: The batch of this data-parallel rank.
-            args: What else the step takes.
-            step: Number of the batch (batches).
-            key: Names the hook and the dataloader, for the form of the logs.
+            args: Further arguments of the step.
+            step: Index of the batch (batches).
+            key: Hook and dataloader, which identify the set of log calls.
 
         Returns:
-            What the step returned for the batch, on the last stage; on every stage where a hook takes it, and
-            predictions.
+            The step's output for the batch on the last stage. Every stage receives predictions, and
+            other outputs that a hook receives.
         """
         microbatches = self._cut(batch)
         if name != "predict_step":
@@ -259,7 +264,7 @@ class StepRunner:
                 naming_uncut_modules(module, self._mesh),
                 self._kept.trial() if self._executor.is_repeated else nullcontext(),
             ):
-                # A step may take entries out of its batch, and stages try it out before they run it.
+                # A step may remove entries from its batch, and stages try it before they run it.
                 return step_fn(own_containers(data) if self._mesh.pp.size > 1 else data, *args)
 
         if losses is None or around is None:

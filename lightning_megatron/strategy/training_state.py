@@ -31,8 +31,8 @@ def division_of(options: StrategyOptions, main_dtype: torch.dtype | None) -> Div
     """Return the division of main parameters and gradients from the strategy's options.
 
     Args:
-        options: The arguments.
-        main_dtype: Type of the mains; None means that of the model.
+        options: Options of the strategy.
+        main_dtype: Dtype of main parameters; None means the model's.
     """
     return Division(
         main_dtype=main_dtype,
@@ -49,19 +49,20 @@ class TrainingState:
 
     Args:
         module: The module whose parameters are trained.
-        optimizers: The user's optimizers; they train slices of the mains from now on. Empty when nothing is trained.
+        optimizers: The user's optimizers, which train slices of main parameters from now on; empty
+            for an evaluation.
         mesh: The groups of this rank.
-        division: How mains and gradients are kept.
-        checks_gradients: Whether gradients that are not finite end the run at once; None looks at them, at weights and
-            losses where values are logged.
-        previous: The mains of an earlier fit, which go on where the module still has their values.
-        replica_check_interval: Optimizer steps between two comparisons of replicas after the first; 0 means none.
+        division: Division of main parameters and gradients over ranks, and their dtypes.
+        checks_gradients: Whether every step checks gradients for values that are not finite; None
+            checks gradients, weights and losses at logging steps.
+        previous: Main parameters of an earlier fit, reused if the module still has their values.
+        replica_check_interval: Optimizer steps between later comparisons of replicas; 0 means none.
 
     Raises:
-        UnsupportedError: If an optimizer cannot train slices, trains the two copies of a tied embedding differently, or
-            cannot keep its moments in the type that is wanted.
+        UnsupportedError: If an optimizer cannot train slices, trains the two copies of a tied
+            embedding differently, or cannot keep its moments in the requested dtype.
 
-    Communication: gathers of names; all ranks must construct it.
+    Communication: gathers of names; the constructor is collective.
     """
 
     def __init__(
@@ -104,11 +105,11 @@ class TrainingState:
         self.fused_update.check(self.main, optimizers)
         if previous is not None:
             self.main.continue_from(previous)
-        #: Compares what several ranks have alike.
+        #: Comparison of replicated values.
         self.replicas = ReplicaCheck(module, self.main, self._reducer, replica_check_interval)
         self._overflowed: frozenset[str] = frozenset()
         self._unfinished: frozenset[str] = frozenset()
-        #: Whether this stage trains nothing, and yet has to take part in what all ranks do after a backward pass.
+        #: Whether this stage trains nothing but must join the collectives after a backward pass.
         self._only_takes_part = False
         self._num_tokens: Tensor | None = None
         self._is_in_backward = False
@@ -122,7 +123,7 @@ class TrainingState:
 
     @mesh.setter
     def mesh(self, mesh: ParallelMesh) -> None:
-        # A later run of the same trainer has groups of its own.
+        # A later run of the same trainer has its own groups.
         self.main.mesh = mesh
 
     def belongs_to(self, module: nn.Module) -> bool:
@@ -138,8 +139,8 @@ class TrainingState:
         """Start a training step.
 
         Args:
-            step: Number of the training batch (batches).
-            looks: Whether its values are looked at when the optimizer has stepped.
+            step: Index of the training batch (batches).
+            looks: Whether its values are checked after the optimizer's update.
         """
         self.step, finite = step, self.finite
         if finite is not None:
@@ -158,7 +159,7 @@ class TrainingState:
         """Refuse values that are not finite, at checked steps and at the end of the fit.
 
         Raises:
-            NonFiniteError: If there are any.
+            NonFiniteError: If a value is not finite.
 
         Communication: that of :meth:`FiniteWatch.check`.
         """
@@ -173,11 +174,12 @@ class TrainingState:
         """Apply callbacks' changes of frozen parameters and optimizer groups since the last step.
 
         Args:
-            optimizers: Those of the fit.
-            epoch: Number of the epoch (epochs); None outside of training steps.
+            optimizers: Optimizers of the fit.
+            epoch: Index of the epoch (epochs); None outside of training steps.
 
         Raises:
-            UnsupportedError: If an embedding with a copy on another stage has been frozen or unfrozen within an epoch.
+            UnsupportedError: If an embedding with a copy on another stage was frozen or unfrozen
+                within an epoch.
 
         Communication: that of :meth:`TiedCopies.follow` at the first step of an epoch, and outside of steps.
         """
@@ -194,7 +196,7 @@ class TrainingState:
         """Let the layers of this package's models wait for their own parameters after a step."""
         for model in self._models:
             self.main.gather.wait_before(model.units(), self.main.buffers)
-            # A plain function: a copy of the model keeps it as it is.
+            # A plain function, because a deep copy of the model does not copy it.
             model.wait_for_parameters = lambda: self.main.wait()
 
     def lend_gradients(self) -> None:
@@ -221,8 +223,9 @@ class TrainingState:
     def backward_by_hand(self, loss_scale: DynamicLossScale | None) -> Iterator[None]:
         """Run a backward pass of manual optimization in the block, and expose full gradients.
 
-        Sums over ranks are finished at once, as under ``ddp``, because user code may look at them or clip them; what
-        earlier passes have added up is kept apart until then, and added. A pass inside of another one belongs to it.
+        Gradients are reduced immediately, as under ``ddp``, because user code may read or clip
+        them. Sums of earlier passes are set aside and added afterwards. A nested pass is part of
+        the outer one.
 
         Communication: that of :meth:`finish`, if there are several ranks.
         """
@@ -268,8 +271,8 @@ class TrainingState:
         """Record that a backward pass has added to the gradients of this rank.
 
         Args:
-            num_tokens: Weight of this rank's gradients: the divisor of the sum over all ranks and batches. None means
-                that the mean over the ranks is wanted.
+            num_tokens: Tokens of this rank's batch. Gradient sums are divided by the total over
+                ranks and batches. None means that gradients are averaged over the ranks.
         """
         self._unfinished = frozenset(self.main.trained)
         self._only_takes_part = not self._unfinished
@@ -280,8 +283,9 @@ class TrainingState:
         """Reduce gradients, detect overflow and unscale, once after a backward pass.
 
         Args:
-            loss_scale: What the loss was multiplied by.
-            optimizer: Only the gradients of this one; others may go on adding to theirs. None means all.
+            loss_scale: Loss scale of the gradients.
+            optimizer: Optimizer whose gradients are finished, while others may accumulate further;
+                None means all optimizers.
 
         Raises:
             NonFiniteError: If gradients are checked and one is infinite or not a number.
@@ -368,7 +372,7 @@ class TrainingState:
             names = names_of()
             self._reducer.clear(names)
             if owner is self._module:
-                # The module's own method knows nothing of the mains.
+                # The module's own method does not clear gradients of main parameters.
                 for name in names:
                     self.main.mains[name].grad = None
             self.main.lent.take_back(names)
