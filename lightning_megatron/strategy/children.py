@@ -33,7 +33,9 @@ class Children:
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen], first_rank: int, end: Callable[[int], None]) -> None:
-        self._processes, self._first_rank, self._end = list(processes), first_rank, end
+        self._processes = list(processes)
+        self._first_rank = first_rank
+        self._end = end
         self._is_over = threading.Event()
         self._said: set[int] = set()
 

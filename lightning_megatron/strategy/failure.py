@@ -89,7 +89,9 @@ class FailureWatch:
     def guard(self) -> Iterator[None]:
         """Watch while the block runs, and report an exception before it propagates."""
         self.leave()
-        self._failed, self._notices, self._stop = None, None, threading.Event()
+        self._failed = None
+        self._notices = None
+        self._stop = threading.Event()
         if not self._watches_launcher:
             self._watches_launcher = True
             watch_launcher(self._end_after_launcher)

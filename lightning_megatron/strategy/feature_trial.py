@@ -123,7 +123,9 @@ class _Trial:
         state: ModuleState,
         layers: Sequence[CutLayer],
     ) -> None:
-        self._mesh, self._module, self._step = mesh, module, step
+        self._mesh = mesh
+        self._module = module
+        self._step = step
         self._state, self._layers = state, layers
         self._step_tried = TriedStep(mesh, step, run, state)
 

@@ -145,7 +145,10 @@ def describe(found: Sequence[Finding]) -> str:
     began = [one for one in found if (one.step, one.kind) == (first, kind)]
     rest = [one for one in found if one not in began and one.name]
     ranks = sorted({one.rank for one in began})
-    spread = f" At batch {rest[-1].step} so {'was' if len(rest) == 1 else 'were'} {_listed(rest)}." if rest else ""
+    spread = ""
+    if rest:
+        verb = "was" if len(rest) == 1 else "were"
+        spread = f" At batch {rest[-1].step} so {verb} {_listed(rest)}."
     return (
         f"losses, weights and gradients must be finite: at training batch {first} {_listed(began)} "
         f"{'was' if len(began) == 1 else 'were'} not, before anything else was.{spread} Training would go on with "

@@ -58,9 +58,14 @@ class HangWatch:
         place: Callable[[], str],
         fail: Callable[[str, Sequence[Position]], None],
     ) -> None:
-        self._rank, self._num_ranks, self._journal = rank, num_ranks, journal
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._journal = journal
         self._timeout, self._device_timeout = timeout, device_timeout
-        self._folder, self._notices, self._place, self._fail = folder, notices, place, fail
+        self._folder = folder
+        self._notices = notices
+        self._place = place
+        self._fail = fail
         self._period = min(min(timeout, device_timeout or timeout) / _PARTS, _LONGEST)
         self._stop = threading.Event()
         self._number = 0

@@ -48,7 +48,11 @@ class LogCall:
         """Return whether to log by step and by epoch; the defaults depend on the hook."""
         options = dict(self.options)
         on_step, on_epoch = options.get("on_step"), options.get("on_epoch")
-        return is_training if on_step is None else on_step, not is_training if on_epoch is None else on_epoch
+        if on_step is None:
+            on_step = is_training
+        if on_epoch is None:
+            on_epoch = not is_training
+        return on_step, on_epoch
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,9 @@ class Recorder:
         Returns:
             How each value is logged; the values in float64; and what each of those weighs that has a weight.
         """
-        calls, values, totals = [], [], []
+        calls = []
+        values = []
+        totals = []
         for name, call in self.calls.items():
             entries = self.values[name]
             # What is logged beside the step belongs to no microbatch.

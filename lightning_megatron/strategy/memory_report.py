@@ -72,9 +72,10 @@ class StageReport:
         """Format estimate and measurement as a table, in GiB or MiB."""
         estimate, whole = self.estimate, self.estimate.activations > 0
         unit = "GiB" if max(estimate.peak, self.peak or 0) >= GIB else "MiB"
+        scale = GIB if unit == "GiB" else 2**20
 
         def size(value: int | None) -> str:
-            return "n/a" if value is None else f"{value / (GIB if unit == 'GiB' else 2**20):.3f}"
+            return "n/a" if value is None else f"{value / scale:.3f}"
 
         running = None if self.peak is None else self.peak - sum(self.held.values())
         rows = [(f"stage {self.stage} ({unit} a rank)", "estimate", "held")]

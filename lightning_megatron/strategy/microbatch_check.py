@@ -104,7 +104,9 @@ class _Trial:
     def __init__(
         self, mesh: ParallelMesh, module: LightningModule, step: str, run: Run, state: ModuleState, whole: Microbatch
     ) -> None:
-        self._mesh, self._module, self._step = mesh, module, step
+        self._mesh = mesh
+        self._module = module
+        self._step = step
         self._state, self._whole = state, whole
         self._tried = TriedStep(mesh, step, run, state)
 

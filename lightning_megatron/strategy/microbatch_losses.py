@@ -50,7 +50,9 @@ class MicrobatchLosses:
 
     def __init__(self, microbatches: Sequence[Microbatch], factor: float, divisor: int, unit: int) -> None:
         self._num_samples = [part.num_samples for part in microbatches]
-        self._factor, self._divisor, self._unit = factor, divisor, unit
+        self._factor = factor
+        self._divisor = divisor
+        self._unit = unit
         self._outputs: list[Any] = []
         self._numbers: list[int] = []
         self._losses: list[Tensor] = []
@@ -70,7 +72,8 @@ class MicrobatchLosses:
         """
         loss, count = loss_in(output), token_count_in(output)
         self._weights[number] = 0.0
-        self._outputs.append(None if loss is None else {} if count is None else {"num_tokens": count})
+        counted = {} if count is None else {"num_tokens": count}
+        self._outputs.append(None if loss is None else counted)
         self._numbers.append(number)
         token_counts_in(self._outputs)
         if loss is None:

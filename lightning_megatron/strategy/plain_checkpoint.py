@@ -97,7 +97,9 @@ def load_optimizer(
     for piece, on_device in _pieces_of(optimizer, main):
         tied_to = main.spec(piece.name).tied_to
         name = piece.name if tied_to is None else original_name(piece.name, tied_to, state_of.keys()) or piece.name
-        before, model, whole = optimizer.state.get(piece.main, {}), owner_of(models, name), class_name_in(models, name)
+        before = optimizer.state.get(piece.main, {})
+        model = owner_of(models, name)
+        whole = class_name_in(models, name)
         try:
             state = {}
             for key, value in state_of[whole].items():

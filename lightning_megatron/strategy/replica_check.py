@@ -39,7 +39,9 @@ class ReplicaCheck:
     """
 
     def __init__(self, module: nn.Module, main: MainParameters, reducer: GradientReducer, interval: int) -> None:
-        self._main, self._reducer, self._interval = main, reducer, interval
+        self._main = main
+        self._reducer = reducer
+        self._interval = interval
         self._has_copies = main.mesh.world.size > main.mesh.pp.size
         self._whole = whole_everywhere(main)
         self._use = PartialUse(module, main.mesh, self._whole)

@@ -130,7 +130,9 @@ def _compare(
     given: Mapping[str, Any], own: Mapping[str, Any], main: MainParameters, mesh: ParallelMesh
 ) -> tuple[_Changes, _Changes]:
     """Return the changes of expert weights and of all other weights separately."""
-    changed, added, complaints = set(), {}, []
+    changed = set()
+    added = {}
+    complaints = []
     experts = frozenset(name for name in own if main.holds(name) and main.spec(name).is_expert)
     first_name = first_names(own)
     for name, value in given.items():

@@ -63,7 +63,10 @@ class SignalAgreement:
     def __init__(
         self, trainer: Trainer, mesh: ParallelMesh, interval: int, finish_saves: Callable[[], None] = lambda: None
     ) -> None:
-        self._trainer, self._mesh, self._interval, self._finish_saves = trainer, mesh, interval, finish_saves
+        self._trainer = trainer
+        self._mesh = mesh
+        self._interval = interval
+        self._finish_saves = finish_saves
         self._told_to_end = self._told_to_requeue = False
         self._num_batches = 0
 

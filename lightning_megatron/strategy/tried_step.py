@@ -52,7 +52,10 @@ class TriedStep:
     """
 
     def __init__(self, mesh: ParallelMesh, step: str, run: Run, state: ModuleState) -> None:
-        self._mesh, self._step, self._run, self._state = mesh, step, run, state
+        self._mesh = mesh
+        self._step = step
+        self._run = run
+        self._state = state
         self._spacing, self._ends = 0.0, frozenset[int]()
 
     @property

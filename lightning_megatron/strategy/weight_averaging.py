@@ -104,7 +104,9 @@ class _FullMains:
     """Module whose ``parameters`` are full main parameters."""
 
     def __init__(self, module: nn.Module, main: MainParameters, mesh: ParallelMesh) -> None:
-        self._module, self._main, self._mesh = module, main, mesh
+        self._module = module
+        self._main = main
+        self._mesh = mesh
 
     def parameters(self) -> Iterator[Tensor]:
         """Return full-precision parameters; a collective over data ranks if they are sharded."""

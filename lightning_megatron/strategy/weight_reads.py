@@ -86,7 +86,9 @@ class _Guard(TorchFunctionMode):
 
     def __init__(self, root: nn.Module, step: str, watched: Mapping[int, tuple[str, str]]) -> None:
         super().__init__()
-        self._root, self._step, self._watched = root, step, watched
+        self._root = root
+        self._step = step
+        self._watched = watched
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
