@@ -72,13 +72,12 @@ class HuggingFaceEncoder(ReplacedModel):
         _refuse({**others, **({} if head in ("masked_lm", "classifier") else {"labels": labels})})
         rows = EncoderInput(input_ids, inputs_embeds, None, position_ids, token_type_ids)
         shape = rows.given.shape[:2]
-        rows = EncoderInput(
-            input_ids,
-            inputs_embeds,
-            _valid(attention_mask, shape),
-            None if position_ids is None else position_ids.expand(shape),
-            None if token_type_ids is None else token_type_ids.expand(shape),
-        )
+        valid = _valid(attention_mask, shape)
+        if position_ids is not None:
+            position_ids = position_ids.expand(shape)
+        if token_type_ids is not None:
+            token_type_ids = token_type_ids.expand(shape)
+        rows = EncoderInput(input_ids, inputs_embeds, valid, position_ids, token_type_ids)
         mesh = self.layers.mesh
         extra = -shape[1] % (mesh.tp.size if mesh.sequence_parallel else 1)
         targets = labels if head == "masked_lm" else None

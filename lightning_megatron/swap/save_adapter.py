@@ -55,7 +55,9 @@ def save_adapter(wrapper: Any, save_directory: str | os.PathLike[str], **others:
 
 
 def _save_replaced(model: ReplacedModel, folder: Path) -> None:
-    adapter, family, config = model.adapter, model.family, model.config.to_dict()  # type: ignore[operator,union-attr]
+    adapter = model.adapter
+    family = model.family
+    config = model.config.to_dict()  # type: ignore[operator,union-attr]
     assert adapter is not None, "peft has put an adapter into the model"
     model.body.wait_for_parameters()
     wanted = adapter.tensors_at_home(family.at_home(family.config(config)))

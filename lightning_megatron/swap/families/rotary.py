@@ -77,11 +77,10 @@ def _rule(
         if size % 2 or not size:
             why = f"that part of a head of {head_dim} is {size} elements, and pairs of them are rotated"
             raise _refusal("partial_rotary_factor", share, "that of an even number of elements", why)
-        return {
-            "rotary_base": float(base),
-            "rotary_dim": size if size < head_dim else None,
-            "rotary_scaling": None if kind == "default" else _scaling(kind, given, values),
-        }
+        rotary_base = float(base)
+        rotary_dim = size if size < head_dim else None
+        scaling = None if kind == "default" else _scaling(kind, given, values)
+        return {"rotary_base": rotary_base, "rotary_dim": rotary_dim, "rotary_scaling": scaling}
 
     return rule
 
