@@ -1,6 +1,7 @@
 """Lightning integration: the strategy, its command line and its callbacks.
 
-Its import registers the strategy "megatron", and lets ``load_from_checkpoint`` say what to do with a directory.
+The import registers the strategy "megatron". It also adds an error message to
+``load_from_checkpoint`` for checkpoints that are directories.
 """
 
 from lightning_megatron.strategy.class_loading import explain_directories

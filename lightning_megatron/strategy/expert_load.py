@@ -28,7 +28,7 @@ _FIGURES = ("max_over_mean", "dropped", "entropy", "balance_loss", "z_loss")
 class ExpertLoad(Callback):
     """Log the load of experts at each step, and plot it into the logger's folder after ``fit``.
 
-    For every layer with experts, as `experts/layer_3/...`, and as a mean over these layers, as `experts/...`:
+    Values for every layer with experts (`experts/layer_3/...`) and their means (`experts/...`):
 
     * `max_over_mean`: the load of the busiest expert over the mean; 1 is even, the number of experts is the worst.
     * `dropped`: the share of choices that were dropped because experts were full.
@@ -40,11 +40,11 @@ class ExpertLoad(Callback):
     the device, and logged, at the steps at which the Trainer logs: `Trainer(log_every_n_steps=...)`.
 
     Args:
-        per_expert: Whether the load of every single expert is logged, too.
-        filename: Name of the picture, beside the logger's other files.
+        per_expert: Whether to log the load of each expert, too.
+        filename: Name of the plot in the logger's folder.
 
     Raises:
-        UnsupportedError: Under other strategies, or for models without experts.
+        UnsupportedError: If the strategy is not a :class:`MegatronStrategy`, or no model has experts.
 
     Communication: at a step that is logged, a gather of numbers over pp on the CPU.
     """

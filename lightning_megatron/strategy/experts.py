@@ -21,9 +21,9 @@ class ExpertsOfRun:
     """Mixture-of-experts layers of this rank during a run.
 
     Args:
-        models: The models that are trained. Layers are numbered through all of them.
+        models: Models that are trained; layer indices run through all of them.
         mesh: The groups of this rank.
-        transport: How tokens come to the ranks of ep.
+        transport: Transport of tokens over the ranks of ep.
     """
 
     def __init__(self, models: Sequence[LayeredModule], mesh: ParallelMesh, transport: Transport) -> None:
@@ -41,7 +41,7 @@ class ExpertsOfRun:
             layer.transport = transport
             layer.loss_weight = self.loss_weight or LossWeight()
         clear_statistics_([layer.statistics for layer in self._layers.values()])
-        #: How the routers of this stage spread the tokens of the last step, by the number of the layer.
+        #: Token counts of this stage's routers in the last step, by layer index.
         self.statistics: Mapping[int, StepStatistics] | None = None
 
     def warn_of_evaluation(self) -> None:
@@ -89,11 +89,11 @@ def check_experts(models: Sequence[LayeredModule], layout: ParallelLayout, recom
     Args:
         models: The models of this package in the user's module.
         layout: Sizes of the axes.
-        recompute: The strategy's setting.
+        recompute: Recomputation option of the strategy.
 
     Raises:
-        ParallelPlanError: If there are axes for experts.
-        UnsupportedError: If what they make of their rows is to be computed again.
+        ParallelPlanError: If ep or etp is set.
+        UnsupportedError: If ``recompute`` is ``experts``.
     """
     if any(model.config.experts is not None for model in models):
         return

@@ -28,8 +28,8 @@ class LogCall:
         name: Name of the value.
         options: Arguments of ``LightningModule.log``, sorted by name.
         is_double: Whether the value is kept in float64.
-        batch_size: What the value weighs in a mean over batches: its samples, unless it has a weight (samples).
-        has_weight: Whether a scalar that travels with the value says what it weighs: tokens, as a rule.
+        batch_size: Weight in a mean over batches, unless ``has_weight`` (samples).
+        has_weight: Whether a scalar weight is sent with the value, usually its token count.
     """
 
     name: str
@@ -154,7 +154,7 @@ class Recorder:
         totals = []
         for name, call in self.calls.items():
             entries = self.values[name]
-            # What is logged beside the step belongs to no microbatch.
+            # Values logged outside of the step belong to no microbatch.
             by_tokens = counts is not None and call.reduction == "mean" and entries[0].run >= 0
             weights = [counts[entry.run] if by_tokens else entry.weight for entry in entries]  # type: ignore[index]
             values.append(_merge(stack_scalars([entry.value for entry in entries]), weights, call.reduction))

@@ -24,7 +24,7 @@ from lightning_megatron.strategy.private import reduce_over_group
 class MeshCommunication(ParallelStrategy):
     """Lightning's communication methods on the groups of a mesh.
 
-    Whoever inherits it makes the mesh.
+    Subclasses create the mesh.
     """
 
     _mesh: ParallelMesh | None = None
@@ -45,8 +45,8 @@ class MeshCommunication(ParallelStrategy):
         """Return a rank's object; inside a pipelined step, that of this stage's rank with its data.
 
         Args:
-            obj: Anything that can be pickled.
-            src: The global rank.
+            obj: Picklable object.
+            src: Global rank of the sender.
         """
         if self._mesh is None:
             return obj

@@ -48,16 +48,17 @@ class ToldToEnd(SIGTERMException):
 class SignalAgreement:
     """Handling of SIGTERM and of SLURM's time-limit signal, agreed on by all ranks.
 
-    Lightning asks on the device before every batch, and waits for it; and it saves inside of the signal's handler,
-    which may run in the middle of a step, at another step on every rank. Here a rank that receives a signal notes it.
-    Every ``interval`` batches all ranks ask each other on the CPU; if one was told to end, all save a checkpoint of the
-    same step, and leave the fit. Signals that come later change nothing.
+    Lightning exchanges signals on the device before every batch, which makes the host wait, and it
+    saves inside the signal handler, where ranks may be at different steps. Here, a handler only
+    records the signal. Every ``interval`` batches all ranks exchange their records on the CPU. If
+    any rank has received a signal, all ranks save a checkpoint of the same step and leave the fit.
+    Later signals have no effect.
 
     Args:
-        trainer: The trainer that is fitting.
+        trainer: Trainer of the fit.
         mesh: The groups of this rank.
-        interval: Training batches between two questions (batches).
-        finish_saves: Waits until no checkpoint is being written.
+        interval: Training batches between two exchanges (batches).
+        finish_saves: Function that waits for the save in progress.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class SignalAgreement:
         if told_to_end or told_to_requeue:
             self._told_to_end = True
             announce_sigterm(self._trainer)
-            # Without a batch since the start there is nothing new to save.
+            # Before the first batch there is nothing new to save.
             if self._num_batches > 1:
                 self._save()
             barrier(self._mesh.world_cpu)

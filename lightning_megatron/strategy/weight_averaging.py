@@ -83,7 +83,7 @@ def average_mains(trainer: Trainer, module: LightningModule, main: MainParameter
     """Let the callback average main parameters if the model has half-precision parameters.
 
     Args:
-        trainer: Its callback is meant, if it has one.
+        trainer: Trainer whose averaging callback is changed, if it has one.
         module: The module that is trained.
         main: Its parameters.
         mesh: The groups of this rank.
