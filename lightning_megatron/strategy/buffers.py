@@ -20,13 +20,15 @@ from lightning_megatron.groups.mesh import ParallelMesh
 class SharedBuffers:
     """Synchronisation of buffers from the first data rank, like DDP's ``broadcast_buffers``.
 
-    Buffers that no forward pass has changed are sent once, and those of this package's modules, which are the same on
-    all ranks, never. Which ones change is agreed on before the batches 0, 1, 3, 7, 15 and so on, evaluations and saves:
-    one that begins to change between them is each rank's own until then. A module without buffers costs nothing.
+    Buffers that forward passes change are sent again after every optimizer step. Buffers that never
+    change are sent once. Buffers of this package's modules are the same on all ranks and are never
+    sent. The ranks compare which buffers have changed before batches 0, 1, 3, 7, 15 and so on, and
+    before evaluations and saves. A buffer that starts to change in between may differ between ranks
+    until the next comparison. A module without buffers causes no communication.
 
     Args:
         module: The user's module.
-        mesh: The groups of this rank; ``mesh.data`` has the ranks whose buffers should be the same.
+        mesh: The groups of this rank; buffers are synchronised over ``mesh.data``.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
@@ -35,7 +37,8 @@ class SharedBuffers:
         self._num_sends = 0
         self._seen = self._marks()
         self._moving: set[int] = set()
-        # Whether a forward pass may have changed buffers since they were sent, and whether a step followed it.
+        # ``_may_differ``: a forward pass may have changed buffers since they were last sent.
+        # ``_has_stepped``: the optimizer has stepped after that forward pass.
         self._may_differ, self._has_stepped = True, True
 
     def begin_batch(self, will_step: bool) -> None:
@@ -52,9 +55,10 @@ class SharedBuffers:
         """Send the first data rank's buffers if a forward pass may have changed them; a collective.
 
         Args:
-            look: Whether to ask again which buffers have changed.
+            look: Whether the ranks compare again which buffers have changed.
 
-        Communication: one broadcast over the data axis for each type of buffer; now and then one gather on the CPU.
+        Communication: one broadcast over the data axis for each dtype of buffers; one gather of
+        objects on the CPU when the ranks compare.
         """
         if not self._owners or not self._may_differ:
             return
@@ -69,7 +73,7 @@ class SharedBuffers:
 
     def _is_sent(self, index: int) -> bool:
         owner, key = self._owners[index]
-        # What no state dict has is made anew by every rank, until it changes.
+        # Every rank computes non-persistent buffers itself, so they need no first broadcast.
         return index in self._moving or (self._num_sends == 0 and key not in owner._non_persistent_buffers_set)
 
     def _look(self) -> None:
@@ -151,10 +155,10 @@ class BatchStatistics:
         """Refuse microbatches if a norm needs the whole batch.
 
         Args:
-            num_microbatches: Parts of the batch.
+            num_microbatches: Number of microbatches in a batch (microbatches).
 
         Raises:
-            UnsupportedError: If there are several, and a norm takes statistics of what it sees.
+            UnsupportedError: If there are several microbatches and a norm computes statistics.
         """
         if num_microbatches == 1:
             return
@@ -173,15 +177,19 @@ def _takes_statistics(norm: nn.Module) -> bool:
     tracks = getattr(norm, "running_mean", None) is not None
     if isinstance(norm, _BatchNorm):
         return norm.training or not tracks
-    # An instance norm takes those of one sample, and keeps their means over the samples.
+    # An instance norm normalises each sample alone. Only its running means depend on the batch.
     return norm.training and tracks
 
 
 def check_synchronised_norms(module: nn.Module, mesh: ParallelMesh) -> None:
     """Refuse a SyncBatchNorm over all ranks if some share data or run another stage.
 
+    Args:
+        module: The user's module.
+        mesh: The groups of this rank.
+
     Raises:
-        UnsupportedError: If there is one, with tp or pp above 1.
+        UnsupportedError: If the module has a SyncBatchNorm over all ranks and tp or pp is above 1.
     """
     if mesh.data.size == mesh.world.size:
         return

@@ -22,32 +22,36 @@ from lightning_megatron.strategy.parent_watch import watch_launcher
 from lightning_megatron.strategy.positions import Position, birth_of
 from lightning_megatron.strategy.private import SIGTERMException, TunerExitException
 
-#: Ways to leave a run that are no failure of this rank.
+#: Exceptions that end a run without a failure of this rank.
 _ORDERLY = (KeyboardInterrupt, SystemExit, SIGTERMException, TunerExitException)
 
 _POLL_SECONDS = 0.25
-#: How often one rank of each machine asks whether a rank of another machine has failed (seconds).
+#: Interval at which one rank of each machine checks the job's store for failures of other machines
+#: (seconds).
 _POLL_NOTICES_SECONDS = 2.0
 _FAILED = "failed"
-#: How long a rank may go on after another one failed: enough to raise the same error, or to finish a log file
-#: (seconds).
+#: Time that a rank may continue after another rank failed. It is long enough to raise the same
+#: error or to finish a log file (seconds).
 _GRACE_SECONDS = 4.0
-#: How long callbacks and clean-up of a failed rank may take while other ranks have not failed (seconds).
+#: Time for the callbacks and clean-up of a failed rank while other ranks have not failed (seconds).
 _CLEANUP_SECONDS = 10.0
 
 
 class FailureWatch:
     """Failure detection over the ranks of one job.
 
-    The first rank that raises writes its traceback to stderr and to a file that the other ranks of its node look for.
-    Their own errors, mostly connections that the first rank has closed, are reported in one line; a rank that is still
-    waiting in a collective after a grace period is ended. If all ranks raise within that period, all exceptions reach
-    the user's code as usual. A rank whose launcher has died ends, too. Ranks of other machines learn of the failure
-    through the job's store.
+    The first rank that raises prints its traceback and writes its name to a file that the other
+    ranks of its machine poll. Ranks of other machines are notified through the job's store. A rank
+    that fails later reports its error in one line, because most of these errors are connections
+    that the first rank closed.
+
+    A rank that still waits in a collective after a grace period exits. If all ranks raise within
+    that period, their exceptions reach the user's code as usual. A rank also exits when the process
+    that launched it has ended.
 
     Args:
         rank: Global rank of this process.
-        num_local: Ranks on this node (ranks).
+        num_local: Number of ranks on this machine (ranks).
     """
 
     def __init__(self, rank: int, num_local: int = 1) -> None:
@@ -74,11 +78,11 @@ class FailureWatch:
         """Start watching the ranks that share ``job``, a unique job name; only inside ``guard``.
 
         Args:
-            job: The name.
-            notices: What the ranks of all machines can read, if there are several.
+            job: Name of the job, which no other job has.
+            notices: Messages in the job's store, for jobs on several machines; None on one machine.
 
         Returns:
-            A folder that the ranks of this machine share; None if nothing is guarded.
+            The folder that the ranks of this machine share; None outside of ``guard``.
         """
         if self._stop.is_set():
             return None
@@ -133,7 +137,7 @@ class FailureWatch:
     def report(self, error: BaseException) -> None:
         """Report a failure of this rank: a traceback from the first failed rank, else one line."""
         self._failed = error
-        # Others read there who failed, until this process ends.
+        # Other ranks read the name of the failed rank from these files until this process exits.
         atexit.register(self.leave)
         if self._claim():
             text = "".join(traceback.format_exception(error))
@@ -153,8 +157,8 @@ class FailureWatch:
         """Report that this rank hangs, and end the job.
 
         Args:
-            text: Which ranks it waits for.
-            silent: Ranks that give no sign of life; those of this machine are killed.
+            text: Report that names the ranks for which this rank waits.
+            silent: Last positions of ranks that do not respond; those of this machine are killed.
         """
         if not self._claim():
             return
@@ -215,7 +219,7 @@ class FailureWatch:
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if error is not failed:
                 before(kind, error, trace)
-            # Clean-up at exit may wait for ranks that are gone.
+            # Clean-up at exit may wait for ranks that no longer exist.
             _daemon_timer(_GRACE_SECONDS, lambda: self.end(1))
 
         sys.excepthook = hook
@@ -242,7 +246,7 @@ class FailureWatch:
 
     def _look_elsewhere(self) -> None:
         """Notify the ranks of this machine of a failure on another machine."""
-        # One rank of each machine asks, so that the store of a large job is not asked all the time.
+        # Only one rank of each machine reads the store, which limits its load in a large job.
         if self._notices is None or self.rank % self._num_local or self._first_report() is not None:
             return
         elsewhere = self._notices.read([_FAILED])
@@ -251,7 +255,8 @@ class FailureWatch:
             (folder / "told").touch()
 
     def _say(self, text: str) -> None:
-        # One write, so that the ranks' lines do not mix. If nobody reads them any more, this rank must still end.
+        # A single write keeps the lines of different ranks apart. A closed stderr must not keep
+        # this rank from exiting.
         with suppress(OSError):
             sys.stderr.write(f"[rank {self.rank}] {text}\n")
             sys.stderr.flush()

@@ -22,8 +22,8 @@ from lightning_megatron.swap.whole_features import CutLayer, Seen, cut_layers, w
 
 log = logging.getLogger(__name__)
 
-#: How far inputs of a layer may be apart where code treats features one by one, by the tolerance of the values: the
-#: products are the same, but kernels over more features may round otherwise.
+#: Largest relative distance between the inputs of a layer in both runs, by the tolerance of the
+#: logged values. Kernels over more features may round differently even if the code is correct.
 _DISTANCES = {1e-9: 1e-7, 1e-5: 1e-3, 5e-3: 3e-2, 2e-2: 1e-1}
 _OF_USERS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
 _SHOWN = 4
@@ -34,11 +34,11 @@ class _Place:
     """Location on one rank at which two runs differ.
 
     Args:
-        number: Number of the call (calls of cut layers).
+        number: Index of the call (calls of cut layers).
         layer: Name of the layer.
-        kind: Its kind.
-        before: Names of the column layers before it, since the last row layer.
-        distance: How far its inputs are apart, relative to their size; None if they have other shapes.
+        kind: Kind of the layer in the plan, such as ``column`` or ``row``.
+        before: Names of the column layers between the last row layer and this layer.
+        distance: Relative distance between the inputs of both runs; None if their shapes differ.
     """
 
     number: int
@@ -49,7 +49,7 @@ class _Place:
 
     @property
     def is_inside(self) -> bool:
-        """Whether sharded features differ, and not what column layers make them of, are apart."""
+        """Whether features differ between a column and a row layer, where they are sharded."""
         return self.kind == "row" and self.distance is not None
 
 
@@ -58,9 +58,9 @@ class _Result:
     """Outputs and recorded inputs of one run.
 
     Args:
-        values: The loss and what was logged, by name, on the last stage.
-        seen: What the layers got.
-        error: Why the step cannot be run in this way.
+        values: Loss and logged values of the last stage, by name.
+        seen: Inputs of the cut layers, in the order of their calls.
+        error: Error of the user's code; empty if the step ran.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -71,10 +71,13 @@ class _Result:
 class FeatureTrials:
     """Comparison of sharded with full features, once for each kind of step.
 
-    Between a ``column`` and a ``row`` layer of a plan each rank has its part of the features, which is as good as all
-    of them for code that treats every feature, or every head, by itself. No gradients are made; weights, buffers,
-    attributes and random states are put back. Draws of torch are replaced by constants, and dropout is off. What the
-    step does outside the module, such as printing, it does twice more.
+    Between a ``column`` and a ``row`` layer each rank has its shard of the features. User code
+    there is correct if it treats every feature, or every head, separately. The trial detects other
+    code: it runs the step with sharded features and again with all features on every rank.
+
+    The trial computes no gradients, and restores weights, buffers, attributes and random states.
+    Constants replace torch's random numbers, and dropout is off. Side effects outside the module,
+    such as printing, occur at least two more times.
 
     Args:
         module: The user's module.
@@ -89,22 +92,22 @@ class FeatureTrials:
         """Try a step at its first batch, if a plan cuts layers.
 
         Args:
-            step: Name of the step.
-            part: The first microbatch.
-            run: Runs the step.
+            step: Name of the step, such as ``training_step``.
+            part: First microbatch of the batch.
+            run: Function that runs the step.
 
         Raises:
-            ParallelPlanError: On all ranks, if the loss, a logged mean or sum or the input of a ``row`` layer differs
-                on one of them.
+            ParallelPlanError: On all ranks, if the loss, a logged mean or sum, or the input of a
+                ``row`` layer differs on any rank.
 
-        Communication: at the first batch that of two forward passes, with an all-gather over tp for each ``column``
-        layer, and gathers of objects over all ranks, on the CPU.
+        Communication: at the first batch, that of two or three forward passes, with an all-gather
+        over tp for each ``column`` layer, and gathers of objects over all ranks on the CPU.
         """
         if self._mesh.tp.size == 1 or step in self._tried:
             return
         self._tried.add(step)
         layers = cut_layers(self._module)
-        # Stages hold other layers: all try, or none.
+        # Stages have different layers, but the trial is collective: all stages run it, or none.
         if not any(all_gather_objects(bool(layers), self._mesh.world_cpu)):
             return
         with undone(self._module, self._mesh) as state, _uncompiled(self._module):
@@ -141,8 +144,9 @@ class _Trial:
         values, place = _differences(cut, whole, tolerance), _first_difference(cut.seen, whole.seen, tolerance)
         if not self._any(bool(values) or place is not None):
             return
-        # What Python and NumPy draw for each feature cannot be made the same for a part of the features and for all;
-        # what they draw for something else was the same.
+        # The difference may come from random numbers of Python or NumPy, which the trial cannot
+        # make equal for a shard and for all features. A second sharded run with another seed
+        # changes them: if its values differ from the first, the comparison is not valid.
         again = self._run(part, is_whole=False, seed=int(self._any(self._step_tried.has_other_draws)))
         unsteady = bool(_differences(cut, again, tolerance)) or _first_difference(cut.seen, again.seen, tolerance)
         if self._any(bool(unsteady)):
@@ -161,7 +165,7 @@ class _Trial:
                 if not is_whole:
                     raise
                 if self._mesh.pp.size > 1:
-                    # Other stages wait for this one.
+                    # Other stages wait for this one, so that the trial cannot end with a warning.
                     error.add_note(f"{self._step} was tried with all features on every rank of tp. {_TO_MEAN_IT}")
                     raise
                 result.error = f"{type(error).__name__}: {error}"
@@ -176,7 +180,8 @@ class _Trial:
     def _judge(self, values: dict[str, tuple[float, float]], place: _Place | None) -> None:
         """Refuse a difference, and name the location that the first rank found."""
         everyone = all_gather_objects((values, place), self._mesh.world_cpu)
-        # Inputs of column layers are outside of all parts: there a difference has come about before.
+        # Features are not sharded at the input of a column layer. A difference there has its cause
+        # in earlier code, and is not reported by itself.
         places = [one for _, one in everyone if one is not None]
         first = min(places, key=lambda one: one.number, default=None)
         found = next((one for one, _ in everyone if one), None) or {}

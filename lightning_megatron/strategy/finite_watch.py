@@ -14,9 +14,10 @@ from lightning_megatron.groups.collectives import all_gather_objects, all_reduce
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.private import searches_learning_rate
 
-#: What spreads to what within a step: the cause is named first.
+#: Kinds of values in the order in which one spreads to the next within a step: a message names the
+#: first.
 KINDS = ("weight", "loss", "gradient", "gradient norm")
-#: Values of steps that are kept until they are looked at; beyond that their sums are (steps).
+#: Number of values that are kept between two checks. Older values are replaced by their sums.
 _KEPT = 1024
 _SHOWN = 5
 
@@ -28,9 +29,9 @@ class Finding:
     Args:
         step: Number of the training batch (batches).
         kind: One of ``KINDS``.
-        rank: Global rank that has it.
-        name: Name of the parameter; empty for others.
-        value: What it is, such as ``nan``; of a parameter, its largest magnitude.
+        rank: Global rank on which the value occurred.
+        name: Name of the parameter; empty for losses and gradient norms.
+        value: The value as text, such as ``nan``; the largest magnitude of a weight or gradient.
     """
 
     step: int
@@ -54,9 +55,11 @@ def checks_of(chosen: bool | None, scales_loss: bool, trainer: Trainer) -> bool 
     """Return whether gradients are checked at every step; None means at logging steps.
 
     Args:
-        chosen: The user's choice.
-        scales_loss: Whether the precision scales losses: then gradients overflow from time to time, which it sees to.
-        trainer: Fits; a search for a learning rate goes on until losses explode.
+        chosen: The strategy's ``check_gradients`` option; None is its default.
+        scales_loss: Whether the precision scales losses. Gradients then overflow from time to time,
+            and the loss scaler skips these steps.
+        trainer: The Trainer. A learning rate search continues until losses explode, so that the
+            default is no check.
     """
     return False if chosen is None and (scales_loss or searches_learning_rate(trainer)) else chosen
 
@@ -64,9 +67,10 @@ def checks_of(chosen: bool | None, scales_loss: bool, trainer: Trainer) -> bool 
 class FiniteWatch:
     """Values of a training that must be finite, collected on the device and read occasionally.
 
-    The loss of every step, and the norm of its gradient where it is clipped, are there anyway: they are kept on the
-    device, and cost nothing until they are read. Where they will be read, the largest magnitude of every weight and of
-    every gradient of this rank, before the sum over the ranks spreads it, is made as well.
+    The loss of every step is recorded, and the gradient norm if gradients are clipped. Both are
+    computed anyway and stay on the device until :meth:`check` reads them. At steps that are
+    checked, the largest magnitude of every weight and gradient of this rank is recorded, too.
+    Gradients are recorded before their reduction spreads them to other ranks.
 
     Args:
         mesh: The groups of this rank.
@@ -75,7 +79,7 @@ class FiniteWatch:
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
         self._seen: list[_Seen] = []
-        #: Whether weights and gradients of this step are looked at.
+        #: Whether weights and gradients of this step are recorded.
         self.looks = False
         self._step = 0
 
@@ -94,7 +98,7 @@ class FiniteWatch:
         found = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()}
         found = {name: tensor for name, tensor in found.items() if tensor.numel() and not tensor.is_meta}
         if found:
-            # It is infinite or not a number if any element is.
+            # The largest magnitude is not finite if any element is not.
             largest = torch._foreach_norm(list(found.values()), float("inf"))
             self._seen.append(_Seen(self._step, kind, tuple(found), torch.stack([one.double() for one in largest])))
 
@@ -102,10 +106,11 @@ class FiniteWatch:
         """Check all values recorded since the last check.
 
         Raises:
-            NonFiniteError: On every rank, naming ranks and parameters, if something was not finite on any.
+            NonFiniteError: On every rank, naming ranks and parameters, if a value of any rank is
+                not finite.
 
-        Communication: one all-reduce of a flag over the world on the CPU; a gather of names on failure. The host waits
-        for the device.
+        Communication: one all-reduce of a flag over the world on the CPU; a gather of names on
+        failure. The host waits for the device.
         """
         seen, self._seen = self._seen, []
         parts = [one.values.to(self._mesh.device, torch.float64).reshape(-1) for one in seen]
