@@ -17,12 +17,13 @@ from lightning_megatron.strategy.private import seed_worker
 def needs_distributed_sampler(dataloader: DataLoader, num_data: int) -> bool:
     """Return whether Lightning should replace a dataloader's sampler by a distributed one.
 
-    With one data rank only a loader that shuffles gets one, whose order follows from seed and epoch, so that all ranks
-    and a resumed run agree on it. Any other order is the user's own, and stays as on one device.
+    With one data rank, only a dataloader with plain shuffling needs one. The order of a distributed
+    sampler depends only on seed and epoch, so that it is the same on all ranks and after a resume.
+    Any other sampler is the user's choice and stays.
 
     Args:
         dataloader: The user's dataloader.
-        num_data: Ranks that read different data.
+        num_data: Number of ranks that read different data (ranks).
     """
     if num_data > 1:
         return True
@@ -35,19 +36,23 @@ def needs_distributed_sampler(dataloader: DataLoader, num_data: int) -> bool:
 def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
     """Seed a dataloader's generators and workers by the data-parallel rank alone.
 
-    What the user has set stays. Without this, workers are seeded by the global rank and from the default generator,
-    which pipeline stages use unequally: stages would see different batches.
+    Generators that the user has set stay. By default, workers are seeded from the global rank and
+    the default generator, whose state differs between pipeline stages. The stages of a pipeline
+    would then read different batches.
 
     Args:
-        dataloader: Anything that yields batches; only a torch DataLoader is changed.
+        dataloader: Any iterable of batches; only a torch DataLoader is changed.
         seed: Seed of the run, equal on all ranks.
-        data_rank: Which part of the data this rank reads.
+        data_rank: Index of this rank among the ranks that read different data.
+
+    Returns:
+        The dataloader.
     """
     if not isinstance(dataloader, DataLoader):
         return dataloader
     sampler = dataloader.sampler
     if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)) and sampler.generator is None:
-        # The order of all samples, of which every data rank takes its part.
+        # Equal on all data ranks: each rank reads its part of one common order.
         sampler.generator = torch.Generator().manual_seed(derive_seed(seed, "sampler"))
     if dataloader.generator is None:
         dataloader.generator = torch.Generator().manual_seed(derive_seed(seed, "dataloader", data_rank))
@@ -67,7 +72,8 @@ def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
 def survive_one_sigterm() -> None:
     """Ignore the first SIGTERM in a dataloader worker; the second one ends it.
 
-    A scheduler signals all processes of a job. Without its workers, the main process would not reach the batch before
-    which it saves. A second signal comes from torch, if a worker does not end when it is asked to.
+    A scheduler signals all processes of a job. The main process finishes the current batch and then
+    saves a checkpoint, for which it still needs its workers. The second signal comes from torch, if
+    a worker does not exit on request.
     """
     signal.signal(signal.SIGTERM, lambda signum, _: signal.signal(signum, signal.SIG_DFL))

@@ -21,39 +21,45 @@ from lightning_megatron.plan.settings import settled_arguments
 from lightning_megatron.strategy.model_strategy import ModelStrategy
 from lightning_megatron.strategy.private import accumulates, is_logged, logged_step
 
-#: What is logged for a layer, and as a mean over layers.
+#: Names of the values that are logged for every layer, and as means over the layers.
 _FIGURES = ("max_over_mean", "dropped", "entropy", "balance_loss", "z_loss")
 
 
 class ExpertLoad(Callback):
     """Log the load of experts at each step, and plot it into the logger's folder after ``fit``.
 
-    Values for every layer with experts (`experts/layer_3/...`) and their means (`experts/...`):
+    The following values are logged for every layer with experts (``experts/layer_3/...``), and
+    their means over the layers (``experts/...``):
 
-    * `max_over_mean`: the load of the busiest expert over the mean; 1 is even, the number of experts is the worst.
-    * `dropped`: the share of choices that were dropped because experts were full.
-    * `entropy`: mean entropy of a token's scores (nats).
-    * `balance_loss` and `z_loss`: the router's losses without their coefficients; 0 where the model has none.
+    * ``max_over_mean``: load of the busiest expert divided by the mean load. The best value is 1;
+      the worst is the number of experts.
+    * ``dropped``: fraction of token assignments that were dropped because experts were full.
+    * ``entropy``: mean entropy of the router scores of a token (nats).
+    * ``balance_loss`` and ``z_loss``: router losses without their coefficients; 0 if the model has
+      none.
 
-    For a layer also `experts/layer_3/load/expert_5`, the share of the choices that went to an expert, dropped ones
-    included. Numbers are those of one optimizer step, on all ranks and in all of its microbatches. They are read from
-    the device, and logged, at the steps at which the Trainer logs: `Trainer(log_every_n_steps=...)`.
+    With ``per_expert``, ``experts/layer_3/load/expert_5`` is the fraction of the layer's token
+    assignments that went to an expert, including dropped ones. Values cover all ranks and
+    microbatches of one optimizer step. They are read from the device and logged every
+    ``log_every_n_steps`` steps of the Trainer.
 
     Args:
-        per_expert: Whether to log the load of each expert, too.
+        per_expert: Whether the load of each expert is logged.
         filename: Name of the plot in the logger's folder.
 
     Raises:
-        UnsupportedError: If the strategy is not a :class:`MegatronStrategy`, or no model has experts.
+        UnsupportedError: If the strategy is not a :class:`MegatronStrategy`, or no model has
+            experts.
 
-    Communication: at a step that is logged, a gather of numbers over pp on the CPU.
+    Communication: at logged steps, one gather of objects over pp on the CPU.
     """
 
     def __init__(self, per_expert: bool = True, filename: str = "expert_load.png") -> None:
         given = settled_arguments(ExpertLoad.__init__, locals())
         self.per_expert: bool = given["per_expert"]
         self.filename: str = given["filename"]
-        #: What is drawn: the layers at the last logged step, and the load of their busiest experts at all of them.
+        #: Values of the plot: all layers at the last logged step, and the load of the busiest
+        #: experts at every logged step.
         self._last: dict[int, dict[str, Tensor]] = {}
         self._busiest: dict[int, Tensor] = {}
 
@@ -110,14 +116,14 @@ def gather_layers(statistics: Mapping[int, StepStatistics], pp: MeshAxis) -> dic
     """Return the logged figures and expert loads of the layers of all stages, on every rank.
 
     Args:
-        statistics: Of the layers of this stage.
-        pp: The stages, for Python objects.
+        statistics: Statistics of this stage's layers, by layer index.
+        pp: The pp axis whose group runs on the CPU.
 
-    Communication: a gather over pp on the CPU.
+    Communication: one gather of objects over pp on the CPU.
     """
     here = {number: figures_of(step) for number, step in statistics.items()}
     joined = {number: figures for stage in all_gather_objects(here, pp) for number, figures in stage.items()}
-    # With several chunks on a stage, its layers are not neighbours.
+    # With several chunks on a stage, the layers of a stage are not consecutive.
     return dict(sorted(joined.items()))
 
 
@@ -142,8 +148,8 @@ def names_of(layers: Mapping[int, Mapping[str, Tensor]], per_expert: bool) -> di
     """Return all values by the names under which they are logged.
 
     Args:
-        layers: Figures of every layer.
-        per_expert: Whether the share of each expert is among them.
+        layers: Figures of every layer, by layer index.
+        per_expert: Whether to include the share of each expert.
     """
     values = {f"experts/{name}": torch.stack([layer[name] for layer in layers.values()]).mean() for name in _FIGURES}
     for number, layer in layers.items():
@@ -157,12 +163,12 @@ def names_of(layers: Mapping[int, Mapping[str, Tensor]], per_expert: bool) -> di
 def draw_load(layers: Mapping[int, Mapping[str, Tensor]], busiest: Mapping[int, Tensor], picture: Path) -> None:
     """Plot each expert's load at the last step, and the busiest experts' load over all steps.
 
-    Shapes: busiest one of ``(layers)`` for each step.
+    Shapes: each value of ``busiest`` is ``(layers,)``.
 
     Args:
-        layers: Figures of every layer at the last step.
-        busiest: By step the load over the mean of the busiest expert of every layer.
-        picture: File to write, its ending says the format.
+        layers: Figures of every layer at the last step, by layer index.
+        busiest: Load of the busiest expert of every layer divided by the mean load, by step.
+        picture: Path of the plot; the file extension selects the format.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.
@@ -172,7 +178,7 @@ def draw_load(layers: Mapping[int, Mapping[str, Tensor]], busiest: Mapping[int, 
     steps = list(busiest)
     now = torch.stack([layer["load"] * layer["load"].numel() for layer in layers.values()])
     experts, training = figure.subplots(1, 2)
-    # White is the mean.
+    # The mean load is white.
     norm = centred(1.0, vmin=0.0, vmax=max(2.0, float(now.max())))
     image = experts.imshow(now.numpy(), aspect="auto", interpolation="nearest", cmap="RdBu_r", norm=norm)
     figure.colorbar(image, ax=experts, label="load over mean")

@@ -16,12 +16,14 @@ from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.notices import Notices
 from lightning_megatron.strategy.positions import Position, hang_report, is_ahead, missing_ranks
 
-#: When a waiting rank asks where the others are, and when it reports, as parts of the timeout: torch's own error, which
-#: names nobody, comes at the whole of it.
+#: Fractions of the timeout after which a waiting rank reads the positions of the others, and after
+#: which it reports a hang. Both precede torch's own timeout error, which names no rank.
 _ASK_AT, _REPORT_AT = 0.8, 0.9
-#: A rank says where it is so often within the timeout, but no less often than that (seconds).
+#: Number of times a rank publishes its position within the timeout, and the longest period between
+#: two publications (seconds).
 _PARTS, _LONGEST = 40, 30.0
-#: A rank that has been silent for so many of these periods, and at least so long (seconds), gives no sign of life.
+#: Number of periods, and minimum time (seconds), without a publication after which a rank counts as
+#: silent.
 _SILENT_PERIODS, _SILENT_SECONDS = 4.0, 1.0
 _CLAIM = "hang"
 
@@ -29,21 +31,23 @@ _CLAIM = "hang"
 class HangWatch:
     """Watcher of one rank's main thread, which reports its position to the other ranks.
 
-    Every rank writes its position into a folder of its machine, and with several machines into the job's store as well.
-    A rank that has waited in one collective for most of the timeout asks where the others are, and reports those that
-    have not arrived. On a GPU the host does not wait in collectives: there a rank counts as waiting when it has started
-    one that others have not, and has not got on.
+    Every rank writes its position to a folder of its machine and, with several machines, to the
+    job's store. A rank that has waited in one collective for most of the timeout reads the
+    positions of all ranks and reports those that have not arrived. The host does not wait in
+    collectives on a GPU. A rank then counts as waiting if it makes no progress and has started a
+    collective that other ranks have not started.
 
     Args:
         rank: Global rank of this process.
-        num_ranks: Ranks of the job.
-        journal: What this rank has started.
-        timeout: How long a collective may wait for a rank (seconds).
-        device_timeout: The same where collectives run on a GPU; None if they do not (seconds).
-        folder: A folder that the ranks of this machine share.
-        notices: What all ranks can read; None if all are on this machine.
-        place: Says what the Trainer does.
-        fail: Ends the job, given the report and the positions of ranks that can no longer end themselves.
+        num_ranks: Number of ranks of the job (ranks).
+        journal: Record of the collectives that this rank has started.
+        timeout: Timeout of collectives on the CPU (seconds).
+        device_timeout: Timeout of collectives on a GPU; None without a GPU (seconds).
+        folder: Folder that the ranks of this machine share.
+        notices: Messages in the job's store; None if all ranks are on this machine.
+        place: Function that names the Trainer's current stage.
+        fail: Function that ends the job, called with the report and the positions of silent ranks,
+            which cannot exit by themselves.
     """
 
     def __init__(
@@ -72,7 +76,8 @@ class HangWatch:
 
     def start(self) -> None:
         """Start watching, in threads of this process."""
-        # At once: a rank that stops in its first moments can only be named, and killed, if its process is known.
+        # A rank that stops before its first period can be named and killed only if its position,
+        # which contains its process id, is known.
         self._publish()
         threading.Thread(target=self._watch, daemon=True, name="hang-watch").start()
 
@@ -82,11 +87,13 @@ class HangWatch:
 
     def _watch(self) -> None:
         since, before = time.monotonic(), None
-        # Ranks begin to wait together: the lowest one is the first to ask.
+        # Ranks often start to wait at the same time. The delay grows with the rank, so that the
+        # lowest waiting rank usually reports.
         ask_at = _ASK_AT + (_REPORT_AT - _ASK_AT) / 2 * self._rank / self._num_ranks
         while not self._stop.wait(self._period):
             own = self._publish()
-            # The host does not wait in a GPU's collectives, only somewhere for their results.
+            # The host waits for the results of a GPU's collectives at any line, not inside them, so
+            # that ``waits`` is set only for collectives on the CPU.
             timeout = self._timeout if own.waits else self._device_timeout
             if own.progress != before:
                 before, since = own.progress, time.monotonic()

@@ -12,21 +12,23 @@ from pathlib import Path
 
 from lightning_megatron.strategy.positions import birth_of
 
-#: The folder of a job whose ranks cannot be seen from here is removed after this time; ranks write to theirs all the
-#: time (seconds).
+#: Age after its last change at which any job folder is removed, even if its processes are not
+#: visible from this machine. Running ranks write to their folder all the time (seconds).
 _OLD_SECONDS = 7 * 24 * 3600.0
-#: A folder is left alone for so long after its last change, in which its ranks may still be joining (seconds).
+#: Age after its last change up to which a folder is kept, because its ranks may still be joining
+#: (seconds).
 _YOUNG_SECONDS = 60.0
 
 
 class JobFolder:
     """Folder of a job in the system's temporary directory, removed by the last rank that leaves.
 
-    Every rank leaves a file with its process in it. A rank that leaves removes that, and the folder if the processes of
-    all others are gone. Where no rank could, because all were killed, the next job on this machine does so.
+    Every rank writes a file that identifies its process. A rank that leaves removes this file, and
+    the folder if the processes of all other ranks have ended. If all ranks were killed, the next
+    job on this machine removes the folder.
 
     Args:
-        job: A name that no other job has.
+        job: Name of the job, which no other job has.
         rank: Global rank of this process.
     """
 
@@ -53,7 +55,7 @@ def _may_live(file: Path) -> bool:
     except FileNotFoundError:
         return False
     except (OSError, ValueError):
-        # Another rank is writing it.
+        # The file is incomplete: another rank is still writing it.
         return True
     return host != socket.gethostname() or not birth or birth_of(int(pid)) == birth
 

@@ -16,15 +16,19 @@ from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.mesh import DEFAULT_TIMEOUTS
 from lightning_megatron.strategy.private import default_backend, init_process_group
 
-#: Set by torchrun for ranks that are to meet in its own store.
+#: Environment variable that torchrun sets if ranks should use the store of its agent.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def check_backend(backend: str | None, device: torch.device) -> None:
     """Refuse NCCL for processes without GPUs.
 
+    Args:
+        backend: Backend of the process groups; None means the default of the device.
+        device: Device of this process.
+
     Raises:
-        UnsupportedError: For it.
+        UnsupportedError: If the backend is ``nccl`` and the device is not a GPU.
     """
     if backend == "nccl" and device.type != "cuda":
         raise UnsupportedError(
@@ -45,26 +49,28 @@ def join_processes(
     """Compare the configurations of all ranks and create their process group if none exists.
 
     Args:
-        environment: Where the first rank is.
-        rank: Rank of this process.
-        size: Ranks of the job.
+        environment: Cluster environment, which knows the address of the first rank.
+        rank: Global rank of this process.
+        size: Number of ranks of the job (ranks).
         device: Device of this process.
-        backend: ``nccl`` or ``gloo``; None chooses by the device.
-        timeout: How long a collective may wait for a rank; None leaves torch's default.
-        configuration: What must be equal on all ranks, by name.
+        backend: ``nccl`` or ``gloo``; None means the default of the device.
+        timeout: Timeout of collectives; None means torch's default.
+        configuration: Settings that must be equal on all ranks, by name.
 
     Raises:
-        RankMismatchError: On every rank, if configurations differ, or ranks do not come in time.
+        RankMismatchError: On every rank, if configurations differ or ranks do not join in time.
 
     Communication: collective over all ranks.
     """
     assert environment is not None, "the Trainer sets the cluster environment"
-    # Processes start further apart than they arrive at collectives, whose groups get the timeout alone.
+    # Start times of processes differ more than arrival times at collectives. A short timeout is
+    # therefore raised to the default here; the groups of the mesh use it unchanged.
     patience = DEFAULT_TIMEOUTS[device.type]
     patience = max(timeout or patience, patience)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     of_agent = os.environ.get(AGENT_STORE) == "True"
     store = open_store(environment.main_address, environment.main_port, rank, size, patience, of_agent)
-    # Ranks that disagree may not even make groups of the same backend: they are compared before.
+    # Ranks with different configurations might create groups with different backends and hang, so
+    # that the comparison comes first.
     check_same_in_store(store, rank, range(size), configuration, patience)
     init_process_group(environment, backend or default_backend(device), store=store, timeout=patience, **options)

@@ -24,7 +24,7 @@ from lightning_megatron.swap.shells import Shell
 
 log = logging.getLogger(__name__)
 
-#: Hooks of the module between a step and the next one, which may read what the step has kept.
+#: Module hooks between a step and the next one, which may read attributes that the step has set.
 _HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
     "training_step": (
         *("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step"),
@@ -34,11 +34,11 @@ _HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
     "test_step": ("on_test_batch_end",),
     "predict_step": ("on_predict_batch_end",),
 }
-#: Where a value is: name of the module that holds it, whether as a buffer, name of the attribute.
+#: Location of a value: name of the module, whether the value is a buffer, name of the attribute.
 _Place = tuple[str, bool, str]
 
 
-#: What pickling raises for objects that cannot be sent, such as locks, generators and handles of files.
+#: Exceptions of pickling for objects that cannot be sent, such as locks, generators and open files.
 _NOT_SENDABLE = (
     *(pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, RecursionError),
     *(OSError, KeyError),
@@ -47,7 +47,12 @@ _NOT_SENDABLE = (
 
 @dataclass(frozen=True)
 class _Change:
-    """A new value of an attribute, or the items appended to a list."""
+    """A new value of an attribute, or the items appended to a list.
+
+    Args:
+        value: The new value, or the appended items.
+        num_kept: Number of unchanged items at the start of the list; 0 replaces the whole value.
+    """
 
     value: Any
     num_kept: int = 0
@@ -55,7 +60,12 @@ class _Change:
 
 @dataclass(frozen=True)
 class _Changes:
-    """Changes that the last stage sends."""
+    """Changes that the last stage sends.
+
+    Args:
+        changed: New values by location.
+        removed: Locations of deleted attributes.
+    """
 
     changed: dict[_Place, _Change]
     removed: tuple[_Place, ...]
@@ -64,13 +74,14 @@ class _Changes:
 class KeptState:
     """Module attributes outside the model that steps change, kept equal over the stages.
 
-    Code after the call of a pipelined model runs on the last stage alone. What it keeps (lists of outputs, numbers,
-    states of metrics) would be missing wherever hooks run on all stages: at the end of an epoch they would log, stop
-    and save by what rank 0 has, which is nothing. Hooks cannot run on the last stage alone, because they may do what
-    all ranks must do together, as saving a checkpoint, generating text or reducing a value. So the other stages take
-    over what steps have changed on the last one, before such hooks run; each rank from the one with its data.
+    Step code after the call of a pipelined model runs only on the last stage. Values that it stores
+    in the module, such as lists of outputs or metric states, are missing on the other stages.
+    Hooks run on all stages, because they may call collectives, save a checkpoint or generate text.
+    Before such a hook runs, the last stage therefore sends all changes to the stages with the same
+    data.
 
-    Attributes and buffers count of the LightningModule and of modules without parameters, such as metrics.
+    This covers attributes and buffers of the LightningModule and of modules without parameters,
+    such as metrics.
 
     Args:
         module: The user's module.
@@ -81,7 +92,7 @@ class KeptState:
         self._module, self._mesh = module, mesh
         self._is_here = mesh.pp.size > 1 and mesh.pp.is_last
         self._before: dict[_Place, bytes | ListDigest | None] | None = None
-        # Identities count in digests: what they describe must live on.
+        # Digests contain object ids. A reference to each object keeps its id from being reused.
         self._alive: list[Any] = []
         self._warned: set[_Place] = set()
 
@@ -109,7 +120,7 @@ class KeptState:
         """Send a step's changes at once if the module has a hook that runs before the next step.
 
         Args:
-            step: Name of the step.
+            step: Name of the step, such as ``training_step``.
 
         Communication: that of :meth:`share`.
         """
@@ -120,10 +131,10 @@ class KeptState:
         """Return the last stage's step output if a hook receives it, else the argument.
 
         Args:
-            step: Name of the step.
-            outputs: What it has returned for the batch on this stage.
+            step: Name of the step, such as ``training_step``.
+            outputs: Output of the step on this stage.
 
-        Communication: one broadcast of an object over pp on the CPU, if a hook takes it.
+        Communication: one broadcast of an object over pp on the CPU, if a hook receives the output.
         """
         axis, hook = self._mesh.pp_cpu, f"on_{step.removesuffix('_step')}_batch_end".replace("training", "train")
         if axis.size == 1 or first_overridden(self._module.trainer, (hook,)) is None:
@@ -161,7 +172,7 @@ class KeptState:
         try:
             return pack(_Changes(changed, removed), self._module)
         except _NOT_SENDABLE:
-            # Whatever the reason, it is found for each value by itself.
+            # The error does not name the value, so each value is tried separately.
             sendable = {place: change for place, change in changed.items() if self._is_sendable(place, change)}
             return pack(_Changes(sendable, removed), self._module)
 
@@ -224,6 +235,6 @@ def _put(held: dict[str, Any], name: str, change: _Change) -> None:
         held[name] = value
 
 
-#: What every module has, and the strategy and the Trainer look after.
+#: Attributes that every module has, which the strategy and the Trainer manage.
 _PART_ATTRIBUTES = frozenset({*vars(nn.Module()), "update", "compute", "_update_signature", "process_group"})
 _MODULE_ATTRIBUTES = frozenset({*vars(LightningModule()), "_device_mesh"})

@@ -21,12 +21,13 @@ class MegatronLauncher(SubprocessScriptLauncher):
     """Subprocess launcher like that of ``ddp``, which reports failures before clean-up runs.
 
     Args:
-        cluster_environment: Knows the ranks and whether somebody else starts the processes.
-        num_processes: Processes on this node.
-        num_nodes: Nodes of the job.
-        watch: Returns the failure watch of this rank.
-        check: Refuses what cannot run, given the arguments of ``fit``, ``validate``, ``test`` or ``predict`` by name,
-            and the ``trainer``.
+        cluster_environment: Cluster environment, which knows the ranks and whether an external
+            launcher starts the processes.
+        num_processes: Number of processes on this node (processes).
+        num_nodes: Number of nodes of the job (nodes).
+        watch: Function that returns the failure watch of this rank.
+        check: Function that raises an error for runs that are not supported. It receives the
+            arguments of ``fit``, ``validate``, ``test`` or ``predict``, and ``trainer``, by name.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        # Before any other process is started, so that the user reads one traceback.
+        # Check before other processes start, so that an error prints only one traceback.
         arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments
         self._check({**arguments, "trainer": trainer})
 
@@ -53,8 +54,8 @@ class MegatronLauncher(SubprocessScriptLauncher):
             with self._watch().guard():
                 return function(*inner_args, **inner_kwargs)
 
-        # As Lightning's own, but for its watch over the launched processes, which ours replaces: that looks every five
-        # seconds, and not when this process is at its end.
+        # The same as Lightning's launcher, except that ``Children`` supervises the processes.
+        # Lightning polls them every five seconds, and stops when this process exits.
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
@@ -70,7 +71,8 @@ class MegatronLauncher(SubprocessScriptLauncher):
         if self._children is None or signum != signal.SIGKILL:
             super().kill(signum)
             return
-        # After Ctrl-C: this process has left the job, and the others cannot take their files along.
+        # After Ctrl-C this process has already left the job folder. Killed ranks cannot remove
+        # their files, so this process removes them.
         self._children.forget()
         super().kill(signum)
         self._children.wait_for_end()

@@ -24,9 +24,9 @@ class _Form:
     """Message of the last stage: arguments of log calls, and the step's output.
 
     Args:
-        calls: How each value is logged.
-        metrics: How each metric is logged.
-        is_counted: Whether the step counts its tokens.
+        calls: Log calls of values.
+        metrics: Log calls of metrics.
+        is_counted: Whether the step returned token counts.
         returns_more: Whether the step returned a mapping.
     """
 
@@ -46,7 +46,7 @@ class Replayed:
     """Values that all stages have received from the last stage.
 
     Args:
-        extra: The further scalars, in float64.
+        extra: Additional scalars such as the loss, in float64.
         is_counted: Whether the step returned token counts.
         returns_more: Whether the step returned a mapping.
     """
@@ -90,16 +90,23 @@ class LogReplay:
         """Log the merged values on this rank as if the whole batch had run here.
 
         Args:
-            module: The module whose ``log`` is called.
-            recorder: What the last stage recorded; the other stages' records are dropped.
-            key: Name of the hook, then the dataloader: the calls of one key have one form as a rule.
-            extra: Scalars to bring along from the last stage, such as the loss; all ranks give as many.
-            counts: Tokens that each run of the step counted on the last stage; means weigh by them over the
-                microbatches, the ranks and the batches of an epoch. None means samples (tokens).
+            module: The user's module, whose ``log`` is called.
+            recorder: Log calls of this stage; only those of the last stage are used.
+            key: Name of the hook and index of the dataloader. Calls with the same key usually log
+                the same names.
+            extra: Additional scalars of the last stage, such as the loss. All ranks give the same
+                number of scalars.
+            counts: Token count of each microbatch on the last stage, the weights of means over
+                microbatches, ranks and the batches of an epoch. None means weights in samples
+                (tokens).
             returns_more: Whether the step returned a mapping on the last stage.
 
-        Communication: one broadcast over pp, one of a flag over pp on the CPU, and one of the calls' form if it
-        changed; one all-reduce over the data axis for values that every rank logs by step with ``sync_dist``.
+        Returns:
+            The additional scalars and flags of the last stage.
+
+        Communication: one broadcast over pp; one broadcast of a flag over pp on the CPU, and one of
+        the calls' arguments if they changed; one all-reduce over the data axis for each kind of
+        reduction of the values that are logged by step with ``sync_dist``.
         """
         calls, values, weights = recorder.merged(counts)
         metrics, steps = recorder.merged_metrics(lambda metric: self._path_of(metric, module))
@@ -114,13 +121,14 @@ class LogReplay:
         for index, call in enumerate(form.calls):
             options = dict(call.options)
             if index in reduced:
-                # The Trainer has nothing left to reduce. Without ``sync_dist`` it would warn of values that differ.
+                # The value is already reduced. ``sync_dist`` stays set, because the Trainer warns
+                # without it; ``rank_zero_only`` keeps the Trainer from reducing again.
                 options["rank_zero_only"] = True
             value = vector[index] if call.is_double else vector[index].to(torch.float32)
             if options.get("prog_bar"):
                 by_step_only = is_training and call.times(is_training) == (True, False)
                 options["prog_bar"] = self._is_read_after_every_batch(module, call.name, value, by_step_only)
-            # Not an integer: the Trainer would round the mean of the ranks' numbers down.
+            # A float, because the Trainer would round the mean of integer batch sizes down.
             module.log(call.name, value, batch_size=by_index.get(index, float(call.batch_size)), **options)
         self._log_metrics(module, form.metrics, iter(vector[end:last]))
         return Replayed(list(vector[last:]), form.is_counted, form.returns_more)
@@ -135,7 +143,7 @@ class LogReplay:
         for call in calls:
             metric, options = module.get_submodule(call.path), dict(call.options)
             if call.has_value:
-                # The value of this step, which the Trainer takes from there.
+                # The Trainer reads the value of this step from this attribute.
                 metric._forward_cache = next(values).to(call.dtype)
             if self._mesh.rank != 0:
                 options["prog_bar"] = False
@@ -164,8 +172,8 @@ class LogReplay:
     ) -> set[int]:
         """Reduce values over the data axis, one message per kind; return the reduced indices.
 
-        These are what is logged by step only, as the Trainer would reduce it, and means by step that have a weight,
-        whose weights become those of all ranks.
+        Values that are logged only by step are reduced as the Trainer would reduce them. Weighted
+        means by step become means over all ranks, and their weights become sums over all ranks.
         """
         by_reduction: dict[str, list[int]] = {}
         for index, call in enumerate(calls):
@@ -178,7 +186,7 @@ class LogReplay:
                 by_reduction.setdefault(call.reduction, []).append(index)
         if self._mesh.data.size > 1:
             for reduction, indices in by_reduction.items():
-                # A list of indices would be copied to the device, which the host waits for.
+                # Indexing with a list would copy the list to the device and block the host.
                 values = [vector[index] for index in indices]
                 if reduction == "weighted mean":
                     self._average(values, [weights[index] for index in indices])
@@ -199,7 +207,8 @@ class LogReplay:
     def _is_read_after_every_batch(self, module: LightningModule, name: str, value: Tensor, by_step_only: bool) -> bool:
         """Return whether the progress bar reads a value, which makes the host wait for the device.
 
-        Only rank 0 has a bar. Values by step are read by our own bar when it is drawn, and by none without a bar.
+        Only rank 0 has a progress bar. ``TokensProgressBar`` reads values that are logged by step
+        only when it is drawn; other bars read them after every batch.
         """
         if self._mesh.rank != 0 or not by_step_only:
             return self._mesh.rank == 0

@@ -23,8 +23,8 @@ class LossCurve(Callback):
     Args:
         train: Name under which the training loss is logged.
         val: Name under which the validation loss is logged.
-        filename: Name of the picture, beside `metrics.csv`.
-        unit: What one unit of the loss is, for the label of the vertical axis.
+        filename: Name of the plot in the folder of ``metrics.csv``.
+        unit: Unit of the loss in the label of the vertical axis.
     """
 
     def __init__(
@@ -64,8 +64,11 @@ def read_curve(metrics: Path, name: str) -> Curve:
     """Read the (step, value) pairs of one metric, logged by step, by epoch or by both.
 
     Args:
-        metrics: A `metrics.csv` of Lightning's `CSVLogger`.
-        name: Name given to `self.log`.
+        metrics: Path of the ``metrics.csv`` that Lightning's ``CSVLogger`` writes.
+        name: Name of the metric in ``self.log``.
+
+    Returns:
+        The pairs, sorted by step.
     """
     curve = []
     with metrics.open(newline="", encoding="utf-8") as file:
@@ -80,9 +83,9 @@ def draw_curves(curves: dict[str, Curve], picture: Path, unit: str) -> None:
     """Plot curves over the optimizer steps, each labelled with its last value.
 
     Args:
-        curves: Points by name; the names label the lines.
-        picture: File to write, its ending says the format.
-        unit: What one unit of the values is.
+        curves: The (step, value) pairs of each curve, by the name that labels it.
+        picture: Path of the plot; the file extension selects the format.
+        unit: Unit of the values in the label of the vertical axis.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.
