@@ -19,7 +19,7 @@ from lightning_megatron.strategy.private_callbacks import (
     traces_graph,
 )
 
-#: What each of them does with the model.
+#: Callbacks that need the whole model, and the part of the error message that names the reason.
 _KEEPS = {
     WeightAveraging: "makes its copy of the model",
     StochasticWeightAveraging: "makes its copy of the model",
@@ -29,6 +29,10 @@ _KEEPS = {
 
 def check_callbacks(trainer: Trainer, layout: ParallelLayout) -> None:
     """Refuse callbacks and loggers that need the whole model if each rank has only a part.
+
+    Args:
+        trainer: The Trainer of the run.
+        layout: Sizes of the axes.
 
     Raises:
         UnsupportedError: If there is such a callback or logger, and tp, pp or ep is above 1.
@@ -54,7 +58,11 @@ def check_callbacks(trainer: Trainer, layout: ParallelLayout) -> None:
 
 @contextmanager
 def without_example(module: LightningModule) -> Iterator[None]:
-    """Hide ``example_input_array``, with which summaries would call a single pipeline stage."""
+    """Hide ``example_input_array``, with which summaries would call a single pipeline stage.
+
+    Args:
+        module: The user's module.
+    """
     example, module.example_input_array = module.example_input_array, None
     if example is not None:
         rank_zero_info(
@@ -69,9 +77,14 @@ def without_example(module: LightningModule) -> Iterator[None]:
 def take_callbacks_along(trainer: Trainer, module: LightningModule, layout: ParallelLayout) -> None:
     """Point callbacks at the modules that replaced those they reference.
 
+    Args:
+        trainer: The Trainer of the run.
+        module: The user's module, in which layers have been replaced.
+        layout: Sizes of the axes.
+
     Raises:
-        UnsupportedError: As :func:`check_callbacks` does, for callbacks of the module; and if weights are to be pruned
-            in modules that were replaced, or reset by putting other memory under them.
+        UnsupportedError: For the reasons of :func:`check_callbacks`; if a callback prunes weights
+            of replaced modules; or if a callback resets parameters by replacing their memory.
     """
     check_callbacks(trainer, layout)
     if layout.pp > 1:

@@ -15,21 +15,24 @@ from contextlib import suppress
 from lightning_megatron.strategy.signals import EXIT_CODE
 
 _POLL_SECONDS = 0.25
-#: How long this process may go on after another one failed: enough to raise the same error (seconds).
+#: Time that this process may continue after another one failed, long enough to raise the same error
+#: (seconds).
 _GRACE_SECONDS = 5.0
-#: How long others may run after this process has come to its end, before they are killed (seconds).
+#: Time that other processes may run after this process has finished, before they are killed
+#: (seconds).
 _PATIENCE_SECONDS = 300.0
 
 
 class Children:
     """Launched processes: the launcher waits for them and exits if one of them fails.
 
-    Without that, a script would report success while a rank fails in what it does last, such as a hook of ``teardown``.
+    Without this supervision a script would report success if another rank fails late, such as in
+    the ``teardown`` hook.
 
     Args:
-        processes: The processes.
-        first_rank: Global rank of the first of them.
-        end: Ends this process with an exit code.
+        processes: Launched processes, in the order of their ranks.
+        first_rank: Global rank of the first launched process.
+        end: Function that exits this process with an exit code.
     """
 
     def __init__(self, processes: Sequence[subprocess.Popen], first_rank: int, end: Callable[[int], None]) -> None:
@@ -42,7 +45,8 @@ class Children:
     def watch(self) -> None:
         """Start watching, until this process exits."""
         threading.Thread(target=self._look, daemon=True, name="children-watch").start()
-        # Runs before what modules have registered earlier, after all of the script.
+        # Exit handlers run in reverse order of registration: this one runs after the script, and
+        # before the handlers of modules that were imported earlier.
         atexit.register(self._wait)
 
     def forget(self) -> None:
@@ -108,5 +112,5 @@ class Children:
 
 
 def _grace(code: int) -> float:
-    # Ranks that were told to end, and have saved, are no failure: they come to their ends one after the other.
+    # Ranks that save and exit after a signal have not failed, and exit at different times.
     return _PATIENCE_SECONDS if code == EXIT_CODE else _GRACE_SECONDS

@@ -18,7 +18,7 @@ class _Reader:
     """Lightning's file reader, which refuses directories that this strategy saved.
 
     Args:
-        load: How Lightning reads.
+        load: Lightning's original function.
     """
 
     load: Callable[..., Any]
@@ -39,7 +39,8 @@ class _Reader:
 def explain_directories() -> None:
     """Install the check in Lightning's class methods; repeated calls have no effect.
 
-    They belong to the user's classes, and no strategy is asked, so that Lightning's reader is the one place to say it.
+    ``load_from_checkpoint`` is a class method of the user's modules and uses no strategy.
+    Lightning's file reader is therefore the only place for this check.
     """
     if not isinstance(saving.pl_load, _Reader):
         reader: Any = _Reader(saving.pl_load)

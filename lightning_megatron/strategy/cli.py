@@ -17,15 +17,20 @@ _STRATEGY_PATHS = ("lightning_megatron.MegatronStrategy", f"{MegatronStrategy.__
 class MegatronCLI(LightningCLI):
     """Run a Trainer from YAML recipes and options; interpolation follows the merge of all of them.
 
-    Equal to ``LightningCLI`` but for three settings. ``${...}`` is resolved in the merged configuration, so that an
-    option given on the command line is followed by every value that refers to it, across several files; a path such as
-    ``${trainer.devices}`` means the same in a recipe and under a subcommand. Optimizers are made by the module, because
-    they need the parameters that ``configure_model`` creates. A second run may overwrite the saved ``config.yaml``.
+    The class differs from ``LightningCLI`` in three settings:
+
+    * ``${...}`` is resolved after all files and command-line options are merged, so that an option
+      changes every value that refers to it. A path such as ``${trainer.devices}`` has the same
+      meaning in a recipe and under a subcommand.
+    * The module creates its optimizers, because they need the parameters that ``configure_model``
+      creates.
+    * A second run may overwrite the saved ``config.yaml``.
 
     Args:
-        model_class: Base class of the model; any subclass may be given by its class path, and `CausalLM` is taken
-            where none is.
-        datamodule_class: Base class of the data module; likewise, and `TokenDataModule` is taken where none is.
+        model_class: Base class of the model. A class path may name any subclass; the default is
+            ``CausalLM``.
+        datamodule_class: Base class of the data module. A class path may name any subclass; the
+            default is ``TokenDataModule``.
         options: Further arguments of ``LightningCLI``.
     """
 
@@ -54,7 +59,8 @@ class MegatronCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        # Where a setting may be of several types, the parser's error is about the first of them alone.
+        # If a setting accepts several types, the parser's error describes only the first type. The
+        # strategy's own error is more useful, so the strategy is constructed once before.
         settings = self.config if self.subcommand is None else self.config[self.subcommand]
         chosen = settings["trainer"].get("strategy")
         if isinstance(chosen, Namespace) and chosen.class_path in _STRATEGY_PATHS:
@@ -68,6 +74,7 @@ def main(args: list[str] | None = None) -> None:
     """Run a subcommand of the Trainer: fit, validate, test or predict.
 
     Args:
-        args: Arguments, the subcommand first; None takes those of this process, which ranks started by it repeat.
+        args: Arguments, starting with the subcommand. None means the arguments of this process,
+            with which the launcher also starts the other ranks.
     """
     MegatronCLI(args=args)

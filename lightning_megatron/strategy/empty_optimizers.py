@@ -17,7 +17,8 @@ from lightning_megatron.groups.mesh import ParallelMesh
 def allowing_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
     """Allow optimizers without parameters inside the block, if the model is cut into stages.
 
-    A module that trains its head alone gives its optimizer nothing on the other stages, which torch refuses.
+    A module that trains only its head has no trained parameters on the other stages, and torch
+    refuses optimizers without parameters.
 
     Args:
         mesh: The groups of this rank.
@@ -42,14 +43,15 @@ def check_trained_somewhere(optimizers: Sequence[Optimizer], mesh: ParallelMesh,
     """Refuse optimizers that train nothing on any stage, and groups that cannot be saved.
 
     Args:
-        optimizers: Those of this stage.
+        optimizers: Optimizers of this stage.
         mesh: The groups of this rank.
-        is_saved: Whether the states of optimizers are going to be saved.
+        is_saved: Whether the run saves optimizer states.
 
     Raises:
-        UnsupportedError: If there is one.
+        UnsupportedError: If an optimizer has no parameters on any stage, or if optimizer states are
+            saved and stages have different numbers of parameter groups.
 
-    Communication: one gather over pp, with more than one stage.
+    Communication: with several stages, one gather of objects over pp on the CPU.
     """
     if mesh.pp.size == 1:
         return

@@ -33,7 +33,8 @@ class ExpertsOfRun:
         for model in models:
             self._layers.update({first + index: layer for index, layer in model.mixtures().items()})
             first += model.config.num_layers
-        #: What layers that attach losses read; the same on all stages. None where there are none.
+        #: Weight that is shared by all layers with router losses, the same on all stages; None if
+        #: no model has router losses.
         self.loss_weight: LossWeight | None = None
         if any(model.config.experts is not None and model.config.experts.has_losses for model in models):
             self.loss_weight = LossWeight()

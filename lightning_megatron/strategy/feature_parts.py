@@ -17,7 +17,7 @@ from lightning_megatron.swap.whole_features import cut_layers
 
 _CALL = nn.Module._call_impl.__code__
 _OF_SHAPES = re.compile(r"size|shape|dimension|split|must match|out of (range|bounds)|mat1|expected", re.IGNORECASE)
-#: Layers that a note names.
+#: Largest number of layers that a note names.
 _SHOWN = 6
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
@@ -26,14 +26,14 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 def naming_uncut_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
     """Add the module to be cut to torch's shape errors, if it received sharded features.
 
-    An error of the user's own code about shapes gets a note that names the layers whose features are cut.
+    A shape error in the user's own code gets a note that names the layers whose features are cut.
 
     Args:
         root: The user's module.
         mesh: The groups of this rank.
 
     Raises:
-        ParallelPlanError: In place of torch's error.
+        ParallelPlanError: In place of torch's shape error, if the module is known.
     """
     try:
         yield
@@ -118,7 +118,7 @@ def _innermost_call(trace: TracebackType | None) -> FrameType | None:
 
 def _part_and_whole(module: nn.Module, args: tuple[object, ...], tp: int) -> tuple[int, int, str] | None:
     """Return sharded and full feature size, and the parameter's name, if an input is a shard."""
-    # Features are the last dimension as a rule.
+    # Features are usually the last dimension, so sizes are tried from the last to the first.
     inputs = [size for value in args if isinstance(value, Tensor) for size in reversed(value.shape)]
     for part in inputs:
         for key, parameter in module.named_parameters(recurse=False):

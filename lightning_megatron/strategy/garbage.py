@@ -8,9 +8,9 @@ import gc
 class LongLived:
     """Objects that exist when training starts, excluded from garbage collection.
 
-    A full collection goes through every object of torch, Lightning and the model, a quarter of a second in which no
-    Python code runs; it comes at another step on every rank, and all ranks wait for each of them. A program that has
-    frozen objects itself knows about that and is left alone.
+    A full collection visits every object of torch, Lightning and the model. It stops all Python
+    code for about a quarter of a second. Collections run at different steps on each rank, and all
+    ranks wait for each of them. Nothing changes if the program has already called ``gc.freeze``.
     """
 
     def __init__(self) -> None:

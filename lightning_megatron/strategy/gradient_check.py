@@ -17,18 +17,19 @@ def check_finite(gradients: Mapping[str, Tensor], mesh: ParallelMesh, step: int)
     """Refuse a gradient of any rank that is infinite or not a number.
 
     Args:
-        gradients: This rank's gradients by name, before they are summed over the ranks.
+        gradients: Gradients of this rank by parameter name, before their reduction over the ranks.
         mesh: The groups of this rank.
-        step: Number of the training batch.
+        step: Index of the training batch (batches).
 
     Raises:
-        NonFiniteGradientError: On every rank, naming parameters, the ranks that made them, and the step.
+        NonFiniteGradientError: On every rank, naming parameters, ranks and the step.
 
-    Communication: one all-reduce of a flag over the world, for which the host waits; a gather of names on failure.
+    Communication: one all-reduce of a flag over the world, for which the host waits; a gather of
+    names on failure.
     """
     bad = torch.zeros((), device=mesh.device)
     if gradients:
-        # The largest magnitude is infinite or not a number if any element is.
+        # The largest magnitude is not finite if any element is not.
         largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(gradients.values()), float("inf"))])
         bad = (~torch.isfinite(largest)).any().float()
     if not all_reduce_(bad, mesh.world, "max").item():

@@ -11,8 +11,9 @@ def describe_nonfinite(found: Sequence[tuple[int, str, int, int]], step: int) ->
     """Describe parameters, ranks and step of gradients that are not finite.
 
     Args:
-        found: Rank, parameter, elements that are not a number, and infinite elements; the first few are named.
-        step: Number of the training batch (batches).
+        found: Rank, parameter name, number of NaN elements and number of infinite elements of each
+            gradient. The message names the first few gradients.
+        step: Index of the training batch (batches).
     """
     places = [f"{name} on rank {rank} ({_counts(nans, infinities)})" for rank, name, nans, infinities in found[:_SHOWN]]
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""

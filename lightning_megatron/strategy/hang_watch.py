@@ -181,7 +181,7 @@ def _device_waits(positions: Mapping[int, Position]) -> dict[int, Position]:
 
 
 def place_of(module: LightningModule | None) -> str:
-    """Return a function that names the Trainer's current stage, for use in another thread."""
+    """Return the Trainer's current stage and step as text; safe to call in another thread."""
     trainer = None if module is None else module._trainer
     if trainer is None:
         return "no run"

@@ -19,27 +19,30 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
 
-#: The folder that loggers of Lightning make for each run of one name.
+#: Name of the folder that Lightning's loggers create for each run.
 _VERSION = re.compile(r"version_\d+")
 
 
 def find_last(trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None) -> str | None:
     """Find the newest complete checkpoint of a run; all ranks share the verification.
 
-    Every checkpoint counts, of any name: Lightning looks at names that begin with "last" alone, so that a run without
-    ``save_last`` would begin anew after a crash. The newest is that which was saved last, not that of the most steps: a
-    training that went back to an earlier step goes on from there. A training passes over those of weights alone.
+    Checkpoints of any name count. Lightning considers only names that begin with "last", so that a
+    run without ``save_last`` would start again after a crash. The newest checkpoint is the one that
+    was saved last, even if another one has more steps: a run may have returned to an earlier step.
+    ``fit`` skips checkpoints that contain only weights.
 
     Args:
-        trainer: The trainer, whose callbacks and loggers know their folders.
+        trainer: The Trainer, whose callbacks and loggers know their folders.
         mesh: The groups of this rank.
-        weights_only: As for loading.
+        weights_only: Whether loading refuses pickled objects other than tensors and plain
+            containers; None means Lightning's default.
 
     Returns:
-        None if there is none.
+        The path or URL of the checkpoint; None if no checkpoint exists.
 
     Raises:
-        CorruptDataError: If there are checkpoints and all of them are damaged: beginning anew would replace them.
+        CorruptDataError: If checkpoints exist and all of them are damaged. A new start would
+            overwrite them.
 
     Communication: broadcasts and gathers over the world.
     """
@@ -73,9 +76,13 @@ def find_last(trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None) -
 def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
     """Return the checkpoint folders of a run's callbacks.
 
-    Without callbacks it is the folder of the trainer, where a job that is told to end leaves its checkpoint. Where a
-    logger gives every run a new folder, ``version_0``, ``version_1`` and so on, those of earlier runs count as
-    well: a run that was restarted gets a new one.
+    Without callbacks this is the Trainer's ``default_root_dir``, into which a job saves when a
+    scheduler stops it. A logger may create a new folder for every run, such as ``version_0`` and
+    ``version_1``. The folders of earlier runs are then included, because a restarted run has a new
+    folder.
+
+    Args:
+        trainer: The Trainer, whose callbacks and loggers know their folders.
     """
     given = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     given += [
@@ -112,7 +119,8 @@ def _found_in(folders: Iterable[str]) -> Iterator[tuple[float, str]]:
             try:
                 yield read_header(path).saved_at, path
             except (CorruptDataError, UnsupportedError):
-                # A damaged header does not say when; the directory does, about.
+                # The time of saving cannot be read from a damaged header. The directory's time of
+                # modification is close to it.
                 yield os.path.getmtime(path) if os.path.exists(path) else 0.0, path
         if "://" not in folder:
             files = (str(file) for file in Path(folder).glob("*.ckpt") if file.is_file())
@@ -122,8 +130,12 @@ def _found_in(folders: Iterable[str]) -> Iterator[tuple[float, str]]:
 def verify_any(path: str, mesh: ParallelMesh) -> None:
     """Verify the checksums of a checkpoint directory, or of a file on a mounted file system.
 
+    Args:
+        path: Path or URL of the checkpoint.
+        mesh: The groups of this rank.
+
     Raises:
-        CorruptDataError: On all ranks, naming the file that is damaged.
+        CorruptDataError: On all ranks, naming the damaged file.
 
     Communication: collective over all ranks.
     """

@@ -27,8 +27,8 @@ class LogCall:
     Args:
         name: Name of the value.
         options: Arguments of ``LightningModule.log``, sorted by name.
-        is_double: Whether the value is kept in float64.
-        batch_size: Weight in a mean over batches, unless ``has_weight`` (samples).
+        is_double: Whether the value is logged in float64.
+        batch_size: Weight in a mean over batches if ``has_weight`` is false (samples).
         has_weight: Whether a scalar weight is sent with the value, usually its token count.
     """
 
@@ -60,10 +60,10 @@ class MetricCall:
     """Arguments of a log call of a metric, and the metric's location in the module.
 
     Args:
-        name: Name of the value.
-        path: Name of the metric in the module.
+        name: Name under which the metric is logged.
+        path: Qualified name of the metric in the module.
         options: Arguments of ``LightningModule.log``, sorted by name.
-        dtype: Type of the value of this step; None if the metric was only updated.
+        dtype: Dtype of the value of this step; None if the metric was only updated.
     """
 
     name: str
@@ -79,7 +79,13 @@ class MetricCall:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A logged value, its weight, and the index of its microbatch."""
+    """A logged value, its weight, and the index of its microbatch.
+
+    Args:
+        value: Scalar that was logged.
+        weight: Weight in a mean over microbatches.
+        run: Index of the microbatch; -1 outside of a step.
+    """
 
     value: Tensor
     weight: Weight
@@ -91,9 +97,14 @@ class Recorder:
     """Log calls of one batch.
 
     Args:
-        microbatch_size: Samples of the microbatch that runs now (samples).
-        is_muted: Whether to drop what is logged now: the step runs only up to the model, and again later.
-        run: How many runs of the step before this one were not muted.
+        microbatch_size: Size of the current microbatch (samples).
+        is_muted: Whether log calls are dropped, because the step runs now only up to the model and
+            will run again.
+        run: Index of the current run of the step, counting only runs that are not muted.
+        calls: First log call of each value, by name.
+        values: Logged values, by name.
+        metrics: Logged metrics with the arguments of their log calls, by name.
+        metric_values: Values of metrics in this step, by name.
     """
 
     microbatch_size: int = 1
@@ -105,7 +116,12 @@ class Recorder:
     metric_values: dict[str, list[_Entry]] = field(default_factory=dict)
 
     def begin(self, microbatch_size: int, *, is_muted: bool) -> None:
-        """Start recording the next microbatch."""
+        """Start recording the next microbatch.
+
+        Args:
+            microbatch_size: Size of the microbatch (samples).
+            is_muted: Whether log calls of this run are dropped.
+        """
         self.microbatch_size, self.is_muted = microbatch_size, is_muted
         self.run += not is_muted
 
@@ -144,10 +160,12 @@ class Recorder:
         """Reduce the values of each name over the microbatches; means are over samples or tokens.
 
         Args:
-            counts: Tokens that each run of the step counted, which means weigh by; None means samples (tokens).
+            counts: Token count of each microbatch, the weights of means; None means weights in
+                samples (tokens).
 
         Returns:
-            How each value is logged; the values in float64; and what each of those weighs that has a weight.
+            The log calls; the reduced values in float64; and the total weights of the calls with
+            ``has_weight``.
         """
         calls = []
         values = []
@@ -170,10 +188,10 @@ class Recorder:
         """Return the log calls of metrics, and their float64 values of this step, if any.
 
         Args:
-            path_of: Returns the name of a metric in the module; None if it is not there.
+            path_of: Function that returns the qualified name of a metric in the module, or None.
 
         Raises:
-            ValueError: If a metric is not in the module.
+            ValueError: If a metric is not a submodule of the module.
         """
         calls, values = [], []
         for name, (metric, options) in self.metrics.items():
