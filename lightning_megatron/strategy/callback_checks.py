@@ -35,7 +35,7 @@ def check_callbacks(trainer: Trainer, layout: ParallelLayout) -> None:
         layout: Sizes of the axes.
 
     Raises:
-        UnsupportedError: If there is such a callback or logger, and tp, pp or ep is above 1.
+        UnsupportedError: If the Trainer has such a callback or logger and tp, pp or ep is above 1.
     """
     if (layout.tp, layout.pp, layout.ep) == (1, 1, 1):
         return

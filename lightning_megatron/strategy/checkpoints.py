@@ -88,7 +88,8 @@ class RunCheckpoints:
             background: Whether to return after copying the tensors, and write in the background.
 
         Raises:
-            CheckpointSaveError: On all ranks, if one cannot write; with ``background`` :meth:`poll` raises it.
+            CheckpointSaveError: On all ranks, if one cannot write; with ``background``,
+                :meth:`poll` raises it.
             UnsupportedError: On all ranks, if changed weights cannot be saved.
 
         Communication: collective over all ranks.

@@ -100,7 +100,11 @@ class Children:
                 sys.stderr.write(f"[rank {rank}] was ended by {name}; the other ranks will be stopped.\n")
 
     def _finish(self, code: int) -> None:
-        """Kill the running processes and exit."""
+        """Kill the running processes and exit.
+
+        Args:
+            code: Exit code of this process.
+        """
         self._say_killed()
         for process in self._processes:
             if process.poll() is None:

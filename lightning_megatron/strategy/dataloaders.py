@@ -34,7 +34,7 @@ def needs_distributed_sampler(dataloader: DataLoader, num_data: int) -> bool:
 
 
 def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
-    """Seed a dataloader's generators and workers by the data-parallel rank alone.
+    """Seed a dataloader's generators and workers by the data-parallel rank only.
 
     Generators that the user has set stay. By default, workers are seeded from the global rank and
     the default generator, whose state differs between pipeline stages. The stages of a pipeline

@@ -169,7 +169,11 @@ class FailureWatch:
             _kill(position)
 
     def _claim(self) -> bool:
-        """Return whether this rank is the first to fail; True without other ranks."""
+        """Return whether this rank is the first to fail; True without other ranks.
+
+        The job folder has three kinds of marker files: ``failed_<rank>`` for each failed rank,
+        ``first`` with the name of the first one, and ``told`` after its report has been printed.
+        """
         folder = self._folder
         if folder is None:
             return True
@@ -178,6 +182,7 @@ class FailureWatch:
         if not self._write_first(f"rank {self.rank}"):
             return False
         if self._notices is not None:
+            # A rank of another machine may have failed before, which this machine has not yet read.
             elsewhere = self._notices.read([_FAILED])
             if elsewhere:
                 (folder / "first").write_text(elsewhere[_FAILED], encoding="utf-8")

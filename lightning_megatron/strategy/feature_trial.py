@@ -115,7 +115,16 @@ class FeatureTrials:
 
 
 class _Trial:
-    """One trial: two runs of a step and their comparison."""
+    """One trial: two runs of a step and their comparison.
+
+    Args:
+        mesh: The groups of this rank.
+        module: The user's module.
+        step: Name of the step.
+        run: Function that runs the step.
+        state: State of the module before the trial, which is restored after each run.
+        layers: Cut layers of the module.
+    """
 
     def __init__(
         self,
@@ -133,7 +142,14 @@ class _Trial:
         self._step_tried = TriedStep(mesh, step, run, state)
 
     def compare(self, part: Microbatch) -> None:
-        """Run the step with sharded features, and again with all features on every rank."""
+        """Run the step with sharded features, and again with all features on every rank.
+
+        Args:
+            part: First microbatch of the batch.
+
+        Raises:
+            ParallelPlanError: On all ranks, if the results differ.
+        """
         cut = self._run(part, is_whole=False)
         whole = self._run(part, is_whole=True)
         tolerance = self._step_tried.tolerance()

@@ -43,7 +43,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Values of one step on the device, with their names."""
+    """Values of one step on the device, with their names.
+
+    Shapes: values ``(names,)``, or a scalar for a single value.
+
+    Args:
+        step: Number of the training batch (batches).
+        kind: One of ``KINDS``.
+        names: Names of the parameters; one empty name for a loss or a gradient norm.
+        values: The values, which may still be computed on the device.
+    """
 
     step: int
     kind: str
@@ -84,17 +93,33 @@ class FiniteWatch:
         self._step = 0
 
     def begin(self, step: int, looks: bool) -> None:
-        """Start a step, and record whether its weights and gradients are checked."""
+        """Start a step, and record whether its weights and gradients are checked.
+
+        Args:
+            step: Number of the training batch (batches).
+            looks: Whether weights and gradients of this step are recorded.
+        """
         self._step, self.looks = step, looks
 
     def note(self, kind: str, value: Tensor) -> None:
-        """Record a scalar of this step, without a host synchronisation."""
+        """Record a scalar of this step, without a host synchronisation.
+
+        Args:
+            kind: One of ``KINDS``.
+            value: The scalar.
+        """
         if len(self._seen) > _KEPT:
             self._seen = _summed(self._seen)
         self._seen.append(_Seen(self._step, kind, ("",), value.detach()))
 
     def look(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        """Record the largest magnitudes of tensors, without a host synchronisation."""
+        """Record the largest magnitudes of tensors, without a host synchronisation.
+
+        Args:
+            kind: One of ``KINDS``.
+            tensors: Weights or gradients by parameter name; integer, empty and meta tensors are
+                skipped.
+        """
         found = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()}
         found = {name: tensor for name, tensor in found.items() if tensor.numel() and not tensor.is_meta}
         if found:
@@ -143,7 +168,7 @@ def describe(found: Sequence[Finding]) -> str:
     """Describe the values that are not finite: the first one, its origin and how many follow.
 
     Args:
-        found: All findings of all ranks.
+        found: Findings of all ranks, at least one.
     """
     first = min(one.step for one in found)
     kind = min((one.kind for one in found if one.step == first), key=KINDS.index)

@@ -116,7 +116,16 @@ class HangWatch:
         return self._folder / f"position_{rank}.json"
 
     def _ask(self, own: Position, since: float, timeout: float) -> None:
-        """Read all positions twice, and report a hang if this rank made no progress in between."""
+        """Read all positions twice, and report a hang if this rank made no progress in between.
+
+        A rank whose position has the same number in both readings is silent: its process has
+        probably stopped.
+
+        Args:
+            own: Last position of this rank.
+            since: Time at which this rank last made progress, on the monotonic clock (seconds).
+            timeout: Timeout of the collective for which this rank waits (seconds).
+        """
         if not self._claim():
             return
         first, first_at = self._read(), time.monotonic()
@@ -148,7 +157,7 @@ class HangWatch:
         self._stop.set()
 
     def _claim(self) -> bool:
-        """Return whether this rank is the one that reads all positions."""
+        """Return whether this rank is the only one of the job that reads all positions."""
         try:
             (self._folder / _CLAIM).open("x").close()
         except OSError:

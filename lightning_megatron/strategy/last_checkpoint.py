@@ -34,8 +34,8 @@ def find_last(trainer: Trainer, mesh: ParallelMesh, weights_only: bool | None) -
     Args:
         trainer: The Trainer, whose callbacks and loggers know their folders.
         mesh: The groups of this rank.
-        weights_only: Whether loading refuses pickled objects other than tensors and plain
-            containers; None means Lightning's default.
+        weights_only: False unpickles objects of any type, which can run code from the file. True
+            and None accept only tensors and plain values.
 
     Returns:
         The path or URL of the checkpoint; None if no checkpoint exists.
@@ -102,7 +102,10 @@ def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
 
 
 def _newest_first(trainer: Trainer) -> Iterator[str]:
-    """Return the checkpoints of a run, newest first, without duplicates; links follow targets."""
+    """Yield the checkpoints of a run, newest first, without duplicates.
+
+    Of a link and its target with the same time, only the target is yielded.
+    """
     seen = set()
     found = [(time, not os.path.islink(path), path) for time, path in _found_in(checkpoint_folders(trainer))]
     for _, _, path in sorted(found, reverse=True):

@@ -49,6 +49,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
         self._check({**arguments, "trainer": trainer})
 
         def guarded(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            # A single process has no other ranks to notify.
             if self.num_processes * self.num_nodes == 1:
                 return function(*inner_args, **inner_kwargs)
             with self._watch().guard():

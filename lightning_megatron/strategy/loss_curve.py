@@ -20,6 +20,9 @@ Curve = list[tuple[int, float]]
 class LossCurve(Callback):
     """Plot training and validation loss into the ``CSVLogger``'s folder after ``fit``.
 
+    The callback prints a message and saves no plot if the Trainer has no ``CSVLogger`` or
+    matplotlib is not installed.
+
     Args:
         train: Name under which the training loss is logged.
         val: Name under which the validation loss is logged.
