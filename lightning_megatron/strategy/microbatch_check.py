@@ -20,9 +20,9 @@ from lightning_megatron.strategy.weight_writes import unwritten_weights
 
 log = logging.getLogger(__name__)
 
-#: More microbatches of the first batch are not tried.
+#: Maximum number of microbatches of the first batch that a trial runs.
 _MOST = 16
-#: Above it a mean of unequally many tokens may pass for one of samples.
+#: Tolerance above which a mean over unequal token counts may pass as a mean over samples.
 _COARSE = 1e-4
 _WAYS_OUT = (
     "Return num_tokens beside the loss if it is a mean over tokens, leave the batch whole by microbatch_size='batch', "
@@ -34,14 +34,15 @@ _WAYS_OUT = (
 class MicrobatchTrials:
     """Comparison of separate with joined microbatches, once for each kind of step.
 
-    No gradients are made; random states, buffers and attributes of the module are put back. Draws of torch are replaced
-    by constants, and dropout is off, so that what couples samples by a random number alone is not seen. The
-    generators of Python and NumPy begin every microbatch with one seed, and give orders without drawing. What the step
-    does outside the module, such as printing, it does again.
+    A trial computes no gradients. It restores random states, buffers and attributes of the module.
+    Constants replace torch's random values, and dropout is off, so a trial cannot detect samples
+    that only a random number couples. The generators of Python and NumPy start every microbatch
+    with the same seed, and random orders are replaced by fixed ones. Side effects of the step
+    outside the module, such as printing, occur again.
 
     Args:
         module: The user's module.
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
     """
 
     def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:
@@ -49,34 +50,36 @@ class MicrobatchTrials:
         self._statistics = BatchStatistics(module)
         self._tried: set[tuple[Any, ...]] = set()
         layers = [part for model in find_models(module, None) for part in model.modules()]
-        # What a full expert drops depends on the microbatch, as the configuration of the model says.
+        # With a capacity factor, the tokens that a full expert drops depend on the microbatch.
         self._drops = any(getattr(getattr(layer, "config", None), "capacity_factor", None) for layer in layers)
 
     def check(self, key: tuple[Any, ...], batch: Any, microbatches: Sequence[Microbatch], run: Run) -> None:
         """Refuse batch norms if a batch is cut, and try each kind of step at its first batch.
 
         Args:
-            key: Name of the step, then of its dataloader.
-            batch: The batch.
-            microbatches: What it was cut into.
-            run: Runs the step.
+            key: Name of the step, followed by the index of its dataloader.
+            batch: Whole batch.
+            microbatches: Microbatches of the batch.
+            run: Function that runs the step on microbatches.
 
         Raises:
-            UnsupportedError: On all ranks, if the loss or a logged mean or sum differs on one of them, or a training
-                step leaves in the module what depends on the number of its calls.
+            UnsupportedError: On all ranks, if the loss or a logged mean or sum differs on any rank,
+                or if a training step leaves state in the module that depends on the number of its
+                calls.
 
-        Communication: at the first batch that of some forward passes, and gathers of objects over all ranks, on the
-        CPU.
+        Communication: at the first batch of each kind of step, the communication of several forward
+        passes, and gathers of objects over the world on the CPU.
         """
         self._statistics.check(len(microbatches))
         if key in self._tried or is_cut(batch):
-            # Whoever cuts batches by hand knows parts that nobody here could join.
+            # Microbatches that the user has cut have no known rule for joining them.
             return
         self._tried.add(key)
         parts = list(microbatches[:_MOST])
         groups = _groups(len(parts))
         together = joined_parts(batch, parts, groups)
-        # Stages hold other layers, and data ranks other batches: all try, or none.
+        # Layers differ between stages, and batches between data ranks, but a trial is collective:
+        # either all ranks run it or none.
         if not all(all_gather_objects(bool(groups) and not self._drops, self._mesh.world_cpu)):
             return
         whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
@@ -114,9 +117,9 @@ class _Trial:
         """Run the step on single parts and on several joined ones.
 
         Args:
-            pairs: Microbatches at once.
-            groups: Which parts each of them joins.
-            parts: Microbatches.
+            pairs: Joined microbatches.
+            groups: Indices of the parts in each joined microbatch.
+            parts: Single microbatches.
         """
         together = self._run(pairs, seed=0)
         self._state.restore()
@@ -126,8 +129,8 @@ class _Trial:
         self._state.restore()
         found = _differences(together, groups, alone, tolerance)
         if self._gathered(bool(found)):
-            # What Python and NumPy draw for each sample cannot be made the same for one sample and for two; what they
-            # draw once for a batch was the same.
+            # Values that Python and NumPy draw once per batch were equal in both runs. Values that
+            # they draw per sample cannot be: another seed shows which results depend on them.
             again = self._run(pairs, seed=int(self._gathered(self._tried.has_other_draws)))
             unsteady = {
                 name
@@ -172,7 +175,8 @@ class _Trial:
     def _left_behind(self, pair: Microbatch, parts: Sequence[Microbatch], tolerance: float) -> dict[str, str]:
         """Return attributes that differ after two microbatches and their joined batch, by kind.
 
-        What counts the calls is told from what the last call leaves: only the former changes if one is repeated.
+        A repeated call separates attributes that count calls from those that hold results of the
+        last call: only the former change.
         """
         self._state.restore()
         self._run([pair], seed=0)

@@ -25,9 +25,10 @@ from lightning_megatron.strategy.progress import count_tokens
 def unit_of(microbatches: Sequence[Microbatch]) -> int:
     """Return the largest power of two that is at most the tokens of a batch, padded and ignored ones included.
 
-    Token counts are divided by such a unit before they multiply a loss: gradients then have the size that they have
-    in a mean over the batch, which half precision can hold, and a power of two changes no bit of them. Elements count
-    as :func:`~lightning_megatron.strategy.progress.count_tokens` finds them; samples where it finds none.
+    Token counts are divided by this unit before they multiply a loss. Gradients then have about the
+    magnitude of those of a mean over the batch, which half precision can represent, and division by
+    a power of two is exact. Tokens are counted by
+    :func:`~lightning_megatron.strategy.progress.count_tokens`, or as samples where it finds none.
     """
     found = sum(count_tokens(part.data) or part.num_samples for part in microbatches)
     return 1 << (max(found, 1).bit_length() - 1)
@@ -36,16 +37,18 @@ def unit_of(microbatches: Sequence[Microbatch]) -> int:
 class MicrobatchLosses:
     """Losses of the microbatches of one batch.
 
-    A step that returns ``num_tokens``, the number of tokens that its loss is the mean of, is *counted*: backward runs
-    from the sum of ``loss * num_tokens / unit``, so the gradients divided by the sum of :attr:`num_tokens` over all
-    microbatches, ranks and accumulated batches are those of the mean over all tokens. Otherwise backward runs from the
-    mean over samples, as Lightning has it.
+    A step is *counted* if it returns ``num_tokens``, the number of tokens that its loss averages.
+    The backward pass of a counted step starts from the sum of ``loss * num_tokens / unit``. Its
+    gradients, divided by the sum of :meth:`num_tokens` over all microbatches, ranks and accumulated
+    batches, equal those of the mean over all tokens. The backward pass of any other step starts
+    from the mean over samples, as in Lightning.
 
     Args:
-        microbatches: The parts of the batch.
-        factor: What the loss is multiplied by for the backward pass alone.
-        divisor: Batches whose gradients are accumulated; a counted step is not divided by it (batches).
-        unit: What token counts are divided by, the same on all ranks and for all batches (tokens).
+        microbatches: Microbatches of the batch.
+        factor: Factor of the loss, used only in the backward pass.
+        divisor: Number of batches whose gradients are accumulated; not applied to a counted step
+            (batches).
+        unit: Divisor of token counts, the same on all ranks and for all batches (tokens).
     """
 
     def __init__(self, microbatches: Sequence[Microbatch], factor: float, divisor: int, unit: int) -> None:
@@ -63,12 +66,13 @@ class MicrobatchLosses:
         """Record a microbatch's loss and return the scaled loss for its backward pass.
 
         Args:
-            output: What the step returned.
-            number: Which microbatch it ran on.
+            output: Output of the step.
+            number: Index of the microbatch.
 
         Returns:
-            The weighted loss. None if there is nothing to run backward from: the step returned None, or the host knows
-            that the microbatch has no token, so that not even a loss that is NaN reaches the gradients.
+            The weighted loss. None if the microbatch has no backward pass, because the step
+            returned None or the host knows that the microbatch has no tokens. In the latter case
+            not even a NaN loss reaches the gradients.
         """
         loss, count = loss_in(output), token_count_in(output)
         self._weights[number] = 0.0
@@ -87,7 +91,7 @@ class MicrobatchLosses:
             return loss * weight if weight != 1.0 else loss
         if not isinstance(count, Tensor) and count == 0:
             return None
-        # Half precision could not hold the product.
+        # The product of loss and token count may overflow in half precision.
         wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
         tokens = count.to(wide.dtype) if isinstance(count, Tensor) else count
         self._weights[number] = tokens * (self._factor / self._unit)

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.models.absent import AbsentTensor
 
-#: Packages whose objects steps only read, beside their modules.
+#: Packages whose objects, other than modules, steps only read.
 _READ_ONLY = frozenset({"builtins", "torch", "lightning", "lightning_fabric", "transformers", "tokenizers", "logging"})
 _PACKAGE = __name__.partition(".")[0]
 
@@ -27,10 +27,11 @@ class _Noted:
     """Recorded value of one attribute or buffer.
 
     Args:
-        name: Where it is, as in ``self.calls``.
-        kind: What it is: number, tensor, container or object.
-        value: The object itself.
-        copy: What it held: a copy of a tensor, the items of a container, the state of a generator.
+        name: Path of the attribute, as in ``self.calls``.
+        kind: Kind of the value: ``number``, ``tensor``, ``container`` or ``object``.
+        value: Object itself.
+        copy: Content to restore: a copy of a tensor, the items of a container or the state of a
+            generator.
     """
 
     name: str
@@ -42,11 +43,11 @@ class _Noted:
 class ModuleState:
     """Snapshot of a module's buffers and attributes, to find and undo changes.
 
-    Numbers, tensors, containers of them, generators and plain objects of the user's classes are noted; parameters,
-    modules and objects of known libraries are not.
+    The snapshot covers numbers, tensors, containers of both, generators and plain objects of the
+    user's classes. It leaves out parameters, modules and objects of known libraries.
 
     Args:
-        module: The module, with all modules in it.
+        module: Module to record, with all its submodules.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -60,10 +61,10 @@ class ModuleState:
     def changes(self, tolerance: float = 0.0) -> dict[str, str]:
         """Return the kind of every changed value by name: number, tensor, container or object.
 
-        Metrics, which add up what they see, and modules of this package are left out.
+        Metrics, which accumulate on purpose, and modules of this package are left out.
 
         Args:
-            tolerance: Relative difference of numbers that counts as none.
+            tolerance: Largest relative difference of numbers that still count as equal.
         """
         found = {}
         for one in self._held:
@@ -109,11 +110,11 @@ class _Held:
     """One attribute dictionary of a module, and its recorded content.
 
     Args:
-        prefix: Name of the module, as in ``self.net``.
-        held: The dictionary itself.
-        skipped: Keys that somebody else looks after.
-        is_watched: Whether changes count: not in metrics and in modules of this package.
-        kept: What it held.
+        prefix: Path of the module, as in ``self.net``.
+        held: Dictionary itself.
+        skipped: Keys that torch, the Trainer or the strategy manages.
+        is_watched: Whether changes are reported; false for metrics and modules of this package.
+        kept: Recorded entries.
     """
 
     prefix: str
@@ -178,7 +179,7 @@ def _is_users(value: Any) -> bool:
     if isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
         return False
     package = kind.__module__.partition(".")[0]
-    # The sums of routers are the only ones of this package that a forward pass adds to.
+    # Router statistics are the only objects of this package that a forward pass accumulates in.
     return package not in _READ_ONLY and (package != _PACKAGE or kind.__name__ == "RouterStatistics")
 
 
@@ -195,7 +196,7 @@ def _alike(before: Any, now: Any, tolerance: float) -> bool:
     if before is now:
         return True
     if isinstance(before, AbsentTensor) or isinstance(now, AbsentTensor):
-        # Another stage knows it.
+        # The tensor is on another stage.
         return True
     if isinstance(before, (Tensor, np.ndarray)) and isinstance(now, (Tensor, np.ndarray)):
         return _equal(torch.as_tensor(before), torch.as_tensor(now), tolerance)
@@ -246,6 +247,6 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
     ),
     np.random.RandomState: (lambda one: one.get_state(), lambda one, state: one.set_state(state)),
 }
-#: What every module has, and torch, the Trainer and the strategy look after.
+#: Attributes of every module, which torch, the Trainer and the strategy manage.
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OF_LIGHTNING = frozenset({*vars(LightningModule()), "_device_mesh", "log"})

@@ -16,13 +16,17 @@ from lightning_megatron.models.stage import named_layers, pipelined_modules
 def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
     """Give modules built in an earlier run the process groups of this run.
 
+    Args:
+        module: Module whose layers receive the groups.
+        mesh: Process groups of this run.
+
     Raises:
-        UnsupportedError: If they were cut for another layout.
+        UnsupportedError: If the modules were sharded for another layout.
     """
     for name, part in named_layers(module):
         found = vars(part).get("mesh")
         if not isinstance(found, ParallelMesh) or found is mesh or found.layout.world_size == 1:
-            # A model without a mesh of its own was built whole: swapping cuts it.
+            # A model built without a mesh is whole: module replacement shards it later.
             continue
         if found.layout != mesh.layout:
             raise UnsupportedError(
@@ -38,11 +42,11 @@ def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
 class MetricGroups:
     """Torchmetrics of a module, set to reduce over the data ranks until :meth:`restore`.
 
-    A sum over all ranks would count every copy of the tensor and pipeline axes.
+    A sum over all ranks would also count the copies on tensor and pipeline ranks.
 
     Args:
-        module: Where to look for metrics; those with a process group of their own keep it.
-        mesh: The groups of this rank.
+        module: Module that contains the metrics; a metric with its own process group keeps it.
+        mesh: Process groups of this rank.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
@@ -51,7 +55,7 @@ class MetricGroups:
         for metric in metrics:
             metric.process_group = mesh.data.group
             if mesh.data.size == 1:
-                # Without a group torchmetrics would take all ranks.
+                # Without a group torchmetrics would reduce over all ranks.
                 metric.distributed_available_fn = _never
 
     def restore(self) -> None:
@@ -68,11 +72,11 @@ def find_models(module: nn.Module, recompute: str | None) -> list[LayeredModule]
     """Return the models of this package inside a module, after setting their recomputation.
 
     Args:
-        module: Where to look.
-        recompute: The setting; None leaves the models' own.
+        module: Module that contains the models.
+        recompute: Recomputation setting; None keeps the setting of each model.
 
     Raises:
-        UnsupportedError: If recomputation is asked for and there is nothing that knows it.
+        UnsupportedError: If recomputation is requested and the module has no model of this package.
     """
     models = [model for _, model in pipelined_modules(module) if isinstance(model, LayeredModule)]
     if recompute not in (None, "none") and not models:

@@ -11,7 +11,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 
 T = TypeVar("T")
 
-#: What holds its numbered parts with the highest first: see ``experts.grouped_mlp``.
+#: Name of the container whose numbered parts come in descending order: see ``experts.grouped_mlp``.
 _DESCENDING = "experts"
 
 
@@ -19,10 +19,10 @@ def gather_parts(part: T, mesh: ParallelMesh) -> list[T]:
     """Return one value per pipeline stage and expert shard, from the ranks with distinct names.
 
     Args:
-        part: What this rank says; the same on all ranks with the same stage and experts.
-        mesh: The groups of this rank.
+        part: Value of this rank; the same on all ranks with the same stage and experts.
+        mesh: Process groups of this rank.
 
-    Communication: one gather over pp, or over the world if ep is above 1.
+    Communication: one gather of objects over pp, or over the world if ep is above 1.
     """
     if mesh.layout.ep == 1:
         return all_gather_objects(part, mesh.pp_cpu)
@@ -35,12 +35,13 @@ def gather_parts(part: T, mesh: ParallelMesh) -> list[T]:
 def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> list[str]:
     """Merge names from all stages and expert-parallel ranks into the whole model's order.
 
-    Numbered parts come by number: layers with the first one first, experts with the last one first. Other parts stay as
-    each stage has them, and what a later stage has in addition follows what comes before it there.
+    Numbered parts are sorted by number: layers in ascending order, experts in descending order.
+    Other parts keep the order of their stage. A part that only a later stage has follows the part
+    that precedes it on that stage.
 
     Args:
-        stages: Names of each stage, first to last, such as ``layers.3.mlp.weight``, in the order of its modules.
-        descends: Whether the highest of numbered parts comes first.
+        stages: Names on each stage, first to last, such as ``layers.3.mlp.weight``, in module order.
+        descends: Whether numbered parts come in descending order.
     """
     if len(stages) == 1:
         return list(dict.fromkeys(stages[0]))
@@ -77,13 +78,13 @@ def order_groups(stages: Sequence[Sequence[Sequence[str]]], order: Iterable[str]
     """Return the parameters of each optimizer group in the order of a single process.
 
     Args:
-        stages: For each stage, and each part of its experts, the names in each of the optimizer's groups, in the
-            optimizer's order.
-        order: Names of the whole model in the order of its modules.
+        stages: Names in each optimizer group, in the optimizer's order, for each stage and each
+            expert shard.
+        order: Names of the whole model, in module order.
 
     Raises:
-        CheckpointMismatchError: If several stages list parameters in another order than the model's: how one process
-            would then mix them is not known.
+        CheckpointMismatchError: If a group of a pipelined or expert-parallel model is not in the
+            model's order. The order in a single process is then unknown.
     """
     if len(stages) == 1:
         return [list(names) for names in stages[0]]
@@ -109,11 +110,11 @@ def named_numbers(group: Mapping[str, object], names: Sequence[str]) -> list[str
     """Return the names of the parameters of a saved optimizer group, number by number.
 
     Args:
-        group: One of ``param_groups`` of a torch optimizer's state dict.
-        names: The parameters of the same group now, as one process would number them.
+        group: Entry of ``param_groups`` in a torch optimizer's state dict.
+        names: Current parameter names of the group, in the order of a single process.
 
     Raises:
-        CheckpointMismatchError: If there are more or fewer.
+        CheckpointMismatchError: If the saved group has more or fewer parameters.
     """
     numbers = group["params"]
     assert isinstance(numbers, Sequence), "torch lists the parameters of a group by number"

@@ -18,7 +18,7 @@ from lightning_megatron.strategy.name_order import gather_parts, merge_orders, o
 from lightning_megatron.swap.class_tensors import ClassTensors, in_class_order
 from lightning_megatron.training.main_parameters import MainParameters
 
-#: Tensors of a GPT or an Encoder whose rows are the vocabulary.
+#: Tensors of a GPT or an Encoder that have one row per token of the vocabulary.
 _VOCABULARY = ("embedding.word.weight", "head.weight", "head.bias")
 
 
@@ -28,15 +28,19 @@ def describe_for_one_process(
     """Collect names and order of the tensors in a single process.
 
     Args:
-        module: The module.
-        optimizers: Its optimizers.
-        main: Its parameters.
-        mesh: The groups of this rank.
+        module: Module to describe.
+        optimizers: Optimizers of the module.
+        main: Main parameters of the module.
+        mesh: Process groups of this rank.
 
     Returns:
-        ``order``: names of the state dict; ``aliases``: names that share the tensor of another; ``padded_rows``: rows
-        of the tensors that have more in one process; ``empty``: shapes of those without elements; ``numbering``: for
-        each optimizer the names in each group, or the reason why they are not known.
+        A dictionary with these keys:
+
+        - ``order``: Names of the state dict, in order.
+        - ``aliases``: Names that share a tensor, each with the name that owns it.
+        - ``padded_rows``: Row counts of the tables that have padding rows in one process (rows).
+        - ``empty``: Shapes of the tensors without elements.
+        - ``numbering``: Names in each group of each optimizer, or the reason why they are unknown.
 
     Communication: that of :func:`gather_parts`.
     """
@@ -49,7 +53,8 @@ def describe_for_one_process(
     )
     for name, tensor in module.state_dict(keep_vars=True).items():
         tied_to = main.spec(name).tied_to if main.holds(name) else None
-        # Where both ends are in one process, a model of ours has one name, others have both.
+        # In a single process a model of this package has one name for tied tensors, and any other
+        # module has both.
         if not isinstance(tensor, Tensor) or (tied_to is not None and name.startswith(own)):
             continue
         names.append(name)

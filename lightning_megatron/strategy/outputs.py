@@ -9,15 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: What a value weighs in a mean, in samples or tokens: a number, or a scalar of a device that the host does not read.
+#: Weight of a value in a mean, in samples or tokens: a number, or a scalar on a device that the
+#: host does not read.
 Weight = int | float | Tensor
 
 
 def loss_in(output: Any) -> Tensor | None:
     """Return the loss that a training step returned, alone or under ``loss``.
 
+    Args:
+        output: Output of the step.
+
     Raises:
-        ValueError: If the step returned something else.
+        ValueError: If the step returned another type, or a mapping without ``loss``.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(output, Mapping) and loss is None:
@@ -35,11 +39,16 @@ def loss_in(output: Any) -> Tensor | None:
 def token_count_in(output: Any) -> Weight | None:
     """Return a step's token count, from ``num_tokens`` in its output; None without one.
 
+    Args:
+        output: Output of the step.
+
     Returns:
-        A number where the host knows it, which is read from a tensor on the CPU; else a scalar tensor of a device.
+        A number, read from the tensor if that is on the CPU; for a tensor on another device, a
+        scalar tensor that stays there.
 
     Raises:
-        ValueError: If it is no scalar, or the host knows that it is negative or not finite.
+        ValueError: If the count is not a scalar, or if the host knows that it is negative or not
+            finite.
     """
     count = output.get("num_tokens") if isinstance(output, Mapping) else None
     if count is None:
@@ -61,8 +70,11 @@ def token_count_in(output: Any) -> Weight | None:
 def token_counts_in(outputs: Sequence[Any]) -> list[Weight] | None:
     """Return the token counts of all microbatches, 0 for a skipped one; None without counts.
 
+    Args:
+        outputs: Outputs of the step, one per microbatch; None for a skipped microbatch.
+
     Raises:
-        ValueError: If some microbatches returned a count and others did not.
+        ValueError: If some microbatches have a count and others do not.
     """
     counts = [token_count_in(output) for output in outputs]
     missing = [number for number, count in enumerate(counts) if count is None and outputs[number] is not None]
@@ -102,7 +114,7 @@ def scalar_on(value: Weight, device: torch.device) -> Tensor:
 def weighted_mean(values: Tensor, weights: Sequence[Weight]) -> Tensor:
     """Average one value of each microbatch, without a host synchronisation.
 
-    A value that weighs nothing takes no part, even if it is NaN. The mean of nothing is 0.
+    A value of weight 0 is ignored, even if it is NaN. Without any weight the mean is 0.
 
     Shapes: values ``(microbatches,)``, floating point; result ``()``.
 
@@ -116,7 +128,7 @@ def weighted_mean(values: Tensor, weights: Sequence[Weight]) -> Tensor:
         return torch.where(vector > 0, values * vector, 0.0).sum() / torch.where(total > 0, total, 1.0)
     if len(set(weights)) == 1 and weights[0]:
         return values.mean()
-    # Weights in a tensor would be copied to the device, and the host waits for such a copy.
+    # A weight tensor would need a copy to the device, for which the host waits.
     weighted = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
     return torch.stack(weighted).sum() / sum(weights) if weighted else values.new_zeros(())
 
@@ -124,13 +136,13 @@ def weighted_mean(values: Tensor, weights: Sequence[Weight]) -> Tensor:
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[Weight]) -> Any:
     """Merge the step outputs of all microbatches.
 
-    Scalars are averaged over the samples or tokens; tensors and lists with one entry for each sample are joined;
-    mappings and tuples entry by entry; equal values are returned once. Anything else becomes a list with one entry for
-    each microbatch.
+    Scalars are averaged over samples or tokens. Tensors and lists with one entry per sample are
+    concatenated. Mappings and tuples are merged entry by entry. Equal values are returned once.
+    Anything else becomes a list with one entry per microbatch.
 
     Args:
-        outputs: One for each microbatch, in order.
-        weights: Samples or tokens in each microbatch.
+        outputs: Outputs of the microbatches, in order.
+        weights: Number of samples or tokens in each microbatch.
     """
     if not outputs:
         return None

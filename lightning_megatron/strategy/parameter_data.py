@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Torch's own attribute, which the one that is put over it goes on to.
+#: Torch's own descriptor, to which the replacement forwards.
 _ORIGINAL: Any = torch.Tensor.data
 
 
@@ -33,9 +33,9 @@ def seeing_data(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
     """Call a function with every parameter whose ``data`` is read or assigned inside the block.
 
     Args:
-        note: Called before the access.
+        note: Function that receives the parameter before each access.
     """
-    # One fit may run inside of another.
+    # Fits may be nested: the inner one restores the replacement of the outer one.
     before: Any = vars(nn.Parameter).get("data")
 
     def get(parameter: nn.Parameter) -> Tensor:

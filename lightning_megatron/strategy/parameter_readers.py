@@ -10,38 +10,39 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron.strategy.private import is_overridden
 
-#: Hooks that run between a step and the next forward pass in which the strategy itself does not wait.
+#: Hooks between a step and the next forward pass in which the strategy itself does not wait for
+#: updated parameters.
 _HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
     *("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end"),
     *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_model_eval"),
     *("on_before_batch_transfer", "on_after_batch_transfer"),
 )
-#: What is said of a hook that looks at gradients of a model in parts.
+#: Warning about a hook that reads gradients of a sharded model.
 SEES_PARTS = (
     "finds in parameter.grad the gradients of what this rank holds of the model, which are parts with tp, pp or ep "
     "above 1; norms and other numbers of a parameter are those of the whole one. "
     "trainer.precision_plugin.last_grad_norm is the norm over all ranks, where the Trainer clips by norm."
 )
-#: Hooks in which others look at gradients.
+#: Hooks in which user code commonly reads gradients.
 _GRADIENT_HOOKS = (
     "on_after_backward",
     "on_before_optimizer_step",
     "configure_gradient_clipping",
     "on_before_zero_grad",
 )
-#: Hooks that mostly serve something else, and count if their code names gradients.
+#: Hooks with mostly other purposes, which count only if their code names gradients.
 _OTHER_HOOKS = ("optimizer_step", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
-#: Names that have to do with the recording of graphs, or forget gradients, and read none.
+#: Names that contain "grad" but only clear gradients or control the recording of graphs.
 _NO_READERS = frozenset(
     {
         *("zero_grad", "requires_grad", "requires_grad_", "no_grad", "enable_grad", "autograd"),
         *("set_grad_enabled", "is_grad_enabled"),
     }
 )
-#: How far calls of functions are followed.
+#: Maximum depth of function calls that the search follows.
 _DEPTH = 4
-#: Callbacks that look at counters, logged values and clocks, or save through the strategy.
+#: Callbacks that read only counters, logged values and clocks, or save through the strategy.
 _HARMLESS = ("lightning_megatron.", "lightning.pytorch.callbacks.progress")
 _HARMLESS_NAMES = frozenset(
     {
@@ -54,7 +55,8 @@ _HARMLESS_NAMES = frozenset(
 def parameter_reader(trainer: Trainer) -> str | None:
     """Return a hook that may read the model's parameters after a step; None without one.
 
-    Hooks of the module and of callbacks that are not known to leave parameters alone count, whatever they do.
+    Every hook counts, whatever its code does, except those of callbacks that are known not to read
+    parameters.
     """
     return first_overridden(trainer, _HOOKS)
 
@@ -67,7 +69,7 @@ def backward_observer(trainer: Trainer) -> str | None:
 def gradient_reader(trainer: Trainer) -> str | None:
     """Return a hook that may read ``parameter.grad``; None without one.
 
-    A callback whose class says ``reads_gradients = False`` does not count.
+    A callback whose class sets ``reads_gradients = False`` does not count.
     """
     return first_overridden(trainer, _GRADIENT_HOOKS, _may_read_gradients) or first_overridden(
         trainer, _OTHER_HOOKS, _names_gradients
@@ -80,9 +82,9 @@ def first_overridden(
     """Return the first given hook that the module or a callback overrides, if not harmless.
 
     Args:
-        trainer: Has the module and the callbacks.
+        trainer: Trainer with the module and the callbacks.
         hooks: Names of hooks.
-        counts: Returns whether a hook that was found counts.
+        counts: Predicate on an overridden hook; the search skips a hook for which it returns False.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if _is_harmless(type(callback)):
@@ -112,7 +114,7 @@ def _names_gradients(hook: Any) -> bool:
     """Return whether a hook or a function it calls uses gradients other than to clear them."""
     function = getattr(hook, "__func__", hook)
     if getattr(function, "__code__", None) is None:
-        # What has no code of Python's may do anything.
+        # A callable without Python code cannot be inspected, so it may read gradients.
         return True
     if any("grad" in name and name not in _NO_READERS for code in _codes(function) for name in code.co_names):
         return True
@@ -122,8 +124,8 @@ def _names_gradients(hook: Any) -> bool:
 def _called(hook: Any) -> Iterator[FunctionType]:
     """Yield the functions that a hook may call, directly or through other functions.
 
-    A module's or a callback's own methods count, others that have the same names do not: what is looked for by name
-    on any object would be found everywhere.
+    Attribute names are resolved only on the hook's owner (a module or a callback). On arbitrary
+    objects the same names would match unrelated methods.
     """
     waiting, seen = [(hook, 0)], set[int]()
     while waiting:
@@ -154,7 +156,7 @@ def _content(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:
-        # A name that has no value yet.
+        # The variable has no value yet.
         return None
 
 
