@@ -40,7 +40,8 @@ def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> lis
     that precedes it on that stage.
 
     Args:
-        stages: Names on each stage, first to last, such as ``layers.3.mlp.weight``, in module order.
+        stages: Names on each stage, first to last, in module order, such as
+            ``layers.3.mlp.weight``.
         descends: Whether numbered parts come in descending order.
     """
     if len(stages) == 1:

@@ -119,8 +119,8 @@ def weighted_mean(values: Tensor, weights: Sequence[Weight]) -> Tensor:
     Shapes: values ``(microbatches,)``, floating point; result ``()``.
 
     Args:
-        values: One for each microbatch.
-        weights: Samples or tokens in each microbatch.
+        values: Values of the microbatches.
+        weights: Number of samples or tokens in each microbatch.
     """
     if any(isinstance(weight, Tensor) for weight in weights):
         vector = torch.stack([scalar_on(weight, values.device) for weight in weights])

@@ -22,7 +22,8 @@ from lightning_megatron.training.shared_gradients import original_name
 
 PREFIX = "state_dict."
 
-#: How the optimizer computes its step stays its own choice: it depends on the device, and changes no result.
+#: Group entries that are not loaded. All but the parameters select an implementation of the step,
+#: which depends on the device.
 _NOT_TAKEN = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 
@@ -30,6 +31,13 @@ def load_state_dict(
     full: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh, strict: bool
 ) -> None:
     """Load this rank's parameters and buffers from full tensors.
+
+    Args:
+        full: Full tensors of the checkpoint by name.
+        module: Module to fill.
+        main: Main parameters of the module.
+        mesh: Process groups of this rank.
+        strict: Whether the names in the checkpoint must equal those of the module.
 
     Raises:
         CheckpointMismatchError: On all ranks, naming tensors and shapes.
@@ -39,10 +47,10 @@ def load_state_dict(
     wanted, expected = model_tensors(module, main), model_placements(module, main)
     own = {f"{PREFIX}{name}" for name in module.state_dict()}
     given = {f"{PREFIX}{name}": tensor for name, tensor in full.items() if isinstance(tensor, Tensor)}
-    # A shared parameter has an entry in the file for every name, and one main.
+    # The file has one entry for each name of a shared parameter, but there is one main parameter.
     given = {name: tensor for name, tensor in given.items() if name in expected or name not in own}
     here = {name: (placement.full_shape, placement.tied_to) for name, placement in expected.items()}
-    # A tied copy is filled from its original, which another stage has; the file may have both names.
+    # A tied copy is filled from its original on another stage; the file may contain both names.
     known = {name: place for stage in all_gather_objects(here, mesh.pp_cpu) for name, place in stage.items()}
     shapes = {name: shape for name, (shape, _) in known.items()}
     for copy, tied_to in ((name, tied_to) for name, (_, tied_to) in known.items() if tied_to and name in given):
@@ -65,18 +73,20 @@ def load_optimizer(
     """Load an optimizer from its torch state dict, which numbers the parameters.
 
     Args:
-        optimizer: One over the mains.
-        saved: ``state`` and ``param_groups`` as torch writes them.
-        full: The full tensors of the module by name, in the order of its modules, as they are in the file.
-        module: The module; of Hugging Face models in it that have been replaced, the file has the class's tensors.
-        main: This rank's parameters.
-        mesh: The groups of this rank.
+        optimizer: Optimizer of the main parameters.
+        saved: State dict of a torch optimizer, with ``state`` and ``param_groups``.
+        full: Full tensors of the module in the file, by name, in module order.
+        module: Module that is trained. For a Hugging Face model that has been replaced, the file
+            contains the tensors of the original class.
+        main: Main parameters of this rank.
+        mesh: Process groups of this rank.
 
     Raises:
-        CheckpointMismatchError: If groups, numbers or shapes do not agree.
-        UnsupportedError: If a state tensor cannot be cut like its parameter.
+        CheckpointMismatchError: If groups, parameter counts or shapes do not match.
+        UnsupportedError: If a state tensor cannot be sharded like its parameter.
 
-    Communication: one gather of names over pp, or over the world if ep is above 1, and one of failures over the world.
+    Communication: one gather of names over pp, or over the world if ep is above 1, and one gather
+    of failures over the world.
     """
     models = ClassTensors.all_of(module)
     untied = [[name for name in names if main.spec(name).tied_to is None] for names in main.names_of(optimizer)]
@@ -108,11 +118,11 @@ def load_optimizer(
         except UnsupportedError as error:
             complaints.append(str(error))
             continue
-        # What was not saved must not go on, such as the momentum of a search for a learning rate.
+        # State that was not saved must not persist, such as the momentum of a learning-rate search.
         optimizer.state.pop(piece.main, None)
         if state:
             optimizer.state[piece.main] = state
-    # Data ranks hold different parameters: one that cannot go on must not leave the others waiting.
+    # Data ranks own different parameters: a failure on one rank must not leave the others waiting.
     everywhere = [complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part]
     if everywhere:
         raise UnsupportedError(everywhere[0])
@@ -143,7 +153,7 @@ def _pieces_of(optimizer: Optimizer, main: MainParameters) -> Iterator[tuple[Mai
     piece_of = {id(piece.main): piece for piece in main.slices.values()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            # Frozen parameters, and those that other data-parallel ranks train, are in the groups as well.
+            # The groups also contain frozen parameters and those that other data ranks update.
             if id(parameter) in piece_of:
                 yield piece_of[id(parameter)], bool(group.get("fused") or group.get("capturable"))
 

@@ -18,7 +18,7 @@ from lightning_megatron.groups.journal import Call, Journal
 
 _PACKAGE = str(Path(__file__).parents[1])
 _NOT_THE_USERS = (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-#: A main thread whose innermost Python line lies here waits for other ranks.
+#: Files of the innermost frame of a main thread that waits for other ranks.
 _WAITING = (
     str(Path("torch", "distributed", "distributed_c10d.py")),
     str(Path("lightning_megatron", "groups")) + os.sep,
@@ -31,17 +31,18 @@ class Position:
     """Position of one rank: its code location, collectives and progress.
 
     Args:
-        rank: Its global rank.
-        host: Name of its machine.
-        pid: Its process.
-        birth: When the process began, as the system counts; tells it from a later one with the same ``pid``.
-        number: How often it has said where it is.
-        time: When it said so, by the clock of its machine (seconds).
-        place: What the Trainer does, such as ``train, global_step 12``.
-        waits: Whether its main thread is inside a collective.
-        call: The collective that it started or waited for last.
-        counts: Collectives that it has started, by axis.
-        lines: Where its main thread is: the innermost line, then those of the user's code.
+        rank: Global rank.
+        host: Host name.
+        pid: Process ID.
+        birth: Start time of the process in system ticks; distinguishes it from a later process with
+            the same ``pid``.
+        number: Number of this report.
+        time: Time of this report, by the clock of the host (seconds).
+        place: State of the Trainer, such as ``train, global_step 12``.
+        waits: Whether the main thread is inside a collective.
+        call: Collective that the rank started or waited for last.
+        counts: Number of started collectives by axis.
+        lines: Source lines of the main thread: the innermost one, followed by those of user code.
     """
 
     rank: int
@@ -71,7 +72,7 @@ class Position:
             place=place,
             waits=bool(frames) and any(part in frames[0].f_code.co_filename for part in _WAITING),
             call=journal.last,
-            # A copy made in one step: the main thread goes on counting.
+            # An atomic copy, because the main thread keeps counting.
             counts=dict(journal.counts),
             lines=_interesting_lines(frames),
         )
@@ -113,32 +114,34 @@ def _interesting_lines(frames: Iterable[FrameType]) -> tuple[str, ...]:
 def birth_of(pid: int) -> str:
     """Return a local process's start time in system ticks; empty if it is gone or hidden."""
     try:
-        # The name before them may hold anything: the first field is the state, the twentieth the start time.
+        # The process name may contain spaces and parentheses. After it, the first field is the
+        # state and the twentieth the start time.
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    # A process that was killed stays in the list until its parent asks for its exit code.
+    # A killed process stays in the process table until its parent reads the exit code.
     return "" if fields[0] in ("Z", "X") else fields[19]
 
 
 def missing_ranks(positions: Mapping[int, Position], silent: Iterable[int], num_ranks: int) -> list[int]:
     """Return the ranks that the others wait for.
 
-    A rank that gives no sign of life, or is not inside a collective, keeps those waiting whose collective it takes part
-    in. Ranks that wait themselves are at fault only if no other rank is: then they are inside collectives that do not
-    belong together.
+    A rank blocks the collectives of its groups if it is silent or is not inside a collective.
+    Waiting ranks are reported only if no other rank is missing: they are then inside mismatched
+    collectives.
 
     Args:
-        positions: What is known of each rank.
-        silent: Ranks that have given no sign of life lately.
-        num_ranks: Ranks of the job.
+        positions: Last known position of each rank.
+        silent: Ranks without a recent report.
+        num_ranks: Number of ranks in the job.
     """
     silent = set(silent) | (set(range(num_ranks)) - positions.keys())
     waiting = {rank for rank, position in positions.items() if position.waits and rank not in silent}
     wanted: set[int] = set()
     for rank in waiting:
         wanted.update(_absent(positions[rank], positions, silent))
-    # A collective that was not started through a mesh, such as one of torch's own checkpoints, is in no count.
+    # Collectives that do not go through a mesh, such as those of torch's own checkpoints, are not
+    # counted.
     wanted = wanted or set(range(num_ranks)) - waiting
     return sorted(wanted - waiting or wanted)
 
@@ -154,7 +157,8 @@ def _absent(waiting: Position, positions: Mapping[int, Position], silent: set[in
 
 
 def _has_arrived(position: Position, call: Call) -> bool:
-    # Ranks need not run equally many exchanges with their neighbours, so that these counts say nothing.
+    # Counts of exchanges cannot be compared: ranks may exchange with their neighbours at different
+    # rates.
     return position.waits if call.kind == "exchange" else position.counts.get(call.axis, 0) >= call.number
 
 
@@ -170,9 +174,9 @@ def hang_report(positions: Mapping[int, Position], missing: Iterable[int], ages:
     """Return the message that describes a hanging job.
 
     Args:
-        positions: What is known of each rank.
-        missing: The ranks that the others wait for.
-        ages: Seconds since each silent rank was heard of last (seconds).
+        positions: Last known position of each rank.
+        missing: Ranks that the others wait for.
+        ages: Time since the last report of each silent rank (seconds).
     """
     missing = set(missing)
     lines = ["did not arrive:"]

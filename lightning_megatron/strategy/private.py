@@ -1,6 +1,7 @@
 """Private names of Lightning that this project uses, checked by ``tests/strategy/test_private.py``.
 
-The rest of the room reads the loops through the functions below and imports nothing that Lightning does not promise.
+The rest of the package reads Lightning's loops through the functions below, and otherwise imports
+only public names.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ __all__ = [
     "utils_rank_zero_only",
 ]
 
-#: The ``ckpt_path`` that stands for the newest checkpoint.
+#: Value of ``ckpt_path`` that selects the newest checkpoint.
 LAST = "last"
 
-#: What the functions below read: (where it is found from the trainer, name).
+#: Attributes that the functions below use: (path of the owner from the trainer, name).
 TRAINER_ATTRIBUTES = (
     ("fit_loop.epoch_loop", "automatic_optimization"),
     ("fit_loop.epoch_loop", "total_batch_idx"),
@@ -98,7 +99,7 @@ def automatic_optimization(trainer: Trainer) -> AutomaticOptimization:
 
 
 def replace_automatic_optimization(trainer: Trainer, loop: AutomaticOptimization) -> None:
-    """Replace the optimization loop, and keep its counters and settings."""
+    """Replace the optimization loop, and keep the counters and settings of the previous one."""
     previous = automatic_optimization(trainer)
     loop.optim_progress = previous.optim_progress
     loop._skip_backward = previous._skip_backward
@@ -122,7 +123,8 @@ def logged_step(trainer: Trainer) -> int:
 
 def is_logged(trainer: Trainer) -> bool:
     """Return whether loggers receive the values of this batch; the same on all ranks."""
-    # What Lightning asks itself also depends on should_stop, which one rank may set before the others.
+    # Lightning's own condition also depends on should_stop, which one rank may set earlier than
+    # another.
     every = trainer.log_every_n_steps  # type: ignore[attr-defined]
     return every > 0 and (logged_step(trainer) + 1) % every == 0
 
@@ -159,9 +161,9 @@ def run_backward(trainer: Trainer, loss: Tensor, prepare: Callable[[], None]) ->
     """Call ``on_before_backward`` hooks, then the module's ``backward``, as Lightning does.
 
     Args:
-        trainer: The trainer.
-        loss: What the backward pass begins from.
-        prepare: Called between the hooks and the pass.
+        trainer: Trainer of the fit.
+        loss: Loss from which the backward pass starts.
+        prepare: Function called between the hooks and the backward pass.
     """
     call._call_callback_hooks(trainer, "on_before_backward", loss)
     call._call_lightning_module_hook(trainer, "on_before_backward", loss)
@@ -178,7 +180,8 @@ def call_strategy_step(trainer: Trainer, args: tuple[Any, ...]) -> Any:
 def forward_zero_grad(strategy: Strategy) -> None:
     """Forward ``zero_grad`` of Lightning's optimizer wrappers to the wrapped optimizers.
 
-    The wrappers' own is that of the optimizer's class, and knows nothing of a method that an optimizer was given.
+    A wrapper's own method is that of the optimizer's class, and ignores a method that was replaced
+    on the instance.
     """
     for wrapper in strategy._lightning_optimizers:
         wrapper.zero_grad = partial(_zero_grad_of, wrapper._optimizer)  # type: ignore[attr-defined]
@@ -196,7 +199,14 @@ def publish_device_mesh(module: LightningModule, mesh: Any) -> None:
 def replace_signal_check(
     trainer: Trainer, check: Callable[[], None], notify: Callable[..., None], notify_requeue: Callable[..., None]
 ) -> None:
-    """Call ``check`` before every training batch, in place of Lightning's signal handling."""
+    """Call ``check`` before every training batch, in place of Lightning's signal handling.
+
+    Args:
+        trainer: Trainer of the fit.
+        check: Function called before every training batch.
+        notify: Handler of SIGTERM.
+        notify_requeue: Handler of SLURM's time-limit signal.
+    """
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     advance = loop.advance
 
@@ -260,7 +270,12 @@ def slurm_save_path(trainer: Trainer) -> str:
 def find_last_checkpoint_by(trainer: Trainer, find: Callable[[], str | None]) -> None:
     """Resolve ``ckpt_path="last"`` by ``find``, once all ranks of the run can communicate.
 
-    Lightning asks the file system on every rank by itself, before the ranks know each other.
+    Lightning searches the file system on every rank separately, before process groups exist. Ranks
+    could find different checkpoints.
+
+    Args:
+        trainer: Trainer of the run.
+        find: Function that returns the path of the newest checkpoint; None without one.
     """
     connector = trainer._checkpoint_connector
     parse, start = type(connector)._parse_ckpt_path, type(connector).resume_start

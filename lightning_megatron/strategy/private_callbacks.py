@@ -1,6 +1,6 @@
 """Private names of Lightning's callbacks and profilers that this project uses.
 
-`tests/strategy/test_private.py` watches them.
+``tests/strategy/test_private.py`` checks that they exist.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
 def group_on_every_stage(trainer: Trainer) -> None:
     """Let finetuning callbacks add a parameter group on stages with nothing to unfreeze.
 
-    They go on to set the rate of the last group, which would be another one there.
+    The callbacks then set the learning rate of the last group. Without an added group, that would
+    be the wrong group on such a stage.
     """
     for callback in _finetuning(trainer):
         callback.unfreeze_and_add_param_group = partial(  # type: ignore[method-assign]
@@ -57,8 +58,8 @@ def let_finetuning_know(trainer: Trainer, main_of: Callable[[], Mapping[str, nn.
     """Let finetuning callbacks work on the main parameters that optimizers train.
 
     Args:
-        trainer: Its callbacks are meant.
-        main_of: Returns the mains by the names of their parameters.
+        trainer: Trainer with the callbacks.
+        main_of: Function that returns the main parameters by parameter name.
     """
     for callback in _finetuning(trainer):
         apply = type(callback)._apply_mapping_to_param_groups
@@ -80,10 +81,11 @@ def restore_finetuning(trainer: Trainer, module: LightningModule, checkpoint: Ma
     """Restore the groups of finetuning callbacks, after Lightning's own attempt was too early.
 
     Args:
-        trainer: Its callbacks are meant.
-        module: The module that they unfreeze.
-        checkpoint: States of all callbacks, and of the optimizers if it is a directory. The callbacks' states name
-            parameters of the first stage, the optimizers' those of all stages.
+        trainer: Trainer with the callbacks.
+        module: Module that the callbacks unfreeze.
+        checkpoint: Checkpoint with the states of all callbacks, and with those of the optimizers if
+            it is a directory. Callback states name parameters of the first stage only, optimizer
+            states those of all stages.
     """
     states, own = checkpoint.get("callbacks", {}), {name for name, _ in module.named_parameters()}
     named = [[group["parameters"] for group in one["groups"]] for one in checkpoint.get(OPTIMIZERS) or ()]
@@ -114,9 +116,11 @@ def foresee_saves(trainer: Trainer, foresees: Callable[[str], bool | None], link
     """Let checkpoint callbacks treat checkpoints being written as existing.
 
     Args:
-        trainer: The trainer.
-        foresees: Tells, on every rank alike, whether a path will be there; None if that is as the file system says.
-        link: Has (target, link) linked when the target is complete; False if it is complete.
+        trainer: Trainer with the checkpoint callbacks.
+        foresees: Function that returns whether a path will exist, the same on all ranks; None if
+            the file system decides.
+        link: Function called with target and link path. It schedules the link for when the target
+            is complete, and returns False if the target is already complete.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
@@ -151,9 +155,10 @@ def average_by(callback: WeightAveraging, source: Any, swap: Callable[[nn.Module
     """Let a callback average the tensors of ``source``, and apply averages by ``swap``.
 
     Args:
-        callback: One whose copy of the model is made.
-        source: Has ``parameters`` and ``buffers`` like the model.
-        swap: Called with the model and the averages, to put these in and, the next time, to take them out.
+        callback: Averaging callback after its ``setup``, which copies the model.
+        source: Object with the methods ``parameters`` and ``buffers`` of the model.
+        swap: Function called with the model and the averages, first to apply the averages and then
+            to restore the weights.
     """
     average = callback._average_model
     assert average is not None, "the callback's setup comes before the strategy's"
@@ -180,7 +185,8 @@ class _Copies(nn.Module):
 def average_what_is_trained(trainer: Trainer, module: LightningModule) -> None:
     """Let stochastic weight averaging use the parameters that exist after module replacement.
 
-    What Lightning's callback finds nothing to average in, because the module was empty then, it goes on to leave alone.
+    A callback that found no parameters at its ``setup``, because the module was still empty, is
+    left as it is.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
@@ -191,7 +197,7 @@ def average_what_is_trained(trainer: Trainer, module: LightningModule) -> None:
 
 def traces_graph(logger: Logger) -> bool:
     """Return whether a logger runs the module on rank 0 alone, to trace its graph."""
-    # The logger of a fast_dev_run has every attribute.
+    # The logger of a fast_dev_run returns a value for every attribute.
     return getattr(logger, "_log_graph", False) is True
 
 

@@ -42,7 +42,7 @@ class TokenRate:
     """Tokens per second over the last batches, without pauses.
 
     Args:
-        window: Number of batches that the rate looks back on.
+        window: Number of batches that the rate covers (batches).
     """
 
     def __init__(self, window: int = 50) -> None:
@@ -73,13 +73,15 @@ class TokenRate:
 class TokensProgressBar(TQDMProgressBar):
     """Progress bar with steps, values logged by ``prog_bar=True``, tokens per second and ETA.
 
-    Tokens are those of all data-parallel ranks together, counted once: ranks of one tensor or pipeline group read the
-    same batch. The time left includes validation, at the rate seen so far.
+    The token count covers all data-parallel ranks, and counts the batch that all ranks of a tensor
+    or pipeline group share once. The remaining time includes validation, at the average rate so
+    far.
 
     Args:
-        refresh_rate: Number of batches between two refreshes; each one reads the logged values from the device, for
-            which the host waits. Under MegatronStrategy values logged by step only are not read in between; other bars
-            read them after every batch.
+        refresh_rate: Number of batches between two refreshes (batches). Each refresh reads the
+            logged values from the device, for which the host waits. Under MegatronStrategy, values
+            logged only per step are not read between refreshes; other bars read them after every
+            batch.
     """
 
     BAR_FORMAT_STEPS = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps{postfix}"

@@ -13,11 +13,11 @@ import torch
 def surrounding_backward(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Run every backward pass that starts inside the block in a new context.
 
-    ``loss.backward()`` and ``torch.autograd.backward(...)`` are seen. Passes inside of such a pass, as those of
-    recomputed activations, belong to it.
+    The interception covers ``loss.backward()`` and ``torch.autograd.backward(...)``. A nested pass,
+    such as that of recomputed activations, runs in the context of the outer pass.
 
     Args:
-        around: Returns what one pass runs in.
+        around: Function that returns a context manager for one pass.
     """
     original, is_inside = torch.autograd.backward, False
 
@@ -33,7 +33,7 @@ def surrounding_backward(around: Callable[[], AbstractContextManager[Any]]) -> I
         finally:
             is_inside = False
 
-    # Tensor.backward looks this function up by its name at every call.
+    # Tensor.backward looks up this function by name at every call, so the replacement takes effect.
     torch.autograd.backward = backward
     try:
         yield

@@ -20,8 +20,8 @@ from lightning_megatron.training.replicas import (
     whole_everywhere,
 )
 
-#: Steps at the start of a fit at which everything is compared: the first ones show what a layout does to a model, and
-#: the second what its update did.
+#: Number of steps at the start of a fit that are always compared: the first step shows errors of
+#: the forward and backward pass, the second those of the update.
 _FIRST = 2
 _SHOWN = 8
 
@@ -30,12 +30,13 @@ class ReplicaCheck:
     """Comparison of replicas at the first steps of a fit and at a fixed interval after them.
 
     Args:
-        module: The module that is trained.
-        main: Its parameters.
-        reducer: Sums gradients; it is told of parameters whose gradients are parts over tp.
-        interval: Optimizer steps between two comparisons after the first ones; 0 means none (steps).
+        module: Module that is trained.
+        main: Main parameters of the module.
+        reducer: Reducer of the gradients. It is notified of parameters whose gradients are partial
+            sums over tp.
+        interval: Optimizer steps between two comparisons after the first ones; 0 for none (steps).
 
-    Communication: one gather of names over tp.
+    Communication: one gather of names over tp at construction.
     """
 
     def __init__(self, module: nn.Module, main: MainParameters, reducer: GradientReducer, interval: int) -> None:
@@ -45,7 +46,7 @@ class ReplicaCheck:
         self._has_copies = main.mesh.world.size > main.mesh.pp.size
         self._whole = whole_everywhere(main)
         self._use = PartialUse(module, main.mesh, self._whole)
-        # Steps by what is trained in them: optimizers may take turns.
+        # Number of steps by trained parameters, because optimizers may alternate.
         self._num_steps: Counter[frozenset[str]] = Counter()
         #: The loss of the last backward pass; None where the user's code runs it.
         self.loss: Tensor | None = None
@@ -58,7 +59,10 @@ class ReplicaCheck:
     def before_sums(self, names: frozenset[str]) -> bool:
         """Exchange the findings of this step's graphs; return whether replicas are compared.
 
-        Communication: at such a step one gather of names over tp.
+        Args:
+            names: Names of the parameters that the step trains.
+
+        Communication: one gather of names over tp, if replicas are compared.
         """
         if not self._is_due(self._num_steps[names]):
             self._num_steps[names] += 1
@@ -77,8 +81,12 @@ class ReplicaCheck:
     def after_sums(self, names: frozenset[str], *, are_finite: bool = True) -> None:
         """Compare loss, parameters and finished gradients; defer it to the next step on overflow.
 
+        Args:
+            names: Names of the parameters that the step has trained.
+            are_finite: Whether all gradients are finite; comparison needs finite gradients.
+
         Raises:
-            ReplicaMismatchError: If copies or losses differ.
+            ReplicaMismatchError: If parameters, gradients or losses differ between replicas.
 
         Communication: that of the comparisons.
         """

@@ -27,9 +27,9 @@ class SavedWeights:
     """Weights of a model that are saved.
 
     Args:
-        tensors: This rank's entries.
+        tensors: Entries that this rank saves.
         removed: Names that no rank saves.
-        added: Names of tensors that the model does not have.
+        added: Names of tensors that are not in the model.
     """
 
     tensors: dict[str, Entry]
@@ -41,7 +41,8 @@ class SavedWeights:
 class _Changes:
     """Differences between a rank's ``state_dict`` and its module; ``added`` has digests.
 
-    Experts are listed by themselves: other ranks hold copies of them, and decide.
+    Changes of experts are kept apart from all others, because experts are replicated on other
+    ranks, and the first rank with the same shard decides.
     """
 
     removed: frozenset[str] = frozenset()
@@ -70,18 +71,19 @@ def weights_to_save(
 ) -> SavedWeights:
     """Return the weights to save, from a checkpoint's ``state_dict`` and the module's own.
 
-    Tensors that are as the module has them are saved from the mains, in full precision. What is otherwise counts as
-    the first data-parallel rank has it, or of experts the first rank with the same ones, as Lightning's other
-    strategies save what rank 0 has.
+    Unchanged tensors are saved from the main parameters, in full precision. Changed tensors are
+    saved as they are on the first data-parallel rank, and changed experts as they are on the first
+    rank with the same experts. Lightning's other strategies save the values of rank 0 in the same
+    way.
 
     Args:
-        given: The checkpoint's ``state_dict`` after all hooks.
-        module: The module that is saved.
-        main: Its parameters.
-        mesh: The groups of this rank.
+        given: ``state_dict`` of the checkpoint after all hooks.
+        module: Module that is saved.
+        main: Main parameters of the module.
+        mesh: Process groups of this rank.
 
     Raises:
-        UnsupportedError: On all ranks, for values of which it is not known how they lie in the full tensors.
+        UnsupportedError: On all ranks, for values whose place in the full tensors is unknown.
 
     Communication: one gather of names over the world.
     """
@@ -109,7 +111,7 @@ def weights_to_save(
                 tensors[f"{STATE_DICT}{name}"] = Entry(given[name].detach(), placement, is_exclusive=True)
     added = {name: place for place, report in reversed(first.items()) for name in report.added}
     for name, place in added.items():
-        # Several stages may have it.
+        # Several stages may have added the same tensor: only one of them saves it.
         if place.pp == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
             tensors[f"{STATE_DICT}{name}"] = Entry(given[name].detach(), whole_spec(given[name]), is_exclusive=True)
     removed = frozenset().union(*(report.removed for report in first.values()))

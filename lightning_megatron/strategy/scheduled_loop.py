@@ -37,9 +37,10 @@ class ScheduledOptimization(AutomaticOptimization):
     """Automatic optimization whose forward and backward passes run in ``training_step``.
 
     Args:
-        trainer: The trainer.
-        prepare: Takes, before each call of the strategy's ``training_step``, what forgets the gradients of the step
-            before; None while gradients accumulate.
+        trainer: Trainer of the fit.
+        prepare: Function called before each ``training_step`` of the strategy. Its argument is a
+            function that clears the gradients of the previous step, or None while gradients
+            accumulate.
     """
 
     def __init__(self, trainer: Trainer, prepare: Callable[[Forget | None], None]) -> None:
@@ -59,7 +60,12 @@ class ScheduledOptimization(AutomaticOptimization):
 
 
 def install_scheduled_loop(trainer: Trainer, prepare: Callable[[Forget | None], None]) -> None:
-    """Replace the trainer's automatic optimization once, with its counters kept."""
+    """Replace the trainer's automatic optimization once, and keep its counters.
+
+    Args:
+        trainer: Trainer of the fit.
+        prepare: Function described at :class:`ScheduledOptimization`. A later call replaces it.
+    """
     loop = automatic_optimization(trainer)
     if isinstance(loop, ScheduledOptimization):
         loop.prepare = prepare

@@ -13,12 +13,13 @@ import numpy as np
 class SeededDraws:
     """Python and NumPy generators, seeded before each part of a batch, and their positions.
 
-    Orders that are drawn (``shuffle``, ``permutation``) give every entry the place of its neighbour, without drawing.
-    A step that draws as often for one sample as for two draws once for its batch, such as the share of a mixture; one
-    that draws more often for two draws for every sample, and cannot be given the same numbers for both.
+    Random orders (``shuffle``, ``permutation``) become a rotation by one place and draw nothing.
+    The final states of the generators show how often a step draws. A step that draws equally often
+    for one sample and for two draws once per batch, such as a mixing ratio. A step that draws more
+    often for two samples draws once per sample, and cannot see the same numbers in both cases.
 
     Args:
-        seed: The seed.
+        seed: Seed of both generators.
     """
 
     def __init__(self, seed: int) -> None:
@@ -57,7 +58,7 @@ class SeededDraws:
 
 
 def _shuffle(values: Any) -> None:
-    # Rows of an array are views, which are written over.
+    # Rows of an array are views into it, so they must be copied before they are overwritten.
     before = values.copy() if isinstance(values, np.ndarray) else list(values)
     for place in range(len(before)):
         values[place] = before[place - 1]

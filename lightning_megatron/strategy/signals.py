@@ -30,11 +30,12 @@ from lightning_megatron.strategy.private import (
 
 log = logging.getLogger(__name__)
 
-#: What a shell reports for a process that SIGTERM ended. It is not 0, so that torchrun does not take the job for
-#: finished, and differs from that of an error, so that a batch script can tell when to submit the job again.
+#: Exit code that a shell reports for a process ended by SIGTERM. Because it is not 0, torchrun does
+#: not consider the job finished. Because it is not that of an error, a batch script knows when to
+#: submit the job again.
 EXIT_CODE = 128 + signal.SIGTERM
-#: The checkpoint of a job that was told to end; the next one takes its place. ``ckpt_path="last"`` finds it, because
-#: its name begins like those of Lightning's last checkpoints.
+#: Name of the checkpoint after a termination signal; a later one replaces it. ``ckpt_path="last"``
+#: finds it, because its name starts like those of Lightning's last checkpoints.
 CHECKPOINT_NAME = "last-preempted.ckpt"
 
 
@@ -56,8 +57,8 @@ class SignalAgreement:
 
     Args:
         trainer: Trainer of the fit.
-        mesh: The groups of this rank.
-        interval: Training batches between two exchanges (batches).
+        mesh: Process groups of this rank.
+        interval: Number of training batches between two exchanges (batches).
         finish_saves: Function that waits for the save in progress.
     """
 
@@ -98,9 +99,10 @@ class SignalAgreement:
         """Ask all ranks at an interval of batches for received signals; after one, save and exit.
 
         Raises:
-            ToldToEnd: On all ranks, if one was.
+            ToldToEnd: On all ranks, if any rank has received a signal.
 
-        Communication: one all-reduce of two integers over the world on the CPU, at every ``interval``-th call.
+        Communication: one all-reduce of two integers over the world on the CPU, at every
+        ``interval``-th call.
         """
         self._num_batches += 1
         if self._num_batches % self._interval:
@@ -157,8 +159,12 @@ def preemption_folder(trainer: Trainer) -> str:
 def link_for_slurm(path: str, slurm_path: str) -> None:
     """Link a checkpoint to the path from which Lightning resumes a requeued SLURM job.
 
-    A link, so that jobs which are often interrupted do not fill the disk. Links to checkpoints that are gone are
-    removed.
+    Links instead of copies keep jobs that are often interrupted from filling the disk. Previous
+    links in the folder are removed.
+
+    Args:
+        path: Path of the checkpoint.
+        slurm_path: Path at which Lightning looks for the checkpoint.
     """
     if "://" in path or "://" in slurm_path:
         rank_zero_warn(f"{slurm_path} cannot point to {path}: pass ckpt_path='last' to fit, which finds the latter.")

@@ -20,18 +20,20 @@ def check_sizes(
 ) -> None:
     """Refuse sizes that cannot run, as far as they are known when the Trainer is called.
 
-    A model is known by a ``config`` of the module that is a :class:`GPTConfig`, or by the folder that the module loads,
-    batches by the ``batch_size`` of a dataloader or the ``tokens_shape`` (samples, tokens of each) of a data module.
+    Sizes of the model come from the module's ``config`` if that is a :class:`GPTConfig`, or from the
+    folder that the module loads. Batch sizes come from the ``batch_size`` of a dataloader or from
+    the ``tokens_shape`` (samples, tokens per sample) of a data module.
 
     Args:
-        module: The module that will run.
-        options: The strategy's arguments.
+        module: Module that will run.
+        options: Arguments of the strategy.
         layout: Sizes of the axes.
-        arguments: What ``fit``, ``validate``, ``test`` or ``predict`` was given, by name.
+        arguments: Arguments of ``fit``, ``validate``, ``test`` or ``predict``, by name.
 
     Raises:
-        ParallelPlanError: For sizes that do not fit together.
-        UnsupportedError: For manual optimization with pp > 1, or a folder whose model a GPT cannot compute.
+        ParallelPlanError: If sizes are incompatible.
+        UnsupportedError: If pp is above 1 with manual optimization, or if a GPT cannot represent
+            the model in the folder.
     """
     check_optimization(module, layout.pp)
     loader = arguments.get("train_dataloaders")
@@ -43,7 +45,7 @@ def check_sizes(
     elif isinstance(module, HuggingFaceCausalLM) and not options.tensor_parallel_plan:
         family = find_family(module.architecture or "")
         if family is not None:
-            # What replaces the model pads sequences that its ranks could not share equally.
+            # The replacement of the model pads sequences that are not divisible among its ranks.
             family.config(module.config.to_dict()).check_layout(layout, False, seq_length)
     if "train_dataloaders" in arguments and module.automatic_optimization and isinstance(batch_size, int):
         check_batch_size(batch_size, options, layout)
@@ -53,12 +55,12 @@ def check_hosts(options: StrategyOptions, layout: ParallelLayout, ranks_per_host
     """Refuse to share memory among tensor-parallel ranks of several hosts.
 
     Args:
-        options: The strategy's arguments.
+        options: Arguments of the strategy.
         layout: Sizes and order of the axes.
-        ranks_per_host: Processes on every host (ranks).
+        ranks_per_host: Number of processes on every host (ranks).
 
     Raises:
-        ParallelPlanError: If overlap_tensor_parallel is on and tp reaches over hosts.
+        ParallelPlanError: If ``overlap_tensor_parallel`` is on and a tp group spans several hosts.
     """
     if not options.overlap_tensor_parallel:
         return
@@ -75,8 +77,12 @@ def check_hosts(options: StrategyOptions, layout: ParallelLayout, ranks_per_host
 def check_optimization(module: LightningModule, pp: int) -> None:
     """Refuse manual optimization of a model in several stages.
 
+    Args:
+        module: Module that will run.
+        pp: Number of pipeline stages (stages).
+
     Raises:
-        UnsupportedError: If the module steps by itself and pp > 1.
+        UnsupportedError: If the module uses manual optimization and pp is above 1.
     """
     if pp > 1 and not module.automatic_optimization:
         raise UnsupportedError(
@@ -89,12 +95,13 @@ def check_batch_size(batch_size: int, options: StrategyOptions, layout: Parallel
     """Refuse a batch that cannot be cut into equal microbatches, or into too few for the schedule.
 
     Args:
-        batch_size: Samples of one data-parallel rank in a full batch (samples).
-        options: The strategy's arguments.
+        batch_size: Size of a full batch of one data-parallel rank (samples).
+        options: Arguments of the strategy.
         layout: Sizes of the axes.
 
     Raises:
-        ParallelPlanError: If the batch does not fit.
+        ParallelPlanError: If the batch size is not a multiple of the microbatch size, or gives too
+            few microbatches for the schedule.
     """
     rule, size = options.microbatches(layout), options.microbatch_size
     if isinstance(size, int) and batch_size % size:
@@ -111,12 +118,13 @@ def check_last_batch(num_samples: int, options: StrategyOptions, layout: Paralle
     """Refuse a smaller last batch of the epoch that the schedule could not run, before the epoch begins.
 
     Args:
-        num_samples: Samples that are left for one data-parallel rank after the full batches (samples).
-        options: The strategy's arguments.
+        num_samples: Size of the last batch of one data-parallel rank, or 0 if there is none
+            (samples).
+        options: Arguments of the strategy.
         layout: Sizes of the axes.
 
     Raises:
-        ParallelPlanError: If the schedule needs more microbatches, or another number of them.
+        ParallelPlanError: If the schedule cannot run the number of microbatches of the last batch.
     """
     if not num_samples:
         return
