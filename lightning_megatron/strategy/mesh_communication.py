@@ -64,12 +64,15 @@ class MeshCommunication(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         """Reduce over the ranks that read different data, in place, unless a group is given.
 
-        Ranks of one tensor or pipeline group hold the same value, which must count once.
+        Ranks of one tensor or pipeline group have the same value, which must count once.
 
         Args:
-            tensor: A tensor; anything else is returned as it is.
-            group: A :class:`MeshAxis`, or a process group; None, and that of all ranks, mean the data axis.
-            reduce_op: ``mean``, ``sum``, ``max`` or ``min``, or torch's constant.
+            tensor: Tensor to reduce; any other value is returned unchanged.
+            group: :class:`MeshAxis` or process group. None and the world group select the data
+                axis.
+            reduce_op: ``mean``, ``sum``, ``max`` or ``min``, or a constant of torch.
+
+        Communication: one all-reduce over the axis or the group.
         """
         if not isinstance(tensor, Tensor) or self._mesh is None:
             return tensor
@@ -92,16 +95,16 @@ class MeshCommunication(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor over the ranks that read different data, along a new first dimension.
 
-        Equal to what ``ddp`` returns on as many ranks as there are data ranks, also in a step of which only the last
-        stage runs the end. One process returns the tensor as it is.
+        The result equals that of ``ddp`` on the data ranks alone, even if only the last stage of a
+        pipeline calls this method. A single process returns the tensor unchanged.
 
         Args:
-            tensor: The tensor of this rank.
-            group: A :class:`MeshAxis`, or a process group; None, and that of all ranks, which ``self.all_gather`` gives
-                here, mean the data axis.
-            sync_grads: Whether gradients flow back to the ranks' tensors.
+            tensor: Tensor of this rank.
+            group: :class:`MeshAxis` or process group. None and the world group, which
+                ``self.all_gather`` passes, select the data axis.
+            sync_grads: Whether gradients flow back to the tensors of all ranks.
 
-        Communication: one all-gather over the axis; backward one reduce-scatter.
+        Communication: one all-gather over the axis; one reduce-scatter in the backward pass.
         """
         if self._mesh is None or self._mesh.world.size == 1:
             return tensor

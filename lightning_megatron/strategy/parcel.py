@@ -16,14 +16,15 @@ _PLAIN = frozenset({int, float, str, bytes, bool, type(None), list, dict, tuple,
 def pack(value: Any, module: LightningModule) -> bytes:
     """Serialise a value by pickle, with its tensors on the CPU.
 
-    Modules inside of ``module``, their parameters and the Trainer travel as names: the receiver takes its own.
+    Submodules of ``module``, their parameters and the Trainer are sent as names, and the receiver
+    substitutes its own objects.
 
     Args:
-        value: Anything that pickle takes.
-        module: The module of this rank.
+        value: Picklable value.
+        module: Module of this rank.
 
     Raises:
-        Exception: Whatever pickle raises for a value that it does not take.
+        Exception: Error that pickle raises for a value that it does not support.
     """
     buffer = io.BytesIO()
     _Packer(buffer, module).dump(value)
@@ -34,11 +35,11 @@ def unpack(data: bytes, module: LightningModule, device: torch.device) -> Any:
     """Deserialise a value that another rank has packed.
 
     Args:
-        data: The result of :func:`pack`.
-        module: The module of this rank.
-        device: Where tensors go that were on a device other than the CPU.
+        data: Result of :func:`pack`.
+        module: Module of this rank.
+        device: Device for tensors that were not on the CPU of the sender.
     """
-    # Tensors made under inference mode could not be changed after it, as a metric changes its sums.
+    # Inference tensors cannot be written outside inference mode, but metrics update their sums there.
     with torch.inference_mode(False):
         return _Unpacker(io.BytesIO(data), module, device).load()
 
@@ -86,6 +87,6 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _values(tensor: Tensor) -> tuple[bytes, torch.dtype, tuple[int, ...], bool]:
-    # By value: a view of a tensor would bring all of that along.
+    # The values alone: pickling a view would serialise its whole storage.
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return values.view(torch.uint8).numpy().tobytes(), tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu"

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 
 from lightning_megatron.strategy.positions import birth_of
 
-#: Set for the processes that our launcher starts: its process, and when that began.
+#: Environment variable that this package's launcher sets for its processes: its PID and start time.
 LAUNCHER = "LIGHTNING_MEGATRON_LAUNCHER"
-#: Set by torchrun for its workers.
+#: Environment variable that torchrun sets for its workers.
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 _POLL_SECONDS = 0.25
 
@@ -24,17 +24,17 @@ def launcher_mark() -> str:
 def launcher_is_gone(environment: Mapping[str, str]) -> Callable[[], bool] | None:
     """Return a check of whether this process's launcher has ended; None without a launcher.
 
-    Launchers are ours, torchrun's agent, and a process that uses ``multiprocessing``.
+    A launcher is the one of this package, torchrun's agent or a parent of ``multiprocessing``.
 
     Args:
-        environment: Variables of this process.
+        environment: Environment variables of this process.
     """
     parent, spawner = os.getppid(), multiprocessing.parent_process()
     if spawner is not None:
         return lambda: not spawner.is_alive()
     pid, _, birth = environment.get(LAUNCHER, "").partition(" ")
     if pid and pid != str(parent):
-        # It ended before this process could look, or it launched the process that has launched this one.
+        # The launcher has already ended, or it is an indirect parent of this process.
         return lambda: bool(birth) and birth_of(int(pid)) != birth
     if pid or (environment.get(_TORCHRUN) and parent != 1):
         return lambda: os.getppid() != parent
@@ -44,10 +44,11 @@ def launcher_is_gone(environment: Mapping[str, str]) -> Callable[[], bool] | Non
 def watch_launcher(end: Callable[[], None]) -> None:
     """Call a function soon after the launcher has ended, from a thread that lives as long as this process.
 
-    The system could kill this process at once instead, which would leave its temporary files behind.
+    A kill signal from the operating system at the death of the parent would be faster, but would
+    leave temporary files behind.
 
     Args:
-        end: Ends this process.
+        end: Function that ends this process.
     """
     is_gone = launcher_is_gone(os.environ)
     if is_gone is None:

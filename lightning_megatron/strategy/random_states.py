@@ -13,10 +13,11 @@ import torch
 def random_states(device: torch.device) -> dict[str, Any]:
     """Return the states of torch's, numpy's and Python's default generators.
 
-    Tensors and plain values alone, which load without unpickling anything else.
+    The states consist of tensors and plain values, so a checkpoint loads without unpickling other
+    classes.
 
     Args:
-        device: The device of this rank, whose generator counts besides the CPU's.
+        device: Device of this rank; the state of its generator is included on CUDA.
     """
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, next_gauss = random.getstate()

@@ -83,11 +83,11 @@ def check_rank_state(values: Mapping[str, Any], where: str) -> None:
     """Refuse per-rank values that are missing or invalid.
 
     Args:
-        values: The values of one rank.
-        where: The checkpoint, for errors.
+        values: Values of one rank.
+        where: Description of the checkpoint for error messages.
 
     Raises:
-        CorruptDataError: Naming the value.
+        CorruptDataError: If a value is missing or invalid; the message names it.
     """
     for name, (legal, holds) in _LEGAL.items():
         if name not in values:

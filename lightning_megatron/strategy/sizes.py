@@ -20,9 +20,9 @@ def check_sizes(
 ) -> None:
     """Refuse sizes that cannot run, as far as they are known when the Trainer is called.
 
-    Sizes of the model come from the module's ``config`` if that is a :class:`GPTConfig`, or from the
-    folder that the module loads. Batch sizes come from the ``batch_size`` of a dataloader or from
-    the ``tokens_shape`` (samples, tokens per sample) of a data module.
+    Sizes of the model come from the module's ``config`` if that is a :class:`GPTConfig`, or from
+    the folder that the module loads. Batch sizes come from the ``batch_size`` of a dataloader or
+    from the ``tokens_shape`` (samples, tokens per sample) of a data module.
 
     Args:
         module: Module that will run.

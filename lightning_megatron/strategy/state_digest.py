@@ -20,21 +20,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-#: Not looked into: code, what is watched elsewhere, and what steps only read.
+#: Types whose content is ignored: code, objects that are checked elsewhere and objects that steps
+#: only read.
 _OPAQUE = (
     *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device),
     *(nn.Module, Trainer, Strategy, Callback, Logger, LightningDataModule, Dataset, DataLoader, Optimizer),
 )
 #: Packages of large objects that steps only read.
 _SLOW = ("tokenizers", "sentencepiece")
-#: What properties and ``__reduce_ex__`` of objects raise that cannot be described.
+#: Errors that properties and ``__reduce_ex__`` of unsupported objects raise.
 _UNREADABLE = (
     *(pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, LookupError, ArithmeticError, OSError),
     AssertionError,
 )
 _ATOMS = frozenset({int, float, str, bool, bytes, type(None), Tensor})
-#: Tensors on the CPU up to this size are compared by their values: writing through ``.data`` leaves no other trace
-#: (elements).
+#: Largest CPU tensor that is compared by value, which detects writes through ``.data`` (elements).
 _COMPARED = 65536
 
 
@@ -44,8 +44,8 @@ class ListDigest:
 
     Args:
         owner: Identity of the list.
-        items: Identities of its items.
-        versions: How often its tensors were written to.
+        items: Identities of the items.
+        versions: Sum of the version counters of the tensors.
     """
 
     owner: int
@@ -56,8 +56,9 @@ class ListDigest:
 def digest(value: Any) -> bytes | ListDigest | None:
     """Return the digest of a value and its content; None for unsupported values.
 
-    Two digests of one object differ if it was changed between them: rebound, appended to, written in place. The value
-    must live until its digests are compared, because identities count. Tensors on a device are not read.
+    Two digests of an object differ if its content was rebound, extended or written in place between
+    them. Digests contain identities, so the value must live until they are compared. The values of
+    tensors on a GPU are not read.
     """
     if type(value) is list and set(map(type, value)) <= _ATOMS and not any(map(_is_untraced, value)):
         return ListDigest(id(value), tuple(map(id, value)), _versions(value))
@@ -65,7 +66,7 @@ def digest(value: Any) -> bytes | ListDigest | None:
     try:
         _Digester(sink, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except _UNREADABLE:
-        # Properties of the user's objects run here, and may raise.
+        # Pickling runs properties of the user's objects, which may raise.
         return None
     return sink.hash.digest()
 
@@ -127,7 +128,7 @@ def _parts_of(obj: Any) -> tuple[Any, ...]:
     try:
         return tuple(obj.__reduce_ex__(2)[1:3])
     except _UNREADABLE:
-        # A lock, a file, a generator: the same as long as it is the same object.
+        # A lock, a file or a generator counts as unchanged while it is the same object.
         return ()
 
 
@@ -138,5 +139,5 @@ def _parts_of_tensor(tensor: Tensor) -> tuple[Any, ...]:
     if is_readable and (untraced or tensor.numel() <= _COMPARED):
         values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return (*form, values.view(torch.uint8).numpy().tobytes())
-    # Without a trace of writing, and without reading it, a tensor counts as changed.
+    # A tensor without a version counter that is not read counts as changed.
     return (*form, secrets.token_bytes(16)) if untraced else form

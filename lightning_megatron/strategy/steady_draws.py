@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: What is drawn from the uniform distribution: small enough for masks of few tokens, large enough to keep most layers.
+#: Constant draw from the uniform distribution: small enough to mask few tokens, large enough to keep
+#: most layers under random layer dropping.
 _DRAW = 0.125
-#: Arguments that switch dropout off, in operators that have it.
+#: Arguments that disable dropout in operators with dropout.
 _OFF: Mapping[str, Any] = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
 
 
 class SteadyDraws(TorchDispatchMode):
     """Mode that replaces torch's random values by shape-independent ones; dropout is off.
 
-    Two forward passes over the same samples, together or one after the other, then see the same numbers. Draws of
-    kernels that torch does not know, and of Python and NumPy, are left as they are.
+    A forward pass over a batch and passes over its parts then see the same numbers. Draws of
+    kernels that are not registered with torch, and those of Python and NumPy, do not change.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        #: Spacing of the coarsest type that was computed in; 0 before anything was.
+        #: Machine epsilon of the least precise floating-point result; 0 before the first one.
         self.spacing = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -40,7 +41,7 @@ class SteadyDraws(TorchDispatchMode):
 
 def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in func._schema.arguments]
-    # What equals a default is not passed on.
+    # The dispatcher omits arguments that equal their defaults.
     defaults = {one.name: one.default_value for one in func._schema.arguments if one.has_default_value()}
     bound = defaults | dict(zip(names, args, strict=False)) | kwargs
     off = {name: value for name, value in _OFF.items() if name in names}
@@ -73,7 +74,8 @@ def _bernoulli(bound: Mapping[str, Any]) -> Any:
 
 
 def _permutation(bound: Mapping[str, Any]) -> Tensor:
-    # Every sample is mixed with its neighbour, as a random order would mix it with another one.
+    # A rotation pairs each sample with its neighbour; the identity would pair each with itself and
+    # hide how a step mixes samples.
     return torch.arange(bound["n"]).roll(1)
 
 

@@ -22,11 +22,11 @@ from lightning_megatron.strategy.random_states import random_states, restore_ran
 from lightning_megatron.strategy.seeded_draws import SeededDraws
 from lightning_megatron.strategy.steady_draws import SteadyDraws
 
-#: Runs the step on some parts of a batch, each after a call of the last argument, and returns what it returned for
-#: each, on the last stage.
+#: Function that runs the step on parts of a batch, and calls its last argument before each part. On
+#: the last stage it returns the output of each part.
 Run = Callable[[Sequence[Microbatch], Recorder, Callable[[], None]], list[Any]]
 
-#: Relative difference that rounding may make, by the spacing of the coarsest type that is computed in.
+#: Relative tolerances for rounding: (largest machine epsilon in use, tolerance).
 _TOLERANCES = ((1e-15, 1e-9), (1e-6, 1e-5), (2e-3, 5e-3), (math.inf, 2e-2))
 
 
@@ -35,7 +35,7 @@ class Reading:
     """Results of a step for some samples.
 
     Args:
-        values: By name, each with what it weighs; what is added up has no weight.
+        values: Value and weight by name; the weight is None for values that are summed.
     """
 
     values: dict[str, tuple[float, float | None]] = field(default_factory=dict)
@@ -45,10 +45,10 @@ class TriedStep:
     """Trial runs of a step on parts of a batch.
 
     Args:
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
         step: Name of the step.
-        run: Runs the step.
-        state: Undoes what a run has left in the module.
+        run: Function that runs the step.
+        state: Snapshot of the module, for undoing the changes of a run.
     """
 
     def __init__(self, mesh: ParallelMesh, step: str, run: Run, state: ModuleState) -> None:
@@ -72,8 +72,10 @@ class TriedStep:
         """Return the step's results for every part, on the last stage.
 
         Args:
-            parts: Microbatches.
-            seed: Of what Python and NumPy draw.
+            parts: Microbatches to run.
+            seed: Seed of the Python and NumPy generators.
+
+        Communication: that of the forward passes.
         """
         recorder = Recorder()
         try:
@@ -81,7 +83,7 @@ class TriedStep:
         except RuntimeError as error:
             if self._mesh.pp.size > 1 or not self.is_training or "grad" not in str(error):
                 raise
-            # The step takes derivatives of its own.
+            # The step computes derivatives itself, so it needs a graph.
             self._state.restore()
             recorder = Recorder()
             outputs = self._outputs(parts, recorder, seed, torch.enable_grad())
@@ -90,7 +92,7 @@ class TriedStep:
     def tolerance(self) -> float:
         """Return the relative tolerance for rounding, by the least precise dtype in use.
 
-        Communication: a gather of one number over all ranks, on the CPU.
+        Communication: one gather of a number over the world, on the CPU.
         """
         spacing = max(all_gather_objects(self._spacing, self._mesh.world_cpu))
         return next(size for limit, size in _TOLERANCES if spacing <= limit)
@@ -101,7 +103,8 @@ class TriedStep:
         steady, seeded = SteadyDraws(), SeededDraws(seed)
         try:
             with gradients, steady, seeded.running():
-                # A step may take entries out of its batch, which runs again.
+                # The same batch runs several times, so a step that removes its entries gets copies
+                # of the containers.
                 tried = [Microbatch(own_containers(part.data), part.num_samples) for part in parts]
                 return self._run(tried, recorder, seeded.begin)
         finally:
@@ -113,11 +116,11 @@ def undone(module: LightningModule, mesh: ParallelMesh) -> Iterator[ModuleState]
     """Restore the module's state outside its parameters, and random streams, after the block.
 
     Args:
-        module: The user's module.
-        mesh: The groups and random streams of this rank.
+        module: User's module.
+        mesh: Process groups and random streams of this rank.
 
     Yields:
-        What the module held, to be put back in between.
+        The snapshot of the module, for restoring it inside the block.
     """
     state, random_before = ModuleState(module), random_states(mesh.device)
     position = mesh.random.position

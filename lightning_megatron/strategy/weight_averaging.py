@@ -37,16 +37,18 @@ def load_averages(
     """Load averages into the callback and current weights into the model.
 
     Args:
-        path: A checkpoint of this library whose ``state_dict``, the averages if it has some, the model holds now.
-        metadata: What the callback will look at; ``state_dict`` and ``current_model_state`` are put in.
-        module: The module that is trained.
-        main: Its parameters.
-        mesh: The groups of this rank.
+        path: Path of a sharded checkpoint. The model must already have loaded its ``state_dict``,
+            which contains the averages if they were saved.
+        metadata: Checkpoint that the callback receives; this function sets ``state_dict`` and
+            ``current_model_state``.
+        module: Module that is trained.
+        main: Main parameters of the module.
+        mesh: Process groups of this rank.
 
     Raises:
         CheckpointMismatchError: On all ranks, naming tensors and shapes.
 
-    Communication: as that of ``load_model``.
+    Communication: that of ``load_model``.
     """
     own, saved = module.state_dict(), saved_tensors(path)
     entries: dict[str, Entry] = {}
@@ -66,7 +68,7 @@ def load_averages(
         expected = {_current(name): place for name, place in model_placements(module, main).items()}
         load_tensors(path, current, mesh, module.strict_loading, CURRENT, expected)
         main.publish()
-        # The callback copies it to the model, where it is.
+        # The model already has the current weights: the callback copies them onto themselves.
         metadata["current_model_state"] = module.state_dict()
 
 
@@ -84,9 +86,9 @@ def average_mains(trainer: Trainer, module: LightningModule, main: MainParameter
 
     Args:
         trainer: Trainer whose averaging callback is changed, if it has one.
-        module: The module that is trained.
-        main: Its parameters.
-        mesh: The groups of this rank.
+        module: Module that is trained.
+        main: Main parameters of the module.
+        mesh: Process groups of this rank.
     """
     callback = averaging_callback(trainer)
     if callback is not None and any(main.main(name).dtype != main.parameter(name).dtype for name in main.trained):
@@ -109,7 +111,10 @@ class _FullMains:
         self._mesh = mesh
 
     def parameters(self) -> Iterator[Tensor]:
-        """Return full-precision parameters; a collective over data ranks if they are sharded."""
+        """Return the full parameters of the module, in full precision where they are trained.
+
+        Communication: one all-reduce per dtype over the data ranks.
+        """
         full = {id(self._main.parameter(name)): name for name in self._main.trained}
         mains = self._gathered()
         for parameter in self._module.parameters():
@@ -131,7 +136,7 @@ class _FullMains:
             for name, parameter, part in zip(names, parameters, flat.split(sizes), strict=True):
                 self._write_own(name, part)
                 found[name] = part.view(parameter.shape)
-            # Each element is written by one rank; zeros are added to it.
+            # Exactly one rank writes each element and the others have zeros, so the sum is exact.
             all_reduce_(flat, self._mesh.data)
         return found
 

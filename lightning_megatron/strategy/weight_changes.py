@@ -20,12 +20,12 @@ _OURS = ("lightning_megatron", "lightning")
 def only_steps_change_weights(module: LightningModule, trainer: Trainer) -> bool:
     """Return whether only optimizer steps can change weights and optimizer states.
 
-    Then a GPU may go on with forward and backward passes while they are still being copied. Hooks of the user's own
-    code may do anything, so with one of them between, the copies are waited for.
+    If so, a GPU may run forward and backward passes while a save still copies weights and states.
+    User hooks may change anything, so a hook in between makes the step wait for the copies.
 
     Args:
-        module: The module that is trained.
-        trainer: Its trainer.
+        module: Module that is trained.
+        trainer: Trainer of the module.
     """
     if not module.automatic_optimization:
         return False

@@ -23,7 +23,7 @@ from lightning_megatron.strategy.parameter_data import is_accessor
 
 #: Attributes of a tensor through which its values can be read.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-#: Functions that say something of a tensor, or register something, and read no values.
+#: Functions that return metadata of a tensor or register hooks, and read no values.
 _METADATA = frozenset(
     {"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr", "type"}
     | {"is_floating_point", "is_complex", "is_contiguous", "is_signed", "get_device", "requires_grad_", "__len__"}
@@ -37,12 +37,12 @@ _CALL = nn.Module._call_impl.__code__
 class WeightReads:
     """Guard of each step's first batch against user code that reads sharded weights.
 
-    A weight that is cut over tp is this rank's rows, and with stages a rank has the weights of its own blocks: a
-    penalty over all parameters would be that of a part, and so would a norm that is logged. The layers themselves,
-    which know what they hold, may read their weights.
+    With tp a rank has a shard of each sharded weight, and with pp it has only the layers of its own
+    stage. A penalty over all parameters, or a logged norm, would therefore cover only a part of the
+    model. Layers may read their own weights, because they account for the sharding.
 
     Args:
-        mesh: The groups of this rank.
+        mesh: Process groups of this rank.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -59,7 +59,7 @@ class WeightReads:
         if step in self._seen or self._mesh.tp.size * self._mesh.pp.size == 1:
             return nullcontext()
         self._seen.add(step)
-        # A compiler would see the guard, and compile for it.
+        # torch.compile would trace the guard's mode into the compiled code.
         if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for _, part in named_layers(module)):
             return nullcontext()
         return _Guard(module, step, dict(self._incomplete(module)))
@@ -79,9 +79,9 @@ class _Guard(TorchFunctionMode):
     """Mode that refuses torch functions of sharded parameters outside their own layers.
 
     Args:
-        root: The user's module.
+        root: User's module.
         step: Name of the step.
-        watched: Name and reason of each parameter by its identity.
+        watched: Name of each incomplete parameter, and the reason, by identity of the parameter.
     """
 
     def __init__(self, root: nn.Module, step: str, watched: Mapping[int, tuple[str, str]]) -> None:
@@ -102,7 +102,8 @@ class _Guard(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check(self, parameter: nn.Parameter) -> None:
-        # This function and the one that has called it are not of interest, nor is the attribute itself.
+        # Skip this method, its caller, the accessors of ``parameter.data`` and frames of torch, up
+        # to the user's code or the call of a module.
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and is_accessor(frame.f_code):
             frame = frame.f_back
@@ -131,7 +132,8 @@ class _Guard(TorchFunctionMode):
                 module: nn.Module = frame.f_locals["self"]
                 if module is self._root:
                     return False
-                # A module may read what other ones in it hold if that is whole: a list of blocks is not one itself.
+                # A module may read whole weights of its submodules, but sharded weights only if it
+                # owns them directly. A pipelined module has only some of its layers, so it may not.
                 own = module.parameters(recurse=not is_cut)
                 if not isinstance(module, PipelinedModule) and any(one is parameter for one in own):
                     return True

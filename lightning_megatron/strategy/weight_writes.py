@@ -18,7 +18,7 @@ def unwritten_weights(module: nn.Module, step: str) -> Iterator[None]:
     """Refuse weights that a trial step in the block changes, such as those of a teacher.
 
     Args:
-        module: The user's module.
+        module: User's module.
         step: Name of the step.
 
     Raises:
@@ -28,7 +28,7 @@ def unwritten_weights(module: nn.Module, step: str) -> Iterator[None]:
     try:
         yield
     except UnsupportedError:
-        # Weights that have changed are the reason for a loss that has.
+        # Changed weights explain a changed loss, so their error takes precedence.
         _check(module, step, before)
         raise
     _check(module, step, before)
@@ -47,7 +47,7 @@ def _check(module: nn.Module, step: str, before: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def _norms_of(module: nn.Module) -> dict[str, Tensor]:
-    # Versions would not tell: what is written through .data has one of its own.
+    # Version counters do not suffice: writes through .data do not increment that of the parameter.
     return {
         name: torch.linalg.vector_norm(parameter.detach(), dtype=torch.float64).nan_to_num()
         for name, parameter in module.named_parameters()
