@@ -24,7 +24,7 @@ from lightning_megatron.strategy.private import reduce_over_group
 class MeshCommunication(ParallelStrategy):
     """Lightning's communication methods on the groups of a mesh.
 
-    Subclasses create the mesh.
+    Subclasses create the mesh. Without one there is a single process, and nothing is communicated.
     """
 
     _mesh: ParallelMesh | None = None
@@ -36,7 +36,11 @@ class MeshCommunication(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; inside a step of several stages, for the ranks of this stage."""
+        """Wait for all ranks; inside a pipelined step, for the ranks of this stage.
+
+        Args:
+            name: Name of the barrier, which is ignored.
+        """
         if self._mesh is not None:
             barrier(self._mesh.data_cpu if self.is_in_stage else self._mesh.world_cpu)
 
@@ -46,7 +50,10 @@ class MeshCommunication(ParallelStrategy):
 
         Args:
             obj: Picklable object.
-            src: Global rank of the sender.
+            src: Global rank of the sender. Inside a pipelined step, the sender is the rank of this
+                stage with the same dp coordinate.
+
+        Communication: one broadcast on the CPU over the world, or over the data ranks of the stage.
         """
         if self._mesh is None:
             return obj

@@ -41,7 +41,7 @@ class MicrobatchTrials:
     outside the module, such as printing, occur again.
 
     Args:
-        module: The user's module.
+        module: User's module.
         mesh: Process groups of this rank.
     """
 
@@ -131,6 +131,7 @@ class _Trial:
         if self._gathered(bool(found)):
             # Values that Python and NumPy draw once per batch were equal in both runs. Values that
             # they draw per sample cannot be: another seed shows which results depend on them.
+            # Without such draws the same seed shows results that differ in every run.
             again = self._run(pairs, seed=int(self._gathered(self._tried.has_other_draws)))
             unsteady = {
                 name
@@ -251,6 +252,7 @@ def _differences(
                 continue
             average = joined(single)[0]
             worst = found.get(name, (0.0, 0.0, 0))
+            # "not >=" also reports NaN, which "<" would hide.
             if not is_close(value, average, tolerance) and not abs(worst[0] - worst[1]) >= abs(value - average):
                 found[name] = value, average, len(group)
     return found

@@ -23,12 +23,16 @@ from lightning_megatron.strategy.progress import count_tokens
 
 
 def unit_of(microbatches: Sequence[Microbatch]) -> int:
-    """Return the largest power of two that is at most the tokens of a batch, padded and ignored ones included.
+    """Return the largest power of two up to the token count of a batch (tokens).
 
     Token counts are divided by this unit before they multiply a loss. Gradients then have about the
     magnitude of those of a mean over the batch, which half precision can represent, and division by
-    a power of two is exact. Tokens are counted by
-    :func:`~lightning_megatron.strategy.progress.count_tokens`, or as samples where it finds none.
+    a power of two is exact. The count of a microbatch is that of
+    :func:`~lightning_megatron.strategy.progress.count_tokens`, which includes padded and ignored
+    tokens, or the number of samples if it finds no tokens.
+
+    Args:
+        microbatches: Microbatches of the batch.
     """
     found = sum(count_tokens(part.data) or part.num_samples for part in microbatches)
     return 1 << (max(found, 1).bit_length() - 1)
@@ -120,9 +124,9 @@ class MicrobatchLosses:
         return found
 
     def report(self) -> Tensor:
-        """Return the mean of the losses, in float64: over tokens, or over samples divided by ``divisor``.
+        """Return the mean loss in float64: over tokens, or over samples divided by ``divisor``.
 
-        Without any token the mean is 0.
+        Without any tokens the mean is 0.
         """
         if not self._losses:
             return torch.zeros((), dtype=torch.float64)
@@ -134,6 +138,10 @@ class MicrobatchLosses:
         return weighted_mean(values, sizes) / self._divisor
 
     def num_tokens(self, device: torch.device) -> Tensor:
-        """Return the sum of the counts in units, as a float64 scalar on the device; 0 if the step is not counted."""
+        """Return the token count divided by ``unit``, as a float64 scalar; 0 if not counted.
+
+        Args:
+            device: Device of the result.
+        """
         counts = self.counts
         return scalar_on(0 if counts is None else total_weight(counts), device) / self._unit

@@ -14,7 +14,7 @@ from lightning_megatron.models.stage import named_layers, pipelined_modules
 
 
 def rebind_mesh(module: nn.Module, mesh: ParallelMesh) -> None:
-    """Give modules built in an earlier run the process groups of this run.
+    """Assign the process groups of this run to modules built in an earlier run.
 
     Args:
         module: Module whose layers receive the groups.
@@ -69,7 +69,7 @@ def _never() -> bool:
 
 
 def find_models(module: nn.Module, recompute: str | None) -> list[LayeredModule]:
-    """Return the models of this package inside a module, after setting their recomputation.
+    """Return the models of this package inside a module, and set their recomputation.
 
     Args:
         module: Module that contains the models.

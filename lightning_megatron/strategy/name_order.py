@@ -67,6 +67,7 @@ def _merge_parts(stages: Sequence[Sequence[str]], descends: bool) -> list[str]:
     for parts in stages:
         place = 0
         for part in parts:
+            # A new part goes after its predecessor on the same stage.
             if part in merged:
                 place = merged.index(part) + 1
             else:

@@ -39,7 +39,7 @@ def unpack(data: bytes, module: LightningModule, device: torch.device) -> Any:
         module: Module of this rank.
         device: Device for tensors that were not on the CPU of the sender.
     """
-    # Inference tensors cannot be written outside inference mode, but metrics update their sums there.
+    # Inference tensors cannot be written outside inference mode, where metrics update their sums.
     with torch.inference_mode(False):
         return _Unpacker(io.BytesIO(data), module, device).load()
 

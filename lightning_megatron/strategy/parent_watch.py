@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from lightning_megatron.strategy.positions import birth_of
 
-#: Environment variable that this package's launcher sets for its processes: its PID and start time.
+#: Environment variable with PID and start time of this package's launcher, set for its processes.
 LAUNCHER = "LIGHTNING_MEGATRON_LAUNCHER"
 #: Environment variable that torchrun sets for its workers.
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -42,7 +42,7 @@ def launcher_is_gone(environment: Mapping[str, str]) -> Callable[[], bool] | Non
 
 
 def watch_launcher(end: Callable[[], None]) -> None:
-    """Call a function soon after the launcher has ended, from a thread that lives as long as this process.
+    """Call a function soon after the launcher has ended, from a daemon thread.
 
     A kill signal from the operating system at the death of the parent would be faster, but would
     leave temporary files behind.

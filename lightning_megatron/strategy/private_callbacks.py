@@ -73,6 +73,7 @@ def _apply_with_mains(
     mapping: Mapping[Any, Any],
 ) -> list[dict[str, Any]]:
     mains = main_of()
+    # Lightning maps parameters to names when it saves, and names to parameters when it restores.
     is_by_name = all(isinstance(key, str) for key in mapping)
     return apply(groups, {**mapping, **(mains if is_by_name else {main: name for name, main in mains.items()})})
 

@@ -48,7 +48,7 @@ class ReplicaCheck:
         self._use = PartialUse(module, main.mesh, self._whole)
         # Number of steps by trained parameters, because optimizers may alternate.
         self._num_steps: Counter[frozenset[str]] = Counter()
-        #: The loss of the last backward pass; None where the user's code runs it.
+        #: Loss of the last backward pass; None if user code runs the backward pass.
         self.loss: Tensor | None = None
 
     @property

@@ -179,6 +179,7 @@ def _check(reports: Iterable[tuple[_Changes, ...]], first: Mapping[_Place, _Chan
     complaints = [complaint for report in reports for part in report for complaint in part.complaints]
     by_name: dict[str, str] = {}
     for place, report in first.items():
+        # Tensor-parallel ranks hold shards of the same tensors, so all must agree with the first.
         whole = first[place._replace(part=0)]
         odd = (report.removed ^ whole.removed) | (report.changed ^ whole.changed) | (report.added.keys() ^ whole.added)
         complaints += [

@@ -49,7 +49,7 @@ class ToldToEnd(SIGTERMException):
 class SignalAgreement:
     """Handling of SIGTERM and of SLURM's time-limit signal, agreed on by all ranks.
 
-    Lightning exchanges signals on the device before every batch, which makes the host wait, and it
+    Lightning exchanges signals on the device before every batch, for which the host waits. It also
     saves inside the signal handler, where ranks may be at different steps. Here, a handler only
     records the signal. Every ``interval`` batches all ranks exchange their records on the CPU. If
     any rank has received a signal, all ranks save a checkpoint of the same step and leave the fit.
@@ -112,7 +112,7 @@ class SignalAgreement:
         if told_to_end or told_to_requeue:
             self._told_to_end = True
             announce_sigterm(self._trainer)
-            # Before the first batch there is nothing new to save.
+            # This is the call before the first batch: there is nothing new to save.
             if self._num_batches > 1:
                 self._save()
             barrier(self._mesh.world_cpu)

@@ -115,7 +115,7 @@ def check_batch_size(batch_size: int, options: StrategyOptions, layout: Parallel
 
 
 def check_last_batch(num_samples: int, options: StrategyOptions, layout: ParallelLayout) -> None:
-    """Refuse a smaller last batch of the epoch that the schedule could not run, before the epoch begins.
+    """Refuse, before the epoch, a smaller last batch that the schedule cannot run.
 
     Args:
         num_samples: Size of the last batch of one data-parallel rank, or 0 if there is none

@@ -101,6 +101,7 @@ class _Digester(pickle.Pickler):
     """Pickler whose output feeds a hash and is never read."""
 
     def reducer_override(self, obj: Any) -> Any:
+        # _parts itself must be pickled normally, or the recursion would never end.
         return NotImplemented if obj is _parts else (_parts, (id(obj), *_parts_of(obj)))
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: Constant draw from the uniform distribution: small enough to mask few tokens, large enough to keep
-#: most layers under random layer dropping.
+#: Constant draw from the uniform distribution: small enough for masks of few tokens, large enough
+#: to keep most layers if layers are dropped at random.
 _DRAW = 0.125
 #: Arguments that disable dropout in operators with dropout.
 _OFF: Mapping[str, Any] = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}

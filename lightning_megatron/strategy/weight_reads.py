@@ -53,7 +53,7 @@ class WeightReads:
         """Return a context for a step, which watches the first call only.
 
         Args:
-            module: The user's module.
+            module: User's module.
             step: Name of the step.
         """
         if step in self._seen or self._mesh.tp.size * self._mesh.pp.size == 1:

@@ -59,7 +59,7 @@ class WeightWrites(TorchDispatchMode):
     """Mode that saves weights before writes inside the block, so that they can be undone.
 
     Args:
-        module: The user's module.
+        module: User's module.
     """
 
     def __init__(self, module: nn.Module) -> None:
