@@ -327,7 +327,7 @@ class MegatronStrategy(ModelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        # load_checkpoint has loaded sharded directories; files of other strategies have full tensors.
+        # load_checkpoint has loaded sharded directories. Other strategies' files have full tensors.
         if self._checkpoints.is_plain and "state_dict" in checkpoint:
             assert self._state is not None, "setup has run"
             trainer, full = self.user_module.trainer, checkpoint["state_dict"]

@@ -24,7 +24,7 @@ from lightning_megatron.strategy.private import reduce_over_group
 class MeshCommunication(ParallelStrategy):
     """Lightning's communication methods on the groups of a mesh.
 
-    Subclasses create the mesh. Without one there is a single process, and nothing is communicated.
+    Subclasses create the mesh. Until then each rank communicates only with itself.
     """
 
     _mesh: ParallelMesh | None = None

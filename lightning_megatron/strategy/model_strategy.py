@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelStrategy(MeshStrategy):
-    """Strategy that cuts the module, owns its main parameters and runs its steps.
+    """Strategy that shards the module, owns its main parameters and runs its steps.
 
     Args:
         options: Options of the strategy.

@@ -49,6 +49,7 @@ def _unfreeze_and_add(
     before = len(optimizer.param_groups)
     add(modules, optimizer, lr, initial_denom_lr, train_bn)
     if len(optimizer.param_groups) == before:
+        # The learning rate that Lightning gives to a group with parameters.
         rate = optimizer.param_groups[0]["lr"] if lr is None else lr
         divisor = initial_denom_lr if lr is None else 1.0
         optimizer.add_param_group({"params": [], "lr": rate / divisor})

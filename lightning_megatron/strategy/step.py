@@ -110,17 +110,17 @@ class StepRunner:
             values_to_log: Further values to log, known on every rank.
 
         Returns:
-            The mean loss of the batch on every rank; None if the step returned no loss. The mean
-            is over tokens if the step counts them, else over samples and divided by ``divisor``. Other
-            outputs of the step are included on the last stage, and on all stages if a hook
+            The mean loss of the batch on every rank; None if the step returned no loss. The mean is
+            over tokens if the step counts them, else over samples and divided by ``divisor``.
+            Other outputs of the step are included on the last stage, and on all stages if a hook
             receives them.
 
         Raises:
             ValueError: If a step counts tokens of some microbatches or batches only.
             RankMismatchError: At the first batch, if a step counts tokens on some ranks only.
 
-        Communication: that of the schedule and of :meth:`LogReplay.replay`; at the first batch one all-reduce over the
-        data axis and one gather over all ranks, on the CPU.
+        Communication: that of the schedule and of :meth:`LogReplay.replay`; at the first batch one
+        all-reduce over the data axis and one gather over the world, on the CPU.
         """
         microbatches = self._cut(batch)
         self._say_size(batch, microbatches)

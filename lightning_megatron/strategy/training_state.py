@@ -181,7 +181,8 @@ class TrainingState:
             UnsupportedError: If an embedding with a copy on another stage was frozen or unfrozen
                 within an epoch.
 
-        Communication: that of :meth:`TiedCopies.follow` at the first step of an epoch, and outside of steps.
+        Communication: that of :meth:`TiedCopies.follow` at the first step of an epoch, and outside
+        of steps.
         """
         if epoch is None or epoch != self._epoch:
             self._epoch = epoch
@@ -291,8 +292,9 @@ class TrainingState:
             NonFiniteError: If gradients are checked and one is infinite or not a number.
             ReplicaMismatchError: If replicas are compared in this step and differ.
 
-        Communication: that of :meth:`GradientReducer.finish`; with a loss scale one all-reduce over the world, with
-        token counts one over the data axis, with checks one over the world; and that of :class:`ReplicaCheck`.
+        Communication: that of :meth:`GradientReducer.finish` and of :class:`ReplicaCheck`; one
+        all-reduce over the world with a loss scale, one over the data axis with token counts, and
+        one over the world with checks.
         """
         self._see_raw_backward(loss_scale)
         names = self._unfinished if optimizer is None else self._unfinished & self.names_of(optimizer)

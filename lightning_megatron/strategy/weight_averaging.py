@@ -156,8 +156,8 @@ class _Swap:
         self._kept: list[Tensor] | None = None
 
     def __call__(self, module: nn.Module, average: nn.Module) -> None:
-        # The first call applies the averages and keeps the weights; the second restores the weights.
-        # The averages stay in ``average``, because a copy in the model would be rounded to its dtype.
+        # The first call applies the averages and keeps the weights, the second restores the
+        # weights. The averages stay in ``average``; their copy in the model is rounded.
         kept, self._kept = self._kept, None
         current = [*module.parameters(), *module.buffers()]
         if kept is None:
