@@ -57,7 +57,7 @@ class MicrobatchTrials:
         """Refuse batch norms if a batch is cut, and try each kind of step at its first batch.
 
         Args:
-            key: Name of the step, followed by the index of its dataloader.
+            key: Name of the step, followed by the index of its dataloader if there are several.
             batch: Whole batch.
             microbatches: Microbatches of the batch.
             run: Function that runs the step on microbatches.

@@ -121,8 +121,8 @@ def foresee_saves(trainer: Trainer, foresees: Callable[[str], bool | None], link
         trainer: Trainer with the checkpoint callbacks.
         foresees: Function that returns whether a path will exist, the same on all ranks; None if
             the file system decides.
-        link: Function called with target and link path. It schedules the link for when the target
-            is complete, and returns False if the target is already complete.
+        link: Function called with target and link path. It schedules the link for the end of the
+            save in progress, and returns False if no save is running.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
