@@ -1,4 +1,4 @@
-"""Checks that a replacement loses nothing that is attached to a module."""
+"""Checks that replacing a module loses neither hooks nor compiled code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.swap.plan import Place
 
-#: The name under which torch.compile holds the module that it wraps.
+#: Attribute in which torch.compile stores the wrapped module.
 _COMPILED = "_orig_mod"
 
 
@@ -18,13 +18,13 @@ def check_nothing_is_lost(place: Place, target: nn.Module, *, stays: bool = Fals
     """Refuse to replace a module that has hooks or was compiled.
 
     Args:
-        place: Site of the module that is replaced.
-        target: Replacement; modules inside it stay.
-        stays: Whether the module stays the same object, and only its computation is replaced.
+        place: Module that is replaced, with its position.
+        target: Replacement; modules of the original that it contains are kept.
+        stays: Whether the module stays the same object and only its computation is replaced.
 
     Raises:
-        UnsupportedError: If a module that goes has hooks or was compiled, or a compiled one is
-            around it.
+        UnsupportedError: If a removed module or parameter has hooks, or a removed module was
+            compiled or lies inside a compiled one.
     """
     if _COMPILED in place.name.split("."):
         around = place.name.split(f".{_COMPILED}")[0]

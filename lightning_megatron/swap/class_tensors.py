@@ -22,10 +22,10 @@ from lightning_megatron.swap.replaced import replaced_models
 
 @dataclass(frozen=True)
 class ClassTensors:
-    """Names, shapes and values of one replaced model's tensors in its class.
+    """Conversion between one replaced model's tensors and those of its Hugging Face class.
 
-    The conversion covers parameters and their optimizer state, in both directions. Names are those
-    of the module around the model.
+    The conversion covers parameters and their optimizer state, in both directions. Tensor names
+    include the prefix of the model.
 
     Args:
         prefix: Prefix of the names of the model's tensors.
@@ -55,7 +55,7 @@ class ClassTensors:
 
         Args:
             models: Record of each Hugging Face model, by its name in the module. Models that
-                compute with their own code already have their classes' tensors.
+                run their own code are skipped, because they already have their classes' tensors.
         """
         found = []
         for name, model in models.items():
@@ -67,20 +67,20 @@ class ClassTensors:
         return found
 
     def has(self, name: str) -> bool:
-        """Return whether a tensor of the model is one that the class has."""
+        """Return whether a name is a tensor of this model that the class also has."""
         return name.startswith(self.prefix) and self._key(name) in self._maps
 
     def class_name(self, name: str) -> str:
-        """Return the class's tensor that a tensor of the model is, or is a part of."""
+        """Return the name of the class's tensor that equals or contains a tensor of the model."""
         return name.rpartition(".")[0] if self._is_of_stack(name) else name
 
     def place(self, name: str) -> int:
-        """Return a parameter's rank in the class's order; the last rank if it is unknown."""
+        """Return a parameter's index in the class's order; ``len(order)`` if it is unknown."""
         own = self.class_name(name) if self.has(name) else name
         return self._places.get(own.removeprefix(self.prefix), len(self.order))
 
     def is_alike(self, name: str) -> bool:
-        """Return whether a tensor of the model is stored as in the class."""
+        """Return whether the class stores a tensor of the model in the same way."""
         tensor = self._maps[self._key(name)]
         (first, *others) = tensor.sources
         is_cut = bool(others) or first.is_transposed or first.strip is not None or first.first > 0
@@ -90,11 +90,11 @@ class ClassTensors:
         """Join full tensors of the model into the tensor of the class.
 
         Args:
-            parts: All parts of one :meth:`class_name`, by name; a vocabulary may have rows of
-                padding.
+            parts: All parts of one class tensor (the same :meth:`class_name`), by name. A
+                vocabulary may have rows of padding.
 
         Raises:
-            CheckpointMismatchError: If one of them is missing.
+            CheckpointMismatchError: If a part is missing.
         """
         theirs: dict[str, Tensor] = {}
         for name, full in parts.items():
@@ -151,14 +151,14 @@ class ClassTensors:
         return any(rule.is_stack and rule.place(source) is not None for rule in self.family.packed)
 
     def _class_tensor(self, tensor: TensorMap) -> str:
-        """Return the table's name of the class's tensor."""
+        """Return the class's tensor that contains a tensor, by its name in the table."""
         source = tensor.sources[0].name
         found = (place for rule in self.family.packed if (place := rule.place(source)) is not None)
         return next((whole for whole, _, _ in found), source)
 
 
 def class_name_in(models: Sequence[ClassTensors], name: str) -> str:
-    """Return a parameter's name in a module whose models are not replaced.
+    """Return a parameter's name in the module before its models are replaced.
 
     Args:
         models: Conversions of the module's replaced models.
@@ -169,7 +169,9 @@ def class_name_in(models: Sequence[ClassTensors], name: str) -> str:
 
 
 def in_class_order(models: Sequence[ClassTensors], names: Sequence[str]) -> list[str]:
-    """Return names, with those of every replaced model in the order of its class.
+    """Sort the names of every replaced model in the order of its class.
+
+    Names outside the replaced models keep their positions.
 
     Args:
         models: Conversions of the module's replaced models.
@@ -193,8 +195,9 @@ def class_states(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
         states: Full tensors, or plain values, by parameter.
 
     Raises:
-        UnsupportedError: If values of parameters that are one there differ, or a state of one that
-            is stored otherwise there is neither shaped like it nor a scalar.
+        UnsupportedError: If parameters that form one parameter of the class have different scalar
+            states, or if the class stores a parameter differently and its state is neither a scalar
+            nor shaped like the parameter.
         CheckpointMismatchError: If a part of a parameter has no state.
     """
     groups: dict[str, list[str]] = {}
@@ -204,18 +207,18 @@ def class_states(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
 
 
 def own_state(model: ClassTensors | None, name: str, key: str, value: Any, shape: Sequence[int]) -> Any:
-    """Return the optimizer state of a parameter of a replaced model, from that of its class.
+    """Return the optimizer state of a replaced model's parameter from that of its class.
 
     Args:
         model: Conversion of the model; None for parameters outside all models.
         name: Name of the parameter.
         key: Key of the optimizer state, such as ``exp_avg``.
-        value: Full tensor, or plain value.
+        value: State of the class's parameter: a full tensor or a plain value.
         shape: Shape of the class's parameter (elements).
 
     Raises:
-        UnsupportedError: If it is neither shaped like a parameter that is stored otherwise there,
-            nor a scalar.
+        UnsupportedError: If the class stores the parameter differently and the state is neither a
+            scalar nor shaped like the parameter.
     """
     if model is None or model.is_alike(name) or not isinstance(value, Tensor) or not value.dim():
         return value

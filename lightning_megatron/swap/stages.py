@@ -32,12 +32,12 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class End:
-    """Stage of a module next to the list of blocks.
+    """Module outside the list of blocks, on the first or the last stage.
 
     Args:
-        place: Module.
+        place: Module with its position.
         is_before: Whether it runs before the blocks.
-        is_said: Whether the plan assigns the stage, instead of the order of definition.
+        is_said: Whether the plan assigns the stage; otherwise the order of definition does.
     """
 
     place: Place
@@ -53,12 +53,11 @@ class Stages:
         blocks: List of blocks.
         layers: Blocks of every chunk of every stage.
         ends: Modules outside the list that have parameters.
-        loose: Parameters directly in the modules around the list: module, name in it, full name.
-            They belong to the first stage.
-        ties: Names of parameters of the last stage, with those of the first stage's parameters that
-            they share.
-        twins: Copies of the blocks without values, from before anything is cut over tp.
-        end_twins: Such copies of the modules outside the list.
+        loose: Parameters that the modules around the list own directly: owner, name in the owner
+            and full name. They belong to the first stage.
+        ties: Names of the first stage's tied parameters, by the name of the last stage's copy.
+        twins: Copies of the blocks without values, made before layers are sharded over tp.
+        end_twins: Copies of the modules outside the list, made in the same way.
         mesh: Process groups of this rank.
     """
 
@@ -85,7 +84,7 @@ class Stages:
     def install(self, root: nn.Module) -> SwapRecord:
         """Remove other stages' modules in place; parameters keep their names."""
         before = sum(p.numel() for p in self.blocks.module.parameters())
-        # Swapped blocks are in the module now, so look the list up again.
+        # The list may have been replaced since planning, so look it up again.
         source: Any = root.get_submodule(self.blocks.name)
         own = [(root.get_submodule(end.place.name), True) for end in self.ends if self._holds(end)]
         own += [(owner, False) for owner, _, _ in self.loose if self.mesh.pp.is_first]
@@ -138,9 +137,9 @@ def plan_stages(
         mesh: Process groups of this rank.
 
     Raises:
-        ParallelPlanError: If the plan does not fit the module, or the blocks do not suffice for the
+        ParallelPlanError: If the plan does not fit the module, or has too few blocks for the
             stages.
-        UnsupportedError: If stages would share a parameter otherwise than as a tied embedding.
+        UnsupportedError: If stages share a parameter that is not a tied embedding.
     """
     blocks = _the_blocks(places, plan)
     layout = mesh.layout
@@ -164,8 +163,8 @@ def plan_stages(
 def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:
     """Return a plan with the largest list of blocks; None if no list is long enough.
 
-    If modules run on the other side of the list than they are defined, the error of the first step
-    says so.
+    The plan assumes that modules run in the order of their definition. If they do not, the first
+    step raises an error.
 
     Args:
         root: Root module.
@@ -177,8 +176,8 @@ def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | 
         within = any(name.startswith(f"{other}.") for other in found)
         if len(kinds) == 1 and len(list(part.children())) >= layout.pp * layout.vpp and not within:
             found[name] = sum(parameter.numel() for parameter in part.parameters())
-    # Of lists of equal size, as in an encoder and a decoder, the last one: it reads what others
-    # give.
+    # Of lists of equal size, such as those of an encoder and a decoder, take the last one, because
+    # it consumes the output of the others.
     best = max(reversed(found), key=lambda name: found[name], default=None)
     return {best: "blocks"} if best is not None and found[best] else None
 
@@ -187,7 +186,7 @@ def check_pipeline_plan(places: Sequence[Place], plan: Mapping[str, str]) -> Non
     """Refuse a plan that does not fit the module, even with a single stage.
 
     Raises:
-        ParallelPlanError: For such a plan.
+        ParallelPlanError: If the plan does not fit the module.
     """
     _the_blocks(places, plan)
 

@@ -1,4 +1,4 @@
-"""Check that a Hugging Face model is as its class builds it."""
+"""Checks that a Hugging Face model is unchanged since its class built it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_megatron.swap.low_rank import plain_name
 from lightning_megatron.swap.peft_layers import is_of_peft
 from lightning_megatron.swap.without_weights import without_weights
 
-#: Attributes that say how a model is trained or called, or that follow from the shapes of its
+#: Attributes that may differ: they configure training or calls, or follow from the shapes of
 #: weights.
 _FREE = frozenset(
     {"training", "gradient_checkpointing", "name_or_path", "num_embeddings", "out_features", "vocab_size"}
     | {"is_hf_initialized", "is_gradient_checkpointing", "weights_folder", "is_loaded_in_4bit", "is_loaded_in_8bit"}
 )
-#: Sizes of ours that follow from the shapes of weights.
+#: Fields of this package's configurations that follow from the shapes of weights.
 _OF_SHAPES = frozenset({"vocab_size", "num_labels"})
 
 
@@ -32,8 +32,8 @@ class Part:
 
     Args:
         kind: Class of the module.
-        settings: Attributes that are numbers or words, by name.
-        tables: Buffers that are in no file, such as the frequencies of rotary embeddings, by name.
+        settings: Attributes that are numbers, booleans or strings, by name.
+        tables: Non-persistent buffers, such as the frequencies of rotary embeddings, by name.
     """
 
     kind: type[nn.Module]
@@ -45,7 +45,7 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
     """Describe every module of a model, by name.
 
     Args:
-        model: Model as its class has built it.
+        model: Model, as built by its class.
     """
     return {
         name: Part(type(module), dict(_settings(module)), {key: one.clone() for key, one in _tables(module)})
@@ -57,7 +57,7 @@ def built_parts(model: Any) -> dict[str, Part]:
     """Describe every module that a model's class builds from its configuration.
 
     Args:
-        model: Model, which may have been changed since.
+        model: Model, which may have been changed since it was built.
     """
     config = deepcopy(model.config)
     config.pad_token_id = built_settings(model)["pad_token_id"]
@@ -67,7 +67,8 @@ def built_parts(model: Any) -> dict[str, Part]:
 def built_settings(model: Any) -> dict[str, Any]:
     """Return a model's configuration with the padding token of its embedding.
 
-    Many scripts set a padding token after the model was built, which does not change its embedding.
+    Many scripts set a padding token after the model was built. That leaves the padding token of
+    the embedding unchanged.
 
     Args:
         model: Model.
@@ -88,10 +89,11 @@ def check_settings(name: str, family: Family, built: Mapping[str, Any], now: Map
         now: Current configuration.
 
     Raises:
-        UnsupportedError: If layers of this package would compute something else by the two; the
-            number of tokens and of labels follows from the weights.
+        UnsupportedError: If this package's layers would compute different results with the two
+            configurations. The numbers of tokens and labels may differ, because they follow from
+            the weights.
     """
-    # The embedding says which token is for padding.
+    # The padding token of the embedding holds for both, so that it does not count as a change.
     before, after = (family.config({**one, "pad_token_id": now["pad_token_id"]}) for one in (built, now))
     changed = [one.name for one in fields(before) if getattr(before, one.name) != getattr(after, one.name)]
     if set(changed) - _OF_SHAPES:
@@ -101,15 +103,16 @@ def check_settings(name: str, family: Family, built: Mapping[str, Any], now: Map
 
 
 def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
-    """Refuse an output head that is tied against the configuration, or not tied.
+    """Refuse an output head whose tie to the embedding contradicts the configuration.
 
     Args:
         name: Name of the model, for errors.
         model: Model.
-        is_tied: Whether the layers that take over share the weight.
+        is_tied: Whether head and embedding share one weight in the replacement.
 
     Raises:
-        UnsupportedError: If the two differ.
+        UnsupportedError: If head and embedding of the model are tied and those of the replacement
+            are not, or the reverse.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or is_of_peft(head) or is_of_peft(embedding):
@@ -121,7 +124,7 @@ def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
 
 
 def check_untouched(name: str, model: nn.Module, parts: Mapping[str, Part]) -> None:
-    """Refuse a model with modules or settings that this package would not compute.
+    """Refuse a model with changed modules or settings, which the replacement would ignore.
 
     Args:
         name: Name of the model, for errors.
@@ -129,8 +132,8 @@ def check_untouched(name: str, model: nn.Module, parts: Mapping[str, Part]) -> N
         parts: Description of the modules that the class builds.
 
     Raises:
-        UnsupportedError: If a module was replaced by one of another class, computes by another
-            function, has other settings or tables, or stands in two places.
+        UnsupportedError: If a module has another class, forward method, setting or table than the
+            class builds, or occurs in two places.
     """
     _check_shared(name, model, parts)
     for path, module in model.named_modules():
@@ -165,7 +168,7 @@ def _is_same(table: Tensor, built: Tensor) -> bool:
     """Return whether a table has its initial values, up to the rounding of conversions."""
     if table.shape != built.shape or not table.is_floating_point():
         return torch.equal(table, built.to(table.device))
-    # To as many digits as the narrowest type of weights keeps.
+    # The tolerance is the precision of bf16, the narrowest dtype of weights.
     return torch.allclose(table.double(), built.to(table.device).double(), rtol=2.0**-8, atol=0.0)
 
 

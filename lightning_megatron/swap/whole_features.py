@@ -1,4 +1,4 @@
-"""Layers that are cut by a plan, run on all features for comparison."""
+"""Comparison of sharded layers with the same layers run on all features."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.layers.sequence_shard import SequenceShard, whole_of
 from lightning_megatron.swap.apply import SWAPPED_AS
 
-#: Kinds between whose layers each rank has its part of the features, and what is cut with them.
+#: Kinds of layers that produce or consume sharded features, and of modules sharded with them.
 _CUT = ("column", "row", "features")
-#: Elements that are kept of the input of a call: some of its positions, with all of this rank's
-#: features.
+#: Size limit of the sample of a call's input (elements). A sample has some positions, each with
+#: all of this rank's features.
 _KEPT = 2**16
 
 
 @dataclass(frozen=True)
 class CutLayer:
-    """Layer that takes or returns parts of features.
+    """Layer that works on sharded features.
 
     Args:
         name: Name in the user's module.
-        kind: Kind of the plan's cut.
+        kind: Kind of the layer in the plan.
         module: Module of the layer.
     """
 
@@ -43,7 +43,7 @@ class Seen:
     """Sampled input of a layer.
 
     Args:
-        layer: Layer that got the input.
+        layer: Layer that received the input.
         sample: Some positions of the input, with this rank's features.
     """
 
@@ -60,28 +60,28 @@ class Seen:
 
 
 def cut_layers(module: nn.Module) -> list[CutLayer]:
-    """List the layers between which a plan cuts features, and modules cut with them."""
+    """List the layers between which features are sharded, and the modules sharded with them."""
     kinds = ((name, getattr(part, SWAPPED_AS, None), part) for name, part in module.named_modules())
     return [CutLayer(name, kind, part) for name, kind, part in kinds if kind in _CUT]
 
 
 @contextmanager
 def watching(layers: Sequence[CutLayer], axis: MeshAxis, *, is_whole: bool) -> Iterator[list[Seen]]:
-    """Record the inputs of cut layers inside the block.
+    """Record the inputs of sharded layers inside the block.
 
     Args:
         layers: Layers to watch.
-        axis: Axis that cuts the layers.
-        is_whole: Whether every rank computes on all features between the layers: ``column`` layers
-            gather their outputs, ``row`` layers take their part of complete inputs, and what is cut
-            with the features is gathered. Products are the same in both cases, so that only the
-            code between can make a difference.
+        axis: Axis over which the layers are sharded.
+        is_whole: Whether every rank computes on all features between the layers. If so, ``column``
+            layers gather their outputs, ``row`` layers take their part of complete inputs, and
+            parameters that are sharded with the features are gathered. The matrix products are the
+            same in both cases, so only the code between the layers can cause a difference.
 
     Yields:
-        What ``column`` and ``row`` layers got, in the order of the calls.
+        Inputs of ``column`` and ``row`` layers, in the order of the calls.
 
-    Communication: with ``is_whole`` an all-gather over the axis for each call of a ``column``
-    layer, and one for each parameter that is cut with the features.
+    Communication: with ``is_whole``, one all-gather over the axis for each call of a ``column``
+    layer, and one for each parameter of a called ``features`` module.
     """
     seen: list[Seen] = []
     with ExitStack() as stack:
@@ -137,7 +137,7 @@ def _sample(hidden: Tensor) -> Tensor:
     part = (hidden.part if isinstance(hidden, SequenceShard) else hidden).detach()
     rows = part.reshape(-1, part.shape[-1]) if part.dim() else part.reshape(1, 1)
     count = max(1, _KEPT // max(1, rows.shape[1]))
-    # A view would keep all of it.
+    # Clone the sample, because a view would keep the whole input in memory.
     return rows[:: max(1, -(-rows.shape[0] // count))].clone()
 
 
