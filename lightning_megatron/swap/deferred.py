@@ -24,15 +24,16 @@ from lightning_megatron.swap.untouched import Part
 
 _ATTRIBUTE = "deferred"
 
-#: The mark with which Hugging Face tells a module or a tensor that has its values.
+#: Attribute by which Hugging Face marks modules and tensors that are already initialized.
 _INITIALIZED = "_is_hf_initialized"
 
-#: Attributes that need no values of a tensor.
+#: Attributes that can be read without the values of a tensor.
 _PLAIN_GETTERS = frozenset(
     {"shape", "dtype", "requires_grad", "grad", "grad_fn", "is_leaf", "ndim", "layout", "names", "is_sparse", "_base"}
     | {"is_cuda", "is_quantized", "is_nested", "is_mkldnn", "_version", "_backward_hooks", "nbytes", "itemsize"}
     | {"is_cpu", "is_xpu", "is_mps", "is_ipu", "is_vulkan", "is_maia", "retains_grad", "output_nr", "name"}
 )
+#: Functions that can run without the values of a tensor.
 _PLAIN_FUNCTIONS = frozenset(
     {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__"}
     | {"is_contiguous", "stride", "storage_offset", "requires_grad_", "__hash__", "is_inference", "has_names"}
@@ -50,8 +51,8 @@ class Origin:
     Args:
         family: Family of the model.
         config: Configuration with which the model was built.
-        folder: Folder of the weights; None means that they are drawn.
-        parts: Description of the modules that the class has built, by name.
+        folder: Folder of the weights; None means random initial values.
+        parts: Description of the modules that the class built, by name.
         layers: Function that builds this package's model with all tensors on the meta device.
     """
 
@@ -83,11 +84,11 @@ class Origin:
 
     @cached_property
     def reader(self) -> TensorReader | None:
-        """Return the reader of the folder by the table's names; None without a folder."""
+        """Return a reader of the folder by the names of the family's table; None without a folder."""
         return None if self.folder is None else reader_of(SafetensorsFolder(self.folder), self.family)
 
     def _drawn(self, name: str) -> Tensor:
-        """Draw a tensor in the same way as when the model is replaced."""
+        """Draw the values that a tensor gets when the model is replaced."""
         layers = self.layers()
         for tensor in self.family.tensors(layers.config):
             parts = pack({source.name: torch.empty(0) for source in tensor.sources}, self.family.packed)
@@ -108,7 +109,7 @@ def _belongs(tensor: Any, name: str, family: Family) -> bool:
 
 
 def _names_in(name: str, reader: TensorReader, family: Family) -> set[str]:
-    """Return the files' names of a tensor of the class, or of its parts."""
+    """Return the names that a tensor of the class, or its parts, has in the files."""
     names = set(reader.names())
     return {name} & names or {
         part
@@ -134,7 +135,7 @@ def defer(model: nn.Module, origin: Origin) -> None:
     ``init_weights`` does not change them.
 
     Args:
-        model: Model, as its class has built it.
+        model: Model, as built by its class.
         origin: Source of its weights.
     """
     for name, parameter in model.named_parameters():
@@ -173,14 +174,14 @@ class GivingValues(TorchFunctionMode):
 
     Inside the block such a parameter reports the CPU as its device. An operation that asks only for
     shape or dtype leaves it unchanged. Any other operation, such as an in-place write, a product, a
-    resized vocabulary or ``load_state_dict``, first gives that one parameter its value. It then has
-    memory like other tensors, and its value counts when the model is replaced.
+    resized vocabulary or ``load_state_dict``, first gives that one parameter its value. The
+    parameter is then an ordinary tensor, and its value is used when the model is replaced.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a torch function, after deferred arguments got their values if it needs them."""
+        """Run a torch function; read the values of deferred arguments first if it needs them."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         first = args[0] if args else None
@@ -236,7 +237,7 @@ def _give_value(parameter: Tensor) -> None:
     value = origin.value_of(name).to(parameter.dtype)
     given = nn.Parameter(value, parameter.requires_grad) if isinstance(parameter, nn.Parameter) else value
     kept = dict(vars(parameter))
-    # The parameter stays the same object, whoever holds it.
+    # Keep the parameter the same object, because modules and optimizers may refer to it.
     swap_tensors(parameter, given)
     vars(parameter).update(kept)
 

@@ -23,16 +23,16 @@ from lightning_megatron.swap.safetensors_folder import CONFIG, DTYPES, INDEX, LE
 
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = {"format": "pt"}
-#: Tensors are written in rows of together about this size (bytes).
+#: Approximate size of the blocks of rows in which tensors are written (bytes).
 _BLOCK = 1 << 24
-#: The most that is kept free for a file's header (bytes).
+#: Maximum space that is reserved for a file's header (bytes).
 _LARGEST_ROOM = 1 << 20
 _UNFINISHED = ".unfinished"
-#: The files of peft, and what the names in them begin with.
+#: File names of peft, and the prefix of tensor names in them.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTED = "base_model.model."
-#: The default of Hugging Face (bytes).
+#: Hugging Face's default for the size of a file (bytes).
 MAX_FILE_BYTES = 5 * 10**9
 
 
@@ -46,10 +46,10 @@ def foreign_tensors(
 
     Args:
         full_tensors: Names and full values of this package's parameters, without padding, in any
-            order. Tied heads and tensors that only training needs may be among them.
+            order. Tied heads and tensors that only training needs are skipped.
         family: Family of the model.
         config: Configuration of the model.
-        table: Table of the full tensors' names; None means those of a model of this package.
+        table: Table of the full tensors; None means the table of this package's model.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
@@ -73,11 +73,11 @@ def foreign_tensors(
                 f"{tensor.shape}. Sizes differ from the configuration. Give full tensors of the same model."
             )
         yield from tensor.split(full.detach()).items()
-        # The next one may be gathered into this one's memory.
+        # Free this tensor before the next one is gathered.
         del full
     heads = {name for name, tensor in known.items() if all(family.is_head(source.name) for source in tensor.sources)}
     if heads == left.keys():
-        # The model was built without its head, and Hugging Face reads it so.
+        # The model was built without its head, and Hugging Face loads files without one.
         return
     if left:
         raise CheckpointMismatchError(
@@ -110,12 +110,12 @@ def export_folder(
         max_file_bytes: Size limit of a file (bytes).
         dtype: Dtype of the floating-point weights, except those with a fixed one; None keeps the
             given dtypes.
-        at_home: Whether the names are those of a model that keeps the tree of its class.
+        at_home: Whether the tensors are named as in a model that keeps its class's module tree.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
-        UnsupportedError: If there are weights already, or the configuration asks for something that
-            we lack.
+        UnsupportedError: If the folder already has weights, or the configuration has settings that
+            this package does not support.
     """
     config = family.config(hf_config)
     place = _new_folder(folder)
@@ -154,7 +154,7 @@ def export_as_it_is(
         dtype: Dtype of the floating-point weights; None keeps the given dtypes.
 
     Raises:
-        UnsupportedError: If there are weights already.
+        UnsupportedError: If the folder already has weights.
     """
     place = _new_folder(folder)
     writer = _Writer(place, max_file_bytes, shapes if form is None else form.shapes(shapes))
@@ -187,8 +187,8 @@ def export_adapter(
     """Write an adapter as a folder for ``PeftModel.from_pretrained``.
 
     Args:
-        full_tensors: Names and full values of all trained tensors, as in a model that keeps the
-            tree of its class.
+        full_tensors: Names and full values of all trained tensors, named as in a model that keeps
+            its class's module tree.
         family: Family of the model.
         hf_config: Configuration of the model.
         adapter: Description of the adapter.
@@ -252,8 +252,8 @@ class _Writer:
         self._file: IO[bytes] | None = None
         self._size = self._header = 0
         entries = [_entry_size(name, shape) for name, shape in shapes.items()]
-        # The header comes first in a file and is known last. It may end in spaces; data begin at a
-        # multiple of 8.
+        # The header precedes the data but is known only after them, so space is reserved for it. It
+        # is padded with spaces, and the data begin at a multiple of 8 bytes.
         room = _base_size() + max(max(entries, default=0), min(largest_room or _LARGEST_ROOM, sum(entries)))
         self._room = -(-room // 8) * 8
 
@@ -275,7 +275,7 @@ class _Writer:
             for name, tensor in tensors:
                 wanted = own.get(name, dtype)
                 self.add(name, tensor.to(wanted) if wanted is not None and tensor.is_floating_point() else tensor)
-                # The next one may be gathered into this one's memory.
+                # Free this tensor before the next one is gathered.
                 del tensor
             self.close_file()
         except BaseException:
@@ -338,7 +338,7 @@ class _Writer:
             _write(self.folder / INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
     def discard(self) -> None:
-        """Delete the written files."""
+        """Delete the unfinished files."""
         if self._file is not None:
             self._file.close()
         for number in range(len(self._files)):
@@ -375,8 +375,8 @@ def _entry_size(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-    # The code that an auto_map names is not in the folder, and settings of a training are not the
-    # model's.
+    # ``auto_map`` names code that is not in the folder, and settings of the training do not belong
+    # to the model.
     left = ("torch_dtype", "auto_map", SETTINGS)
     kept = {name: value for name, value in config.items() if not name.startswith("_") and name not in left}
     content = json.dumps({**kept, "dtype": _plain(dtype)}, indent=2, sort_keys=True, default=_plain)

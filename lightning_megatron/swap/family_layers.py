@@ -26,16 +26,16 @@ def build_layers(
     """Build this rank's part of a model on the meta device.
 
     Args:
-        config: Configuration of the foreign model.
+        config: Configuration of the Hugging Face model.
         family: Family of the model.
         dtype: Dtype of the weights.
         mesh: Process groups of this rank; None means a single process.
-        has_pooler: Whether an encoder that may have a pooler has one, which its configuration does
-            not say.
+        has_pooler: Whether the encoder has a pooler, if its class makes one optional. The
+            configuration does not contain this choice.
 
     Raises:
-        UnsupportedError: For settings that no model of ours has.
-        ParallelPlanError: If the layout cannot hold the model.
+        UnsupportedError: If no model of this package supports the settings.
+        ParallelPlanError: If the layout does not fit the sizes of the model.
     """
     settings = family.config(config)
     before = torch.get_default_dtype()

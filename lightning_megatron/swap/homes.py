@@ -36,7 +36,7 @@ def homes_of(tensor: TensorMap, packed: Iterable[Packed] = ()) -> tuple[Home, ..
     reordered has a single home.
 
     Args:
-        tensor: Tensor.
+        tensor: Full tensor with its sources.
         packed: Rules of the packed tensors of the class.
     """
     rules = tuple(packed)

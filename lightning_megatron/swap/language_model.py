@@ -1,4 +1,4 @@
-"""Hugging Face causal language models, computed by a GPT that is cut over tp and pp."""
+"""Hugging Face causal language models, computed by a GPT that is sharded over tp and pp."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lightning_megatron.swap.outputs import CausalLMOutput
 
 T = TypeVar("T")
 
-#: Arguments of Hugging Face's call that say how to compute and not what; a swapped model chooses by
-#: itself.
+#: Arguments of Hugging Face's call that do not change the result, only the way of computing it. A
+#: swapped model ignores them.
 _IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_q", "max_length_k", "cu_seq_lens_k"})
 
 
@@ -45,9 +45,9 @@ class LabelledGPT(GPT):
 class HuggingFaceLM(ReplacedModel):
     """Hugging Face causal language model, computed by the layers of a GPT.
 
-    Equal to the model that it replaces in loss, logits and gradients. Labels are token ids and are
-    shifted here. A step in which no label counts has the loss 0, where Hugging Face's model has
-    NaN.
+    Loss, logits and gradients equal those of the replaced model. Labels are token ids, which the
+    forward pass shifts. A batch without any counted label has the loss 0; Hugging Face's model
+    returns NaN.
     """
 
     @property
@@ -81,27 +81,28 @@ class HuggingFaceLM(ReplacedModel):
         Args:
             input_ids: Token ids; alternatively ``inputs_embeds``.
             attention_mask: 1 for tokens, 0 for padding, on either side.
-            position_ids: Position of every token. Without an attention mask, a position that does
-                not follow the one before begins another sequence, which attends within itself only.
-            past_key_values: Unsupported cache; must be None.
+            position_ids: Position of every token. Without an attention mask, a position that is
+                not one more than its predecessor starts a new sequence. Attention stays inside each
+                sequence.
+            past_key_values: Cache, which is not supported; must be None.
             inputs_embeds: Vectors instead of token ids.
             labels: Token ids, or -100 where no loss is computed.
             use_cache: Argument without effect.
             logits_to_keep: Number of last positions whose logits are returned (0: all).
-            num_items_in_batch: Divisor of the summed loss; by default the number of labels
-                (tokens).
+            num_items_in_batch: Divisor of the summed loss (tokens); by default the number of
+                labels.
             shift_labels: Labels that are already shifted.
-            cu_seq_lens_q: Borders of sequences packed into one row, as in flash attention.
-            output_hidden_states: Whether to return the states of all layers; needs one stage.
+            cu_seq_lens_q: Boundaries of sequences packed into one row, as in flash attention.
+            output_hidden_states: Whether to return the states of all layers; requires pp=1.
             others: Further arguments, none of which may change the result.
 
         Raises:
-            UnsupportedError: For what a swapped model cannot do, and for a call with gradients
-                outside of a step where the model is cut over pp.
+            UnsupportedError: For unsupported arguments, and with pp above 1 for a call with
+                gradients outside of a step.
             StageDone: On pipeline stages that do not compute the result, inside a step.
 
-        Communication: that of the layers. Without gradients and outside of a step the stages of pp
-        run in turn, and every rank has the result: call it on all of them.
+        Communication: that of the layers. Outside of a step and without gradients, the pipeline
+        stages run in turn and the last one broadcasts the result, so all ranks must make the call.
         """
         _refuse({"past_key_values": past_key_values, **others})
         given = input_ids if input_ids is not None else inputs_embeds
@@ -116,7 +117,7 @@ class HuggingFaceLM(ReplacedModel):
         span = span_of(attention_mask, position_ids, cu_seq_lens_q, given.shape[:2], shift_labels)
         rows, extra = self._padding(*given.shape[:2])
         if rows or extra:
-            # Appended positions change none of the earlier ones; their results are dropped.
+            # Attention is causal, so appended positions change no earlier one; drop their results.
             input_ids = lengthened(input_ids, extra, 0, rows)
             shift_labels = lengthened(shift_labels, extra, IGNORED, rows)
             inputs_embeds = None if inputs_embeds is None else F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
@@ -176,7 +177,7 @@ class HuggingFaceLM(ReplacedModel):
 
     def _gather(self, shard: Tensor) -> Tensor:
         if isinstance(shard, AbsentTensor):
-            # Nothing is there to gather, and its shape is that of the whole.
+            # An absent tensor has no values to gather, and already has the full shape.
             return shard.transpose(0, 1)
         full = gather_from_axis(shard, self.gpt.mesh.tp, dim=-1)
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
@@ -202,19 +203,19 @@ def span_of(
 ) -> AttentionSpan | None:
     """Return the attention mask of Hugging Face's arguments; None for a plain causal mask.
 
-    Padding after the tokens is attended to only by itself. Without labels there it needs no mask,
-    which is faster. The host reads a mask on a GPU to find that out.
+    Attention is causal, so only padding attends to the padding after the last token. If no padding
+    has labels, no mask is needed, which is faster. The check synchronizes the host with the GPU.
 
     Args:
         attention_mask: 1 for tokens, 0 for padding.
         position_ids: Position of every token.
-        borders: Borders of packed sequences.
+        borders: Boundaries of packed sequences.
         shape: Number of sequences and their length.
         labels: Label of every position, or -100; None if the results at padding positions are not
             used.
 
     Raises:
-        UnsupportedError: For masks of other shapes.
+        UnsupportedError: If the mask has another shape.
     """
     valid = documents = None
     if attention_mask is not None:

@@ -1,4 +1,4 @@
-"""Loading of this rank's parameters from foreign tensors, a few pieces at a time."""
+"""Loading of this rank's parameters from foreign tensors, a few parts in memory at a time."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def load_from(
     seed: int | None = None,
     shows_progress: bool = False,
 ) -> tuple[str, ...]:
-    """Fill the parameters and buffers on this rank, converted to their dtype.
+    """Fill this rank's parameters and buffers with foreign tensors, converted to their dtype.
 
-    Parameters on the meta device move to the mesh's device. Buffers that are not among the tensors
-    belong to training alone and keep their values. Names and shapes are checked before anything
-    changes. Padding is zero.
+    Parameters on the meta device move to the mesh's device. Buffers without a foreign tensor are
+    only used in training and keep their values. Names and shapes are checked before anything
+    changes. Padding is set to zero.
 
     Args:
-        model: Part of a model on any rank, whose configuration the family made.
-        tensors: A folder of safetensors files, or a state dict.
+        model: This rank's part of a model, whose configuration comes from the family.
+        tensors: Folder of safetensors files, or state dict.
         family: Family of the model.
-        seed: Seed of the initial values of a head that is not among the tensors, equal on all
-            ranks; None refuses a missing head.
-        shows_progress: Whether rank 0 may show a bar.
+        seed: Seed of the initial values of a missing head, the same on all ranks; None makes a
+            missing head an error.
+        shows_progress: Whether rank 0 may show a progress bar.
 
     Returns:
         Names of the tensors of heads that were missing, the same on every rank.
 
     Raises:
-        CheckpointMismatchError: If a tensor is missing, left over or of another shape, on either
-            side, or a head that should be the embedding is not.
+        CheckpointMismatchError: If the tensors and the model differ in names or shapes, or a tied
+            head differs from the embedding.
     """
     reader = reader_of(tensors, family)
     table = {tensor.target: tensor for tensor in family.tensors(model.config)}
@@ -70,17 +70,17 @@ def fill(
     family: Family,
     shows_progress: bool = False,
 ) -> None:
-    """Fill the parameters and buffers on this rank that a table lists.
+    """Fill this rank's parameters and buffers that a table lists.
 
     Args:
-        model: Part of a model on any rank.
-        table: Sources of the full tensors, by this package's names.
+        model: This rank's part of a model.
+        table: Full tensors with their sources, by this package's names.
         reader: Foreign tensors, by the names of the table.
         family: Family of the model.
-        shows_progress: Whether rank 0 may show a bar.
+        shows_progress: Whether rank 0 may show a progress bar.
 
     Raises:
-        CheckpointMismatchError: If a head that should be the embedding is not.
+        CheckpointMismatchError: If a tied head differs from the embedding.
     """
     copies: list[Copy] = []
     for name, parameter in _values_of(model, table).items():
@@ -110,11 +110,11 @@ def full_tensors(
     """Yield the full tensors of a model, by name, one after the other.
 
     Args:
-        tensors: A folder of safetensors files, or a state dict.
+        tensors: Folder of safetensors files, or state dict.
         family: Family of the model.
         config: Configuration of the model.
         dtype: Dtype of the result, except for tensors with a fixed one.
-        table: Table of the tensors to make; None means those of a model of this package.
+        table: Table of the full tensors; None means the table of this package's model.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, left over or of another shape.
@@ -139,7 +139,7 @@ class RenamedTensors:
     own: Mapping[str, Place]
 
     def only(self, keys: Iterable[str]) -> RenamedTensors:
-        """Return a reader of only the tensors with these names of their own."""
+        """Return a reader limited to the tensors with the given own names."""
         kept = set(keys)
         return RenamedTensors(self.reader, {name: place for name, place in self.own.items() if place.name in kept})
 
@@ -165,7 +165,7 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
     of a model with one, and packed tensors are split.
 
     Args:
-        tensors: A folder of safetensors files, or a state dict.
+        tensors: Folder of safetensors files, or state dict.
         family: Family of the model.
 
     Raises:
@@ -191,21 +191,21 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
 def check_tensors(
     reader: RenamedTensors, table: Iterable[TensorMap], family: Family, is_tied: bool, may_lack: bool = False
 ) -> frozenset[str]:
-    """Refuse tensors that differ from a table's; heads of other classes are ignored.
+    """Refuse tensors that differ from a table in names or shapes; ignore heads of other classes.
 
     Args:
-        reader: Tensors.
-        table: Table of the exact set of tensors.
+        reader: Reader of the tensors by the table's names.
+        table: Table of the expected tensors.
         family: Family of the model.
-        is_tied: Whether the output head is the embedding; the files may also contain it.
+        is_tied: Whether the output head is tied to the embedding; the files may still contain it.
         may_lack: Whether tensors of heads may be missing.
 
     Returns:
-        Names of those that are.
+        Names of the missing tensors of heads.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, left over or of another shape.
-        CorruptDataError: If types of the elements cannot be those of one model.
+        CorruptDataError: If the files mix element types that one model cannot have.
     """
     if isinstance(reader.reader, SafetensorsFolder):
         reader.reader.check_types(place.name for place in reader.own.values())
@@ -255,7 +255,7 @@ def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
                 f"{table[target].shape}. They are of different configurations. Build the model with the "
                 "configuration that the family makes."
             )
-    # Of the parts of the model that are on this rank, every parameter is here.
+    # A part of the model that is on this rank has all its parameters here.
     parts = {_part(name) for name in targets}
     unfilled = targets.keys() - {name for name, target in targets.items() if target in table}
     unused = {target for target in table if _part(target) in parts} - set(targets.values())
@@ -268,7 +268,7 @@ def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
 
 
 def _part(name: str) -> tuple[str, ...]:
-    """Return the module whose parameters are on a rank all together or not at all."""
+    """Return the path of the smallest module that is assigned to a rank as a whole."""
     parts = name.split(".")
     if parts[0] != "layers":
         return (parts[0],)

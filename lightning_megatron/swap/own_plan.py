@@ -30,7 +30,7 @@ _KINDS: Mapping[str, str] = {
     "mla_kv_a_proj": "latent",
     "replicate": "replicate",
 }
-#: Names that a line of the log has.
+#: Maximum number of names in a line of the log.
 _SHOWN = 8
 
 
@@ -62,18 +62,18 @@ def is_hugging_face(module: nn.Module) -> bool:
 def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
     """Return the supported part of a Hugging Face model's own plan.
 
-    Modules inside one module (the projections of an attention) are cut together or not at all,
-    because one of them takes the cut outputs of another. They stay whole if a line about one of
-    them is not supported, or if the module around them has parameters of a shape that does not
-    divide by heads.
+    Modules with the same parent, such as the projections of an attention, are sharded together or
+    not at all, because one of them consumes the sharded outputs of another. They stay whole if an
+    entry for one of them is not supported, or if their parent cannot be sharded, for example
+    because it has a parameter of all features that the plan does not name.
 
     Args:
         model: Model.
-        tp: Number of tensor-parallel ranks (ranks).
+        tp: Size of tensor parallelism (ranks).
         called: Name of the model, for errors.
 
     Raises:
-        ParallelPlanError: If the heads of an attention that the plan cuts do not divide over tp.
+        ParallelPlanError: If the number of heads of a sharded attention is not a multiple of tp.
     """
     styles: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not styles:
@@ -121,7 +121,7 @@ def _leaves_parts(block: Mapping[str, str]) -> bool:
 def _reason_to_leave(
     module: nn.Module, name: str, block: Mapping[str, str], config: Any, tp: int, called: str
 ) -> str | None:
-    """Return why a block cannot be cut although its modules could; None if it can."""
+    """Return why a block cannot be sharded, although its modules can be; None if it can."""
     if {"column", "row"} - set(block.values()):
         return "has no pair of column and row layers"
     if "latent" in block.values() and not hasattr(module, "qk_rope_head_dim"):
@@ -165,7 +165,7 @@ def _strangers(module: nn.Module, name: str, block: Mapping[str, str]) -> Iterat
 
 
 def _of_heads(module: nn.Module, name: str, block: Mapping[str, str], config: Any) -> dict[str, str]:
-    """Cut parameters with one row per head, such as norms of queries and keys."""
+    """Shard parameters with one row per head, such as norms of queries and keys."""
     config = getattr(module, "config", config)
     heads = {getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")}
     owners = {id(owner): (key.rpartition(".")[0], owner) for key, owner, _ in _strangers(module, name, block)}
@@ -181,7 +181,7 @@ def _of_heads(module: nn.Module, name: str, block: Mapping[str, str], config: An
 def _share_vocabularies(
     model: Any, modules: Mapping[str, nn.Module], kinds: dict[str, str], left: dict[str, str]
 ) -> None:
-    """Cut the output head and the modules that share its weight, or none of them."""
+    """Shard each vocabulary layer and the modules that share its weight, or none of them."""
     head = model.get_output_embeddings()
     for name, module in modules.items():
         if head is not None and module is head and name in kinds:
@@ -202,7 +202,7 @@ def _holds(module: nn.Module, weight: Any) -> bool:
 
 
 def whole_parts(model: nn.Module) -> str:
-    """List modules that every tensor-parallel rank has whole, the largest first."""
+    """Describe the modules that are not sharded over tp, the largest first."""
     sizes: dict[str, int] = {}
     for name, size in _whole(model):
         sizes[name] = sizes.get(name, 0) + size

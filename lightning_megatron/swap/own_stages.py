@@ -15,7 +15,7 @@ from lightning_megatron.swap.own_plan import is_hugging_face
 from lightning_megatron.swap.plan import Place
 from lightning_megatron.swap.stages import Stages, check_pipeline_plan, plan_stages
 
-#: Arguments that ask for something of all blocks.
+#: Arguments that request outputs of all blocks, which no stage has.
 _OF_ALL_STAGES = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -27,21 +27,21 @@ def find_stages(
     mesh: ParallelMesh,
     replaced: Sequence[str],
 ) -> Stages | None:
-    """Return the stages of a model that stays its own; None for a single stage.
+    """Return the stages of a model that keeps its own code; None for a single stage.
 
     Args:
         root: Root module.
         places: All modules in it, with their positions.
         kinds: Kinds of the tensor-parallel cuts, by module name.
-        plan: The user's pipeline_plan; None asks the Hugging Face model, if there is one.
+        plan: The user's pipeline_plan; None uses the stages that a Hugging Face model defines.
         mesh: Process groups of this rank.
         replaced: Names of the models that are replaced, which have stages of their own.
 
     Raises:
-        ParallelPlanError: If the plan does not fit the module, or the blocks do not suffice for the
+        ParallelPlanError: If the plan does not fit the module, or has too few blocks for the
             stages.
-        UnsupportedError: If stages would share a parameter otherwise than as a tied embedding, or
-            the configuration of a Hugging Face model asks for something of all blocks.
+        UnsupportedError: If stages share a parameter that is not a tied embedding, or the
+            configuration of a Hugging Face model requests outputs of all blocks.
     """
     if plan is not None:
         check_pipeline_plan(places, plan)
@@ -76,7 +76,8 @@ def own_stages(model: Any) -> dict[str, str]:
     lists = [name for name in names if isinstance(modules.get(name), nn.ModuleList)]
     if len(lists) != 1:
         return {}
-    # Its base model lists what it runs in order; what has been put around that one runs after it.
+    # The plan lists the modules of the base model in the order in which they run. Modules around
+    # the base model, such as a head, run after it.
     base = lists[0].rpartition(".")[0]
     inner = [name for name in names if name.rpartition(".")[0] == base and name in modules]
     sides = ["first" if inner.index(name) < inner.index(lists[0]) else "last" for name in inner]
@@ -84,7 +85,7 @@ def own_stages(model: Any) -> dict[str, str]:
 
 
 def prepare_call(places: Sequence[Place], stages: Stages) -> None:
-    """Prepare a Hugging Face model for calls on one stage: no caches, no partial outputs."""
+    """Turn off caches of a Hugging Face model on a stage, and refuse outputs of all blocks."""
     around = [p for p in places if is_hugging_face(p.module) and stages.blocks.name.startswith(f"{p.name}.")]
     for place in around[:1]:
         takes_cache = "use_cache" in signature(type(place.module).forward).parameters

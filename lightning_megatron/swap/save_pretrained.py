@@ -1,4 +1,4 @@
-"""Saving of a Hugging Face model that is cut over ranks."""
+"""Saving of a Hugging Face model that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 
 def save_folder(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str | None = None) -> None:
-    """Write the whole model's configuration and weights as a folder for ``from_pretrained``.
+    """Write a model's configuration and full weights as a folder for ``from_pretrained``.
 
-    Rank 0 writes. Every other rank sends it one tensor after the other, so that no rank ever has
-    more than one full tensor in addition to its own part. Weights have the dtype of the model's
-    parameters.
+    Rank 0 writes, and the other ranks send it one tensor at a time. No rank ever has more than one
+    full tensor in addition to its own part. Weights have the dtype of the model's parameters.
 
     Args:
-        model: A ``ReplacedModel``; all ranks call this together.
-        folder: Folder on a file system of rank 0, without weights so far.
+        model: Model, a ``ReplacedModel``; all ranks must make this call together.
+        folder: Folder without weights, on a file system of rank 0.
         max_shard_size: Size limit of a file (bytes, or text such as "5GB").
 
     Raises:
@@ -71,23 +70,23 @@ def save_folder(model: Any, folder: str | os.PathLike[str], max_shard_size: int 
 def save_as_it_is(
     model: Any, save_directory: str | os.PathLike[str], max_shard_size: int | str | None = None, **others: Any
 ) -> None:
-    """Write a Hugging Face model that computes with its own code, from all ranks together.
+    """Write a Hugging Face model that runs its own code, from all ranks together.
 
-    Equal to Hugging Face's method with the same weights. If every rank has the whole model, Hugging
-    Face's own method runs.
+    The files equal those of Hugging Face's method for the same weights. If every rank has the whole
+    model, Hugging Face's own method runs.
 
     Args:
-        model: Model; if ranks have parts, all of them call this together.
-        save_directory: Folder on a file system of rank 0, without weights so far.
+        model: Model; if ranks have parts of it, all of them must make this call together.
+        save_directory: Folder without weights, on a file system of rank 0.
         max_shard_size: Size limit of a file (bytes, or text such as "5GB").
         others: Further arguments of Hugging Face's method; if ranks have parts, none may change the
             result.
 
     Raises:
-        UnsupportedError: For other arguments, layers that peft has wrapped, and a folder with
-            weights.
+        UnsupportedError: If ranks have parts, for arguments that would change the result and for
+            models with replaced layers or layers wrapped by peft; also if the folder has weights.
 
-    Communication: that of :func:`save_folder`, where ranks hold parts.
+    Communication: that of :func:`save_folder` if ranks have parts, none otherwise.
     """
     mesh = mesh_of(model)
     if mesh is None:
@@ -127,13 +126,13 @@ def _write_generation(model: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def mesh_of(model: nn.Module) -> ParallelMesh | None:
-    """Return the process groups over which a model is cut; None if every rank has all of it."""
+    """Return the process groups over which a model is sharded; None if it is on every rank."""
     found = (getattr(part, "mesh", None) for part in model.modules())
     return next((mesh for mesh in found if isinstance(mesh, ParallelMesh)), None)
 
 
 def save_from_all_ranks(models: Iterable[Any]) -> None:
-    """Patch ``save_pretrained`` of models with their own code to gather parts."""
+    """Patch ``save_pretrained`` of models that run their own code, so that it gathers parts."""
     for model in models:
         vars(model)["save_pretrained"] = partial(save_as_it_is, model)
 
@@ -149,7 +148,7 @@ def write_together(
     mesh: ParallelMesh,
     write: Callable[[Iterator[tuple[str, Tensor]], Mapping[str, tuple[int, ...]]], None],
 ) -> None:
-    """Write full tensors from rank 0, gathered from all ranks.
+    """Gather full tensors from all ranks and write them on rank 0.
 
     Args:
         tensors: Tensors on this rank, by name.
@@ -266,7 +265,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         given: Arguments other than the folder and the size of files.
 
     Raises:
-        UnsupportedError: Naming them.
+        UnsupportedError: If an argument is not supported; the message names it.
     """
     harmless: dict[str, Any] = {"safe_serialization": True, "save_peft_format": True, "save_original_format": True}
     harmless |= {"save_embedding_layers": "auto"}

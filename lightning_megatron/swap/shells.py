@@ -13,11 +13,11 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 
-#: Attributes of a shell that are no modules of its tree.
+#: Keys of a shell's ``__dict__``, which keep the layers out of its tree of modules.
 _COUNTERPARTS = "counterparts"
 _BUFFER_OWNERS = "buffer_owners"
 _PATH = "path_in_model"
-#: Names of the parameters that the class has here, on whichever stage they are.
+#: Names of all parameters that the class's module has, including those of other stages.
 _KEYS = "parameter_keys"
 
 
@@ -25,18 +25,18 @@ class Shell(nn.Module):
     """Module that keeps a class's names and parameters while other layers compute.
 
     A shell is still an instance of its former class, with its attributes, children and this rank's
-    parts of its parameters. Changes that would have no effect raise an error: calls, hooks, and new
-    parameters or children in place of existing ones.
+    parts of its parameters. Uses that would have no effect raise an error: calls, hooks, and the
+    replacement of parameters or children.
     """
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Look up tokens in a token embedding, and refuse every other call.
 
-        Shapes: tokens ``(B, S)``; output ``(B, S, D)``, whole on every rank.
+        Shapes: tokens ``(B, S)``; output ``(B, S, D)``, complete on every rank.
 
         Raises:
-            UnsupportedError: If this is another part of the model, or there are several pipeline
+            UnsupportedError: If this is not a token embedding, or the model has several pipeline
                 stages.
         """
         is_elsewhere = isinstance(self, nn.Embedding) and not self._parameters
@@ -47,7 +47,7 @@ class Shell(nn.Module):
                     break
                 hidden = part(args[0])
                 full = gather_from_axis(hidden, part.mesh.tp, dim=0) if part.mesh.sequence_parallel else hidden
-                # Some classes scale their vectors by themselves.
+                # Some classes scale the vectors inside their embedding.
                 return full.transpose(0, 1) * getattr(self, "scalar_embed_scale", 1.0)
         if is_elsewhere:
             # Refuse on all stages: a single stage that continued would wait for the others.
@@ -87,7 +87,7 @@ class Shell(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training":
-            # Set by train and eval, and by whoever restores modes one by one.
+            # Set by train and eval, and by code that restores the modes of single modules.
             for part in vars(self).get(_COUNTERPARTS, ()):
                 part.training = value
         for kind in ("_parameters", "_modules", "_buffers"):
@@ -100,7 +100,7 @@ class Shell(nn.Module):
         """Refuse to replace a parameter by another one.
 
         Raises:
-            UnsupportedError: If there is one of this name.
+            UnsupportedError: If the module has another parameter of this name.
         """
         if name in self._parameters and self._parameters[name] is not param:
             self._refuse(f"cannot be given another {name!r}", "Do that in configure_model")
@@ -124,7 +124,8 @@ class Shell(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        # A buffer is replaced by its converted copy, where a parameter keeps its identity.
+        # A parameter stays the same object, but a buffer is replaced by its converted copy, which
+        # the layer must be given too.
         for key, owner in vars(self).get(_BUFFER_OWNERS, {}).items():
             owner._buffers[key[1]] = self._buffers[key[0]]
         return result
@@ -157,7 +158,7 @@ class Shell(nn.Module):
 def become_shell(module: nn.Module, path: str) -> None:
     """Convert a module to a shell in place; it stays an instance of its class.
 
-    Its parameters and buffers are dropped; hooks must have been refused before.
+    Its parameters and buffers are dropped. The caller must have checked it for hooks before.
 
     Args:
         module: Module to convert.
@@ -166,7 +167,7 @@ def become_shell(module: nn.Module, path: str) -> None:
     absent = {name: parameter for name, parameter in module._parameters.items() if parameter is None}
     vars(module)[_KEYS] = tuple(name for name in module._parameters if name not in absent)
     module._parameters.clear()
-    # A layer without a bias goes on to have one that is None.
+    # Keep absent parameters, such as the bias of a layer without one, readable as None.
     module._parameters.update(absent)
     module._buffers.clear()
     module._non_persistent_buffers_set.clear()
@@ -175,11 +176,11 @@ def become_shell(module: nn.Module, path: str) -> None:
 
 
 def shell_class(kind: type[nn.Module], *before: type[nn.Module]) -> type[nn.Module]:
-    """Return a class, of the same name, whose instances are shells of a class.
+    """Return a subclass of a class, with the same name, whose instances are shells.
 
     Args:
         kind: Class of the model.
-        before: Classes whose methods come before those of a shell.
+        before: Base classes that precede ``Shell`` in the order of method resolution.
     """
     return _class_of((*before, Shell, kind))
 
@@ -187,13 +188,13 @@ def shell_class(kind: type[nn.Module], *before: type[nn.Module]) -> type[nn.Modu
 @cache
 def _class_of(bases: tuple[type[Any], ...]) -> type[nn.Module]:
     kind = bases[-1]
-    # Not a class of the foreign package by its module, so that nothing takes it for one that
-    # computes.
+    # ``__module__`` names this package, so that no check for classes of the foreign package matches
+    # a shell, which does not compute.
     return type(kind.__name__, bases, {"__module__": __name__, "__doc__": kind.__doc__})
 
 
 def new_container() -> Shell:
-    """Return a shell for parameter names that belong to no module of the class."""
+    """Return an empty shell for parameter names that belong to no module of the class."""
     return Shell()
 
 

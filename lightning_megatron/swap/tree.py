@@ -1,4 +1,4 @@
-"""Module tree of a foreign model with the parameters of layers that are cut over ranks."""
+"""Module trees of foreign models that contain the parameters of sharded layers."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class _Named:
 def take_over(
     name: str, source: Any, model: GPT | Encoder, family: Family, adapter: Adapter | None, kind: type[ReplacedModel]
 ) -> None:
-    """Keep a foreign model's tree of modules and names, and compute with other layers.
+    """Keep a foreign model's tree of modules and names, but compute with sharded layers.
 
     The model and all its modules stay the same objects. Their parameters become those of the
-    layers; the parts of a joined layer lie next to each other in one memory. Parts of other stages
+    layers. The parameters of a joined layer share one block of memory. Parameters of other stages
     are removed.
 
     Args:
-        name: Name of the model in the module that is trained.
-        source: Model.
-        model: Layers with their values.
+        name: Name of the model in the trained module.
+        source: Foreign model, changed in place.
+        model: Layers that compute, with their values.
         family: Family of the model.
-        adapter: Adapter of peft in the model, if there is one.
+        adapter: Adapter of peft in the model; None if it has none.
         kind: Class that gives the model its forward pass.
     """
     paths = _paths(source, family)
@@ -162,7 +162,7 @@ def _place(root: nn.Module, path: str, parameter: nn.Parameter) -> None:
 def _buffers(
     model: GPT | Encoder, family: Family, paths: Mapping[str, str], named: Sequence[_Named]
 ) -> Iterator[tuple[nn.Module, str, str]]:
-    """List the buffers of the layers: the layer, the name there, and the name in the tree."""
+    """List the layers' buffers: layer, name in the layer, and name in the tree."""
     homes = {tensor.target: homes_of(tensor, family.packed)[0] for tensor in family.tensors(model.config)}
     beside = {one.owner: one.path.rpartition(".")[0] for one in reversed(named)}
     for name, _ in model.named_buffers():
@@ -174,9 +174,9 @@ def _buffers(
 
 
 def _pair_modules(source: nn.Module, model: nn.Module, named: Sequence[_Named]) -> None:
-    """Let every layer follow the training mode of the tree's module for its parameters."""
+    """Let every layer follow the training mode of the tree's module around its parameters."""
     around: dict[str, list[list[str]]] = {}
-    # Of a parameter with several names, such as that of a tied head, the first one counts.
+    # A parameter with several names, such as that of a tied head, is paired by the first one.
     for one in {id(one.parameter): one for one in reversed(named)}.values():
         owners = one.owner.split(".")
         for length in range(1, len(owners) + 1):
