@@ -27,16 +27,17 @@ IGNORED = -100
 
 
 class ReplacedModel(nn.Module):
-    """Mixin that gives a Hugging Face model a forward pass of layers that are cut over ranks.
+    """Mixin that computes a Hugging Face model's forward pass with sharded layers.
 
     It is mixed into the model's class. The model stays the same object, with its tree of modules
     and names.
     """
 
-    #: How configuration and tensors of the two correspond, and what peft had put into the model.
+    #: Table of the model's family, and the adapter that peft put into the model.
     family: Family
     adapter: Adapter | None
-    #: Names of the parameters that the class has, in its order; a shared one has all its names.
+    #: Names of the class's parameters, in its order. A shared parameter is listed with all its
+    #: names.
     class_order: tuple[str, ...]
 
     @property
@@ -73,12 +74,12 @@ class ReplacedModel(nn.Module):
         """Count the elements of the whole model's parameters, shared ones once (elements).
 
         Args:
-            only_trainable: Whether to count only trainable parameters; needs a single pipeline
+            only_trainable: Whether to count only trainable parameters; requires a single pipeline
                 stage.
             exclude_embeddings: Whether to skip the parameters of embeddings.
 
         Raises:
-            UnsupportedError: If other stages hold parameters that may be frozen or not.
+            UnsupportedError: If only trainable parameters are counted and there are several stages.
         """
         if only_trainable and self.mesh.pp.size > 1:
             raise UnsupportedError(
@@ -99,16 +100,17 @@ class ReplacedModel(nn.Module):
     ) -> None:
         """Write the whole model as a folder for ``from_pretrained``, from all ranks together.
 
-        Equal to Hugging Face's method with the same weights. See :func:`save_folder`.
+        The files equal those of Hugging Face's method for the same weights. See
+        :func:`save_folder`.
 
         Args:
-            save_directory: Folder to write, without weights so far.
+            save_directory: Folder to write, which must not have weights yet.
             max_shard_size: Size limit of a file (bytes, or text such as "5GB").
             others: Further arguments, none of which may change the result.
 
         Raises:
-            UnsupportedError: For other arguments, a model with an adapter, and a folder with
-                weights.
+            UnsupportedError: For arguments that would change the result, a model with an adapter,
+                and a folder with weights.
 
         Communication: that of :func:`save_folder`.
         """
@@ -118,7 +120,7 @@ class ReplacedModel(nn.Module):
     def _table(self) -> tuple[TensorMap, ...]:
         return self.family.tensors(self.body.config)
 
-    # Hooks of the whole model run; those of its parts do not, and are refused.
+    # Hooks of the whole model run. Hooks of its parts would not run and are refused.
     register_forward_hook = nn.Module.register_forward_hook
     register_forward_pre_hook = nn.Module.register_forward_pre_hook
     register_full_backward_hook = nn.Module.register_full_backward_hook
@@ -132,7 +134,7 @@ class ReplacedModel(nn.Module):
         """Do nothing, because recomputed blocks need no gradients of their inputs."""
 
     def disable_input_require_grads(self) -> None:
-        """Do nothing, as :meth:`enable_input_require_grads`."""
+        """Do nothing, like :meth:`enable_input_require_grads`."""
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:

@@ -47,7 +47,7 @@ def _is_built_here(module: nn.Module, mesh: ParallelMesh) -> bool:
 @torch.no_grad()
 def _send_first(tensor: Tensor, mesh: ParallelMesh) -> None:
     values = tensor.detach().contiguous()
-    # As bytes every dtype can be sent.
+    # Every dtype can be sent as bytes.
     sent = values.reshape(-1).view(torch.uint8)
     broadcast_(sent, mesh.world_cpu if tensor.device.type == "cpu" else mesh.world)
     if values.data_ptr() != tensor.data_ptr():

@@ -38,10 +38,10 @@ from lightning_megatron.swap.whole_model import NOTE, is_cut, is_foreign, sharde
 #: Layers below this number belong to models that number their own layers.
 _FIRST_LAYER = 1_000_000
 
-#: Attribute of a swapped block: its kind, by which the same plan fits the module a second time.
+#: Attribute of a swapped block that stores its kind, so that the same plan can be applied again.
 SWAPPED_AS = "swapped_as"
 
-#: Kinds of blocks that take and give parts of sequences.
+#: Kinds of blocks whose inputs and outputs are parts of sequences.
 _KNOW_PARTS = ("column", "column_gather", "row", "row_split", "sequence")
 
 _Choice = tuple[Place, str, BlockRule]
@@ -69,16 +69,17 @@ def parallelize(
     """Replace blocks below ``module`` by tensor-parallel ones with this rank's weights.
 
     Outputs, gradients and training equal those of the original module, and parameters keep their
-    names. Blocks outside the plan stay as they are: every tensor-parallel rank computes the same
-    there. Swapped blocks take and return complete tensors (except between ``column`` and ``row``),
-    so gradients outside them are complete and equal on all tensor-parallel ranks. At first every
-    rank gets the values of the first rank. If anything raises, nothing has been swapped.
+    names. Blocks outside the plan do not change, and every tensor-parallel rank computes them in
+    full. Swapped blocks take and return complete tensors (except between ``column`` and ``row``),
+    so gradients outside them are complete and equal on all tensor-parallel ranks. Before the swap,
+    every rank gets the values of the first rank. If an error is raised, nothing has been swapped.
 
     :mod:`lightning_megatron.swap.plan` explains the kinds of the plan. Patterns (``fnmatch`` over
     dotted names; ``*`` matches dots too) that come later in the plan override earlier ones. A GPT
     or Encoder built whole always becomes one on ``mesh``. With tp=1 nothing else is swapped, but
-    the plan is checked. A module swapped before, on a mesh of the same layout, moves to the groups
-    of ``mesh``. Exclude modules that use the weight of a layer without calling it.
+    the plan is checked. A module that was swapped earlier on a mesh of the same layout is moved to
+    the groups of ``mesh``. Exclude modules that use the weight of a layer without calling the
+    layer.
 
     With pp above 1, any other model keeps this rank's part of a list of its blocks. The modules
     before and after the list run on the first and the last stage alone: see
@@ -88,25 +89,26 @@ def parallelize(
         module: Root module, whose children are replaced in place.
         mesh: Process groups of this rank.
         plan: Kind by name pattern, or None.
-        pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means a Hugging Face
-            model's own.
-        shows_progress: Whether rank 0 may show on a terminal how far it has read the weights.
+        pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means the stages that
+            a Hugging Face model defines.
+        shows_progress: Whether rank 0 may show a progress bar for the weights on a terminal.
         needs_tables: Whether an option was set that only models of this package support. Otherwise
             a Hugging Face model with a setting that its family's table refuses is not replaced.
 
     Returns:
-        What was swapped, in the order of definition.
+        Records of the swapped blocks, in the order of definition.
 
     Raises:
-        ParallelPlanError: If a pattern or a kind fits nothing, sizes do not divide, or a shared
-            weight is cut in two ways.
+        ParallelPlanError: If a pattern or a kind matches no module, a size is not divisible, or a
+            shared weight would be sharded in two ways.
         UnsupportedError: If a block has settings, hooks or a layout that a swap cannot keep.
 
     Communication: a broadcast over all ranks for each parameter and buffer.
     """
     rejoin(module, mesh)
     if any(isinstance(part, StagedBlocks) for part in module.modules()):
-        # An earlier fit has done all; patterns may name what other stages have.
+        # An earlier fit has swapped everything. The plan is not checked again, because its patterns
+        # may name modules of other stages.
         return []
     places = places_of(module)
     _check_root(module, mesh)
@@ -153,7 +155,7 @@ def _built(
     built += [_known_model(place, family, mesh, shows_progress) for place, family in known]
     models = [swap.place.name for swap in built]
     here = [stages is None or stages.is_here(place.name) for place, _, _ in swaps]
-    # Every block keeps its number, whichever stage holds it.
+    # Every block is numbered, so that its number does not depend on its stage.
     cuts_sequence = any(kind == "sequence" for _, kind, _ in swaps)
     built += [
         _block(number, *choice, mesh, cuts_sequence=cuts_sequence)
@@ -182,7 +184,7 @@ def _check_root(module: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def _first_names(places: Sequence[Place]) -> list[Place]:
-    """Return the sites that can be swapped, once for each module."""
+    """Return the positions of modules that can be swapped, once for each module."""
     first: dict[int, Place] = {}
     for place in places:
         if place.closed_by is None:
@@ -205,7 +207,7 @@ def _chosen(
             continue
         if isinstance(place.module, nn.TransformerDecoderLayer) and rule is not None:
             if not all(kind == "auto" for name, kind in kinds.items() if name.startswith(f"{place.name}.")):
-                # The plan cuts its parts one by one.
+                # The plan shards the parts of this layer one by one.
                 continue
             whole = f"{place.name}."
         if isinstance(place.module, nn.TransformerEncoder):
@@ -217,8 +219,8 @@ def _chosen(
         return []
     layers = {id(place.module) for place, _, _ in chosen}
     for place, encoder in encoders:
-        # Whatever the plan says about the encoder itself: with a swapped layer, its packing of
-        # padded batches must go.
+        # An encoder with a swapped layer is always replaced, because its packing of padded batches
+        # does not work with sharded layers.
         if any(id(layer) in layers for layer in encoder.layers):
             chosen.append((place, "auto", _encoder_rule(place)))
     return chosen
@@ -318,7 +320,7 @@ def _planned_record(place: Place, own: OwnPlan, before: int) -> SwapRecord:
 
 
 def _block(number: int, place: Place, kind: str, rule: BlockRule, mesh: ParallelMesh, *, cuts_sequence: bool) -> _Swap:
-    # Inputs and outputs of a plain module are whole sequences, batch first as often as not.
+    # Inputs and outputs of a plain module are whole sequences, with the batch first or second.
     mesh = replace(mesh, sequence_parallel=False)
     site = Site(
         place.name, place.module, mesh, _FIRST_LAYER + number, cuts_sequence and kind in _KNOW_PARTS, place.parent
@@ -347,7 +349,7 @@ def _record(swap: _Swap) -> SwapRecord:
 
 
 def _num_elements(module: nn.Module) -> int:
-    """Count elements without the padding of vocabularies."""
+    """Count elements, excluding the padding of vocabularies."""
     return sum(prod(box.sizes) for p in module.parameters() for box in shard_spec_of(p).boxes())
 
 
@@ -356,7 +358,7 @@ def _install(places: Sequence[Place], built: Sequence[_Swap]) -> None:
     cuts_sequence = any(swap.kind == "sequence" for swap in built)
     for swap in built:
         if swap.finish is not None:
-            # The model stays the same object.
+            # The model is changed in place and stays the same object.
             swap.finish()
             continue
         setattr(swap.target, SWAPPED_AS, swap.kind)

@@ -21,25 +21,25 @@ class HeadParallelAttention(nn.Module):
     """Multi-head attention with whole heads on each tensor-parallel rank.
 
     Equal to torch.nn.MultiheadAttention(embed_dim, num_heads, dropout, bias,
-    batch_first=batch_first), with the names of its parameters, its masks and its attention weights.
+    batch_first=batch_first), with the same parameter names, masks and attention weights.
 
     Shapes: ``(S, B, D)``, or ``(B, S, D)`` with ``batch_first``, or ``(S, D)``; output the same.
 
     Args:
         embed_dim: Size of each vector (elements).
-        num_heads: Heads of the full layer (heads).
+        num_heads: Number of heads of the full layer (heads).
         mesh: Process groups of this rank.
         dropout: Probability that an attention weight is dropped.
         bias: Whether the projections add a bias.
         batch_first: Whether the batch is the first dimension.
-        layer: Number of the layer for random streams; None inside a block that has moved the
-            streams itself.
+        layer: Number of the layer for random streams; None inside a block that selects the streams
+            itself.
 
     Raises:
-        ParallelPlanError: If the heads do not divide over tp.
+        ParallelPlanError: If the number of heads is not a multiple of tp.
 
     Communication: one all-reduce over tp forward, one backward (three for cross-attention);
-    attention weights cost an all-reduce, or an all-gather where they are not averaged.
+    attention weights need an additional all-reduce, or an all-gather if they are not averaged.
     Source: Shoeybi et al. 2019, section 3, figure 3b.
     """
 

@@ -1,4 +1,4 @@
-"""Modules with weights between column and row layers, which see a part of the features."""
+"""Modules with weights between column and row layers, whose inputs are sharded features."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from lightning_megatron.plan.shards import even_range
 def with_part_of_rows(source: nn.Module, mesh: ParallelMesh) -> nn.Module:
     """Return a module like ``source`` with this rank's rows of every parameter, unfilled.
 
-    It equals ``source`` on this rank's part of the features or heads, of which each has its own
-    row.
+    The result equals ``source`` on this rank's part of the features or heads. Each feature or head
+    has its own row.
 
     Args:
-        source: A module without children, whose parameters have equally many rows; it is not
-            changed.
+        source: Module without children, whose parameters have the same number of rows; not changed.
         mesh: Process groups of this rank.
     """
     result = copy.copy(source)
@@ -40,17 +39,17 @@ class LatentLinear(nn.Linear):
     """Replicated torch.nn.Linear whose last outputs enter the heads of every rank.
 
     Latent attention compresses keys and values together with one positional key that all heads use.
-    The compressed features go on to a ``column`` layer; the positional key enters the
-    tensor-parallel region here.
+    A ``column`` layer consumes the compressed features. The positional key enters the
+    tensor-parallel region in this layer.
 
     Shapes: input ``(..., in)``; output ``(..., out)``.
 
     Args:
-        source: Layer; its parameters are taken over.
-        num_shared: Outputs at the end that every rank's heads use (elements).
+        source: Layer whose parameters this one takes over.
+        num_shared: Number of last outputs, which the heads of every rank use (elements).
         mesh: Process groups of this rank.
 
-    Communication: backward an all-reduce of the gradient of those outputs over tp.
+    Communication: one all-reduce over tp of these outputs' gradient backward.
     """
 
     def __init__(self, source: nn.Linear, num_shared: int, mesh: ParallelMesh) -> None:

@@ -34,11 +34,11 @@ class Site:
     Args:
         name: Dotted name of the block, for errors.
         module: Block that is replaced.
-        mesh: Process groups of this rank, without sequence parallelism: these blocks see whole
-            sequences.
+        mesh: Process groups of this rank, without sequence parallelism, because these blocks get
+            whole sequences.
         layer: Number of the block for random streams.
         cuts_sequence: Whether ranks share the sequence between blocks of the plan.
-        parent: The module around the block.
+        parent: Module around the block.
     """
 
     name: str
@@ -132,7 +132,7 @@ def dropout(site: Site) -> nn.Module:
 
 
 def features(site: Site) -> nn.Module:
-    """Cut the rows of all parameters of a module, which belong to features or heads."""
+    """Cut the rows of all parameters of a module; each row belongs to a feature or head."""
     for name, parameter in site.module.named_parameters(recurse=False):
         _check_divides(site, f"rows of {name}", parameter.shape[0])
     return with_part_of_rows(site.module, site.mesh)

@@ -1,4 +1,4 @@
-"""Copies of pieces of foreign tensors into local tensors, a few at a time."""
+"""Copies of parts of foreign tensors into local tensors, a few at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 #: Number of pieces that are copied at the same time.
 _NUM_AT_ONCE = 8
-#: Size of a piece; the copies in flight limit the memory in addition to the tensors (bytes).
+#: Size of a piece (bytes). The copies in flight need memory in addition to the tensors.
 PIECE_BYTES = 2**24
 #: Delay before a bar appears (seconds).
 BAR_DELAY = 1.0
@@ -29,7 +29,7 @@ class Copy:
     """Part of a foreign tensor and its destination.
 
     Args:
-        name: Foreign tensor.
+        name: Name of the foreign tensor.
         slices: Slices of the part.
         target: Destination, in the orientation of the foreign tensor.
     """
@@ -63,7 +63,7 @@ def copies_of(
         rows = view.narrow(0, read.start, read.num_rows)
         rows = rows.t() if read.is_transposed else rows
         first, *rest = read.slices
-        # Whole rows are mapped into memory, also where a part of each is wanted.
+        # Whole rows are mapped into memory, even if only a part of each is needed.
         width = prod(reader.shape(read.name)[1:]) * view.element_size()
         step = max(PIECE_BYTES // max(width, 1), 1)
         for start in range(0, len(rows), step):
@@ -76,10 +76,10 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
     """Run copies, a few at a time in threads.
 
     Args:
-        copies: The pieces, in the order of the model.
+        copies: Copies, in the order of the model.
         reader: Reader of the foreign tensors, called from several threads.
-        shows_progress: Whether to show a bar, if this takes a while and standard error is a
-            terminal.
+        shows_progress: Whether to show a progress bar if the copies take long and standard error is
+            a terminal.
     """
     total = sum(copy.target.nbytes for copy in copies)
     is_hidden = None if shows_progress else True
@@ -87,12 +87,13 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
         tqdm(total=total, unit="B", unit_scale=True, desc="Reading weights", delay=BAR_DELAY, disable=is_hidden) as bar,
         ThreadPoolExecutor(_NUM_AT_ONCE, "weights") as pool,
     ):
-        # Parts that are far from each other in a large model are in different files.
+        # Parts that are far apart in a large model are in different files, which are read in
+        # parallel.
         for num_bytes in pool.map(lambda copy: copy.run(reader), in_turns(copies, _NUM_AT_ONCE)):
             bar.update(num_bytes)
 
 
 def in_turns(items: Sequence[T], num_runs: int) -> list[T]:
-    """Interleave a sequence: cut it into equal runs, and take an item of each in turn."""
+    """Interleave a sequence: cut it into equal runs and take one item of each in turn."""
     length = max(-(-len(items) // num_runs), 1)
     return [item for first in range(length) for item in items[first::length]]

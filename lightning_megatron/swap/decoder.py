@@ -16,24 +16,24 @@ from lightning_megatron.swap.dropout import TensorDropout
 class ParallelDecoderLayer(nn.Module):
     """Decoder layer with heads and inner features cut over tp.
 
-    Equal to torch.nn.TransformerDecoderLayer in training and evaluation, with the names of its
-    parameters.
+    Equal to torch.nn.TransformerDecoderLayer in training and evaluation, with the same parameter
+    names.
 
-    Shapes: ``(T, B, D)`` and memory ``(S, B, D)``, or batch first where the attention is; output as
-    the first.
+    Shapes: ``(T, B, D)`` and memory ``(S, B, D)``, or batch first if the attention has
+    ``batch_first``; output like the first input.
 
     Args:
-        self_attn: Attention of the sequence to itself.
-        multihead_attn: Attention of the sequence to the memory.
-        linear1: From D to this rank's inner features.
-        linear2: From this rank's inner features to D.
-        norms: Norms of the three parts, whole on every rank.
+        self_attn: Self-attention of the sequence.
+        multihead_attn: Cross-attention from the sequence to the memory.
+        linear1: Linear layer from D to this rank's inner features.
+        linear2: Linear layer from this rank's inner features to D.
+        norms: Norms of the three sublayers, replicated on every rank.
         activation: Function of each inner feature.
         mesh: Mesh with the random streams of this rank.
         layer: Number of the layer for random streams.
-        norm_first: Whether the norms come before their parts, or after the residual sums.
+        norm_first: Whether norms precede their sublayers; otherwise they follow the residual sums.
         dropout: Probability that an inner feature is dropped.
-        dropouts: The same for the outputs of the three parts.
+        dropouts: Dropout probabilities of the outputs of the three sublayers.
 
     Communication: three all-reduces over tp forward, five backward.
     Source: Shoeybi et al. 2019, section 3.
@@ -82,7 +82,7 @@ class ParallelDecoderLayer(nn.Module):
         """Return the layer's output.
 
         Args:
-            tgt: The sequence.
+            tgt: Input sequence.
             memory: Sequence that cross-attention attends to.
             tgt_mask: Pairs of the sequence to ignore.
             memory_mask: Pairs of sequence and memory to ignore.
@@ -92,8 +92,8 @@ class ParallelDecoderLayer(nn.Module):
             memory_is_causal: Whether ``memory_mask`` is the causal mask.
         """
         if self.training and self.draws:
-            # From here the masks depend on the layer alone, so that recomputation draws the same
-            # ones.
+            # From here on, dropout masks depend only on the layer, so that recomputation draws the
+            # same masks.
             self.mesh.random.seek(self.layer)
         parts: tuple[tuple[nn.Module, Callable[[Tensor], Tensor]], ...] = (
             (self.norm1, lambda x: self._to_itself(x, tgt_mask, tgt_key_padding_mask, tgt_is_causal)),

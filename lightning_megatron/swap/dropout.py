@@ -12,14 +12,14 @@ from lightning_megatron.layers.dropout import tensor_region_stream
 class TensorDropout(nn.Dropout):
     """Dropout between a column and a row layer, with different masks on every rank.
 
-    Equal to torch.nn.Dropout, with masks that differ on every tensor-parallel rank and that
-    recomputation draws again.
+    Equal to torch.nn.Dropout, except that masks differ between tensor-parallel ranks. Recomputation
+    draws the same masks again.
 
     Args:
         p: Probability that an element is dropped.
         mesh: Mesh with the random streams of this rank.
-        layer: Number of the layer for random streams; None inside a block that has moved the
-            streams itself.
+        layer: Number of the layer for random streams; None inside a block that selects the streams
+            itself.
     """
 
     def __init__(self, p: float, mesh: ParallelMesh, layer: int | None = None) -> None:

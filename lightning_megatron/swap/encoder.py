@@ -17,24 +17,24 @@ from lightning_megatron.swap.dropout import TensorDropout
 class ParallelEncoderLayer(nn.Module):
     """Encoder layer with heads and inner features cut over tp.
 
-    Equal to torch.nn.TransformerEncoderLayer in training and evaluation, with the names of its
-    parameters.
+    Equal to torch.nn.TransformerEncoderLayer in training and evaluation, with the same parameter
+    names.
 
-    Shapes: ``(S, B, D)``, or ``(B, S, D)`` where ``attention.batch_first``; output the same.
+    Shapes: ``(S, B, D)``, or ``(B, S, D)`` with ``attention.batch_first``; output the same.
 
     Args:
-        attention: The attention layer.
-        linear1: From D to this rank's inner features.
-        linear2: From this rank's inner features to D.
-        norm1: Norm of the attention, whole on every rank.
-        norm2: Norm of the position-wise network, whole on every rank.
+        attention: Self-attention layer.
+        linear1: Linear layer from D to this rank's inner features.
+        linear2: Linear layer from this rank's inner features to D.
+        norm1: Norm of the attention, replicated on every rank.
+        norm2: Norm of the position-wise network, replicated on every rank.
         activation: Function of each inner feature.
         mesh: Mesh with the random streams of this rank.
         layer: Number of the layer for random streams.
-        norm_first: Whether the norms come before their blocks, or after the residual sums.
+        norm_first: Whether norms precede their sublayers; otherwise they follow the residual sums.
         dropout: Probability that an inner feature is dropped.
-        dropout1: The same for the attention's output.
-        dropout2: The same for the network's output.
+        dropout1: Dropout probability of the attention's output.
+        dropout2: Dropout probability of the network's output.
 
     Communication: two all-reduces over tp forward, two backward.
     Source: Shoeybi et al. 2019, section 3.
@@ -81,14 +81,14 @@ class ParallelEncoderLayer(nn.Module):
         """Return the layer's output.
 
         Args:
-            src: The input.
+            src: Input sequence.
             src_mask: Pairs to ignore ``(S, S)`` or ``(B H, S, S)``.
             src_key_padding_mask: Positions to ignore ``(B, S)``.
             is_causal: Whether ``src_mask`` is the causal mask.
         """
         if self.training and self.draws:
-            # From here the masks depend on the layer alone, so that recomputation draws the same
-            # ones.
+            # From here on, dropout masks depend only on the layer, so that recomputation draws the
+            # same masks.
             self.mesh.random.seek(self.layer)
         if self.norm_first:
             hidden = src + self._attend(self.norm1(src), src_mask, src_key_padding_mask, is_causal)
@@ -110,12 +110,12 @@ class ParallelEncoderLayer(nn.Module):
 class ParallelEncoder(nn.Module):
     """Stack of encoder layers without torch's nested tensors.
 
-    Equal to torch.nn.TransformerEncoder. For evaluation torch may pack padded batches into nested
-    tensors, which layers cut over tp cannot take; a side effect of the packing, zeros at padded
-    positions before the last norm, is kept.
+    Equal to torch.nn.TransformerEncoder. In evaluation torch may pack padded batches into nested
+    tensors, which sharded layers do not support. This class keeps one side effect of the packing:
+    zeros at padded positions before the last norm.
 
     Args:
-        source: Encoder whose layers, norm and settings this one takes over.
+        source: Encoder whose layers, norm and settings are taken over.
     """
 
     def __init__(self, source: nn.TransformerEncoder) -> None:
@@ -136,10 +136,10 @@ class ParallelEncoder(nn.Module):
         """Return the output of the last layer, normalized if the encoder has a norm.
 
         Args:
-            src: The input.
+            src: Input sequence.
             mask: Pairs to ignore ``(S, S)`` or ``(B H, S, S)``.
             src_key_padding_mask: Positions to ignore ``(B, S)``.
-            is_causal: Whether ``mask`` is the causal mask; None promises nothing.
+            is_causal: Whether ``mask`` is the causal mask; None means unknown.
         """
         padding = src_key_padding_mask
         output = src
@@ -162,5 +162,5 @@ class ParallelEncoder(nn.Module):
 
 
 def _is_padding(padding: Tensor) -> Tensor:
-    # torch makes a number mask of a boolean one and packs the positions where the number is zero.
+    # torch converts a boolean mask to numbers and packs the positions where the number is zero.
     return padding if padding.dtype == torch.bool else padding != 0

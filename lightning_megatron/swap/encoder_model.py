@@ -1,4 +1,4 @@
-"""Hugging Face encoders, computed by an Encoder that is cut over tp and pp."""
+"""Hugging Face encoders, computed by an Encoder that is sharded over tp and pp."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResu
 from lightning_megatron.swap.adapter import IGNORED, ReplacedModel, lengthened
 from lightning_megatron.swap.outputs import EncoderOutput, MaskedLMOutput
 
-#: Arguments of Hugging Face's call that say how to compute and not what.
+#: Arguments of Hugging Face's call that do not change the result.
 _IRRELEVANT = frozenset({"use_cache", "return_dict"})
 
 
 class HuggingFaceEncoder(ReplacedModel):
     """Hugging Face encoder, with or without a head, computed by an Encoder's layers.
 
-    Equal to the model that it replaces in outputs, loss and gradients. A masked language model
-    without a counted label has the loss 0, where Hugging Face's model has NaN. Losses of half types
-    are computed in float32.
+    Outputs, loss and gradients equal those of the replaced model. A masked language model without
+    any counted label has the loss 0; Hugging Face's model returns NaN. Losses of half-precision
+    models are computed in float32.
     """
 
     #: Hugging Face's configuration.
@@ -58,14 +58,14 @@ class HuggingFaceEncoder(ReplacedModel):
             input_ids: Token ids; alternatively ``inputs_embeds``.
             attention_mask: 1 for tokens, 0 for padding, on either side.
             token_type_ids: Type of every token; 0 by default.
-            position_ids: Position of every token; by default those that Hugging Face counts.
+            position_ids: Position of every token; by default the positions that Hugging Face uses.
             inputs_embeds: Vectors instead of token ids.
             labels: Targets of a head, or -100 where no loss is computed.
             others: Further arguments, none of which may change the result; ``return_dict=False``
                 returns a tuple.
 
         Raises:
-            UnsupportedError: For what a swapped model cannot do.
+            UnsupportedError: For unsupported arguments.
             StageDone: On pipeline stages that do not compute the result.
         """
         head = self.layers.config.head
@@ -119,7 +119,7 @@ class HuggingFaceEncoder(ReplacedModel):
 
         def gather() -> Tensor:
             if isinstance(shard, AbsentTensor):
-                # Nothing is there to gather, and its shape is that of the whole.
+                # An absent tensor has no values to gather, and already has the full shape.
                 return shard[:length].transpose(0, 1)
             return gather_from_axis(shard[:length], mesh.tp, dim=-1)[..., :vocabulary].transpose(0, 1)
 
@@ -151,7 +151,7 @@ class HuggingFaceEncoder(ReplacedModel):
 
 
 def _valid(attention_mask: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Return the positions of tokens; None if all are (reads a mask on a GPU on the host)."""
+    """Return the mask of real tokens; None if all are (synchronizes the host with the GPU)."""
     if attention_mask is None:
         return None
     if attention_mask.shape != shape:
