@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.extras import import_extra
 
-#: A block of a list, as the name of a tensor begins.
+#: Start of a tensor's name that contains a block of a list.
 _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 
 
@@ -34,13 +34,13 @@ class FileFormat:
         """Return the format of a model's files; None if the files have the model's tensors.
 
         Args:
-            model: Model, of which this rank may have a part.
+            model: Model; this rank may have only a part of it.
         """
         if not has_other_format(model):
             return None
         found = cls(_on_meta(type(model), model.config))
         if getattr(model, "_weight_conversions", None) is not None:
-            # Those of the files that the model was read from.
+            # Conversions of the files from which the model was read.
             found.twin._weight_conversions = model._weight_conversions
         return found
 
@@ -77,7 +77,7 @@ class FileFormat:
         """Convert full tensors of the model to those of the files.
 
         Args:
-            full: Names and values; those of a :func:`block` come one after the other.
+            full: Names and values; the tensors of a :func:`block` must follow each other.
         """
         revert = import_extra("transformers.core_model_loading", "hf").revert_weight_conversion
         for _, group in groupby(full, key=lambda one: block(one[0])):
@@ -96,7 +96,7 @@ def has_other_format(model: Any) -> bool:
     try:
         mapping: Any = import_extra("transformers.conversion_mapping", "hf")
     except MissingExtraError:
-        # Earlier versions of the library have the same tensors in both.
+        # Earlier versions of the library use the same tensors in models and files.
         return False
     return bool(mapping.get_model_conversion_mapping(model, add_legacy=False))
 

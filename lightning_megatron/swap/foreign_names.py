@@ -19,7 +19,7 @@ from lightning_megatron.swap.replaced import replaced_models
 def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict with the tensors of replaced models under this package's names.
 
-    Most names stay the same; some tensors are stored differently, or consist of several.
+    Most tensors keep their names. Some are stored differently or are joined from several tensors.
 
     Args:
         module: Module whose Hugging Face models have been replaced.
@@ -43,7 +43,7 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
         for target, tensor in full_factors(foreign, adapter, table):
             found[f"{prefix}{target}"] = tensor
         own = dict(part.named_buffers())
-        # Tensors that other strategies lack keep their values.
+        # Tensors that other strategies do not save keep their values.
         found |= {f"{prefix}{key}": buffer for key, buffer in own.items() if is_of_training(key)}
         _add_aliases(found, prefix, part.family, config, adapter)
     return found
@@ -57,8 +57,8 @@ def to_foreign_names(models: Sequence[ClassTensors], state: Mapping[str, Tensor]
         state: Full tensors by this package's names; vocabularies may have rows of padding.
 
     Raises:
-        UnsupportedError: If modules were trained as a whole by peft, which keeps what they were
-            before, too.
+        UnsupportedError: If peft trained modules as a whole, because peft also keeps their original
+            tensors.
     """
     parts: dict[str, list[str]] = {}
     for name in state:
@@ -88,7 +88,7 @@ def _in_tree(name: str, adapter: Adapter | None) -> str:
 
 
 def _add_aliases(found: dict[str, Any], prefix: str, family: Family, config: Any, adapter: Adapter | None) -> None:
-    """Add tensors that have two names under the second name too."""
+    """Add tensors with two names under their second name too."""
     aliases = dict(family.copies)
     if config.tie_embeddings:
         aliases[family.head] = family.embedding

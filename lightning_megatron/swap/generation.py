@@ -15,15 +15,15 @@ from lightning_megatron.swap.language_model import HuggingFaceLM
 class GeneratingLM(HuggingFaceLM):
     """Causal language model with the methods of Hugging Face's GenerationMixin.
 
-    ``generate`` takes the arguments of GenerationMixin: searches, sampling, stopping rules. Nothing
-    is cached, so every token costs a forward pass over all tokens before it. The tensor-parallel
-    ranks and the stages of one replica must call it together, with the same prompts. Ranks with
-    other data need not call it, except ranks that share experts (ep), which may use any prompts:
-    each continues until all have finished. With pp, call it in hooks between steps, such as
-    on_validation_epoch_end.
+    ``generate`` takes the arguments of GenerationMixin: searches, sampling, stopping rules. There
+    is no cache, so every token needs a forward pass over all previous tokens. The tensor-parallel
+    ranks and the stages of one replica must call it together with the same prompts. Other replicas
+    need not call it, unless they share experts (ep). Replicas that share experts may use different
+    prompts, and each continues until all have finished. With pp, call it in hooks between steps,
+    such as on_validation_epoch_end.
 
-    Communication: that of one forward pass for each token; between ranks of other data that share
-    experts, also an all-reduce on the CPU before it.
+    Communication: that of one forward pass for each token. Replicas that share experts also run an
+    all-reduce on the CPU before each pass.
     """
 
     _is_stateful = False
@@ -43,7 +43,7 @@ class GeneratingLM(HuggingFaceLM):
             )
         kwargs |= {"use_cache": False}
         if self.gpt.has_shared_experts:
-            # Ranks that have finished take part until all have.
+            # Ranks that have finished continue to run forward passes until all have finished.
             kwargs["synced_gpus"] = True
         self._is_generating = True
         inherited: Any = super()
@@ -57,13 +57,13 @@ class GeneratingLM(HuggingFaceLM):
         rows, extra = super()._padding(num_sequences, length)
         if not (self._is_generating and self.gpt.has_shared_experts):
             return rows, extra
-        # Prompts may differ in number and length, and experts take equally many tokens from every
-        # rank.
+        # Prompts may differ in number and length, but experts need the same number of tokens from
+        # every rank.
         largest = all_reduce_(torch.tensor([num_sequences, length + extra]), self.gpt.mesh.experts_cpu, "max")
         return int(largest[0]) - num_sequences, int(largest[1]) - length
 
     def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
-        # Hugging Face's asks all processes there are.
+        # Hugging Face's implementation asks all processes.
         unfinished = torch.tensor([int(not this_peer_finished)])
         if synced_gpus:
             all_reduce_(unfinished, self.gpt.mesh.experts_cpu, "max")

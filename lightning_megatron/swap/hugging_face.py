@@ -31,7 +31,7 @@ from lightning_megatron.swap.tree import take_over
 from lightning_megatron.swap.untouched import built_parts, built_settings, check_settings, check_tie, check_untouched
 from lightning_megatron.swap.whole_model import is_cut
 
-#: Log text for a model whose weights every rank had.
+#: Log text for a model whose weights were complete on every rank.
 NOTE = (
     "Every rank held the full model first; from_pretrained or from_config in configure_model never holds more than "
     "this rank's part."
@@ -44,9 +44,9 @@ def family_of_module(module: nn.Module) -> Family | None:
 
 
 def reason_to_keep(module: Any, family: Family) -> str:
-    """Return the setting of a model that its family's table lacks; empty if there is none.
+    """Return the setting of a model that its family's table does not support; empty if none.
 
-    Such a model trains as it is, because Hugging Face's own module computes every setting.
+    Such a model is not replaced, because Hugging Face's own module supports every setting.
     """
     return family.refusal_of(module.config.to_dict())
 
@@ -54,8 +54,8 @@ def reason_to_keep(module: Any, family: Family) -> str:
 def is_part(module: Any) -> bool:
     """Return whether a Hugging Face model has values but lacks its class's head.
 
-    Inside a larger Hugging Face model it is not replaced, because the larger model reads its
-    tensors and may share them.
+    Such a model inside a larger Hugging Face model is not replaced, because the larger model reads
+    its tensors and may share them.
     """
     return module.base_model is module and not any(parameter.is_meta for parameter in module.parameters())
 
@@ -80,20 +80,20 @@ def swapped_model(
 ) -> SwappedModel:
     """Build this rank's part of a Hugging Face model, ready for installation.
 
-    A model without values (on the meta device) gets the values of its folder, or new ones that do
-    not depend on the layout. The same holds for a head that the folder lacks.
+    A model on the meta device gets the values of its folder. Without a folder it gets initial
+    values that do not depend on the layout, and so does a head that the folder lacks.
 
     Args:
         name: Name of the model, for errors.
         source: Model.
         family: Family of the model.
         mesh: Process groups of this rank.
-        shows_progress: Whether rank 0 may show a bar while it reads a folder.
+        shows_progress: Whether rank 0 may show a progress bar while it reads a folder.
 
     Raises:
-        UnsupportedError: For settings that no model of ours has, or parameters that are partly
-            frozen.
-        ParallelPlanError: If the layout cannot hold the model.
+        UnsupportedError: If no model of this package supports the settings, or if only some of the
+            parameters that form one parameter are frozen.
+        ParallelPlanError: If the layout does not fit the sizes of the model.
         CheckpointMismatchError: If the model has other tensors than its family.
     """
     adapter = adapter_of(name, source, family)
@@ -114,7 +114,8 @@ def swapped_model(
     if had_values:
         load_from(model, tensors, family)
     else:
-        # The folder's check would not notice values that were set in a model without weights.
+        # The check of the folder would not notice values that user code set in a model without
+        # weights.
         own = reader_of(tensors, family)
         check_tensors(own, family.tensors(model.config), family, model.config.tie_embeddings)
         given = own.only(name for name, tensor in tensors.items() if not tensor.is_meta)
@@ -150,11 +151,11 @@ def _labels(settings: Mapping[str, Any], family: Family, tensors: Mapping[str, T
 def _fill_given(
     model: GPT | Encoder, origin: Origin | None, family: Family, own: RenamedTensors, given: RenamedTensors
 ) -> None:
-    """Fill parameters with the values that user code changed in a model with drawn weights."""
+    """Fill parameters with values that user code changed in a model with initial weights."""
     changed = set(given.names())
     table = [tensor for tensor in family.tensors(model.config) if not changed.isdisjoint(tensor.source_shapes)]
     if not table or origin is None:
         return
-    # Draw the tensors that the same layer joins with them once more.
+    # Draw again the tensors that one layer joins with them.
     beside = {name: own.shape(name) for tensor in table for name in tensor.source_shapes}
     fill(model, {tensor.target: tensor for tensor in table}, Overlaid(given, DrawnTensors(origin, beside)), family)

@@ -16,7 +16,7 @@ def when_imported(name: str, act: Callable[[ModuleType], None]) -> Iterator[None
 
     Args:
         name: Full name of the module.
-        act: The function.
+        act: Function that is called with the module.
     """
     if name in sys.modules:
         act(sys.modules[name])
@@ -65,7 +65,7 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Whoever asks the module for its source asks the other loader.
+        # Requests for the module's source go to the other loader.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -1,4 +1,4 @@
-"""Low-rank updates of foreign layers: their rows in this package's layers, and their tensors."""
+"""Low-rank updates of foreign layers, and their tensors and rows in this package's layers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch import Tensor
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.swap.mapping import TensorMap, TensorsInMemory, named
 
-#: Parts of the names of tensors in a layer that peft has wrapped: the layer's own, and those of the
-#: update.
+#: Parts of tensor names in a layer that peft has wrapped: of the layer itself and of the update.
 _BASE = ".base_layer."
 _ADDED = re.compile(r"\.lora_[A-Za-z_]+\.")
-#: Parts of the names in a module that peft trains as a whole: what is trained, and what it was
-#: before.
+#: Parts of tensor names in a module that peft trains as a whole: of the trained and the original
+#: module.
 _SAVED = re.compile(r"\.modules_to_save\.[^.]+\.")
 _BEFORE = ".original_module."
-#: Name of the updates in this package's layers, and peft's names of their factors.
+#: Name of the updates in this package's layers, and peft's names for their factors.
 UPDATES = "low_rank"
 FACTORS = {"a": "lora_A", "b": "lora_B"}
 
@@ -36,7 +35,7 @@ class Adapter:
         config: Configuration in the adapter's folder.
         ranks: Rank of the update of each adapted layer, by the layer's name in the family's table.
         scales: Factor of the update of each adapted layer, by the same names.
-        saved: Names of the modules that are trained as a whole.
+        saved: Names of the modules that are trained as a whole, which peft saves with the adapter.
     """
 
     name: str
@@ -111,7 +110,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class LowRankMap:
-    """Rows of a layer that an adapted foreign layer makes up, and the names of its factors.
+    """Rows of a layer that come from an adapted foreign layer, and the names of its factors.
 
     Args:
         module: Name of the foreign layer.
@@ -146,7 +145,7 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
         ranks: Rank of the update of each adapted layer, by its name.
 
     Raises:
-        ValueError: If two layers that become one have names that end alike.
+        ValueError: If two layers that are joined into one have names with the same ending.
     """
     for tensor in table:
         layer, _, kind = tensor.target.rpartition(".")
@@ -189,11 +188,11 @@ def full_factors(
 
     Args:
         tensors: State dict of the wrapped model.
-        adapter: Adapter that is expected.
+        adapter: Expected adapter.
         table: Sources of the model's full tensors.
 
     Raises:
-        CheckpointMismatchError: If the factors are not those of the adapter.
+        CheckpointMismatchError: If the factors do not match the adapter.
     """
     maps = () if adapter is None else adapter.maps_at_home(table)
     factors = tuple(factor for one in maps for factor in (one.a, one.b))

@@ -1,4 +1,4 @@
-"""Maps from rows of foreign tensors to full tensors, read piece by piece, and back."""
+"""Maps between rows of foreign tensors and full tensors, which are read part by part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TensorReader(Protocol):
         """Return the shape of a tensor (elements)."""
 
     def read(self, name: str, slices: Slices) -> Tensor:
-        """Return a part of a tensor, which the caller must not write into."""
+        """Return a part of a tensor; the caller must not write into it."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class TensorsInMemory:
 class Source:
     """Rows of a foreign tensor that are contiguous in a full tensor.
 
-    Row ``j`` of them is the foreign row ``first + j // strip * step + j % strip``: equal strips at
-    equal distances. By default that is the whole tensor.
+    Row ``j`` of the source is the foreign row ``first + j // strip * step + j % strip``: equal
+    strips at equal distances. The default is the whole tensor.
 
     Args:
-        name: Foreign tensor.
+        name: Name of the foreign tensor.
         num_rows: Number of rows (elements).
-        is_transposed: Whether rows here are columns of the foreign tensor.
+        is_transposed: Whether rows of the source are columns of the foreign tensor.
         first: Index of the first row in the foreign tensor.
         strip: Number of adjacent rows in the foreign tensor; None means all.
         step: Distance between the starts of two strips (foreign rows).
@@ -86,7 +86,8 @@ class Source:
         """Cut the rows [start, stop) into runs of neighbours.
 
         Returns:
-            The first row here, the first row there, and the number of rows of every run.
+            First row in the source, first row in the foreign tensor, and number of rows of every
+            run.
         """
         strip = self.strip or self.num_rows
         while start < stop:
@@ -101,7 +102,7 @@ class Read:
     """Part of a foreign tensor and its destination.
 
     Args:
-        name: Foreign tensor.
+        name: Name of the foreign tensor.
         slices: Slices of the part.
         is_transposed: Whether it must be transposed.
         start: First row of the part in the filled box (elements).
@@ -122,8 +123,8 @@ class TensorMap:
     Args:
         target: Name of this package's parameter.
         shape: Full shape of the parameter, without padding (elements).
-        sources: Sources of its rows, in order.
-        dtype: Fixed dtype of the parameter; None means that of the weights.
+        sources: Sources of the parameter's rows, in order.
+        dtype: Fixed dtype of the parameter; None means the dtype of the weights.
 
     Raises:
         ValueError: If the sources have more or fewer rows than the target.
@@ -218,7 +219,7 @@ class TensorMap:
 
 
 def named(names: Iterable[str]) -> str:
-    """Return the first few of the names, in order, and the number of the others."""
+    """Return text with the first few names, in order, and the number of the others."""
     ordered = sorted(names)
     shown = [repr(name) for name in ordered[:_NAMED]]
     return ", ".join([*shown, f"{len(ordered) - _NAMED} more"] if len(ordered) > _NAMED else shown)

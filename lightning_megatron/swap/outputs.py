@@ -61,9 +61,9 @@ class CausalLMOutput(_Output):
         self.hidden_states = hidden_states
         self._logits: Tensor | None = None
         if loss is not None and loss.requires_grad:
-            # Where the loss is fused, its backward pass writes the gradient over this rank's
-            # logits. The loss must not hold the output, or the logits of every microbatch would
-            # wait for a garbage collection.
+            # The backward pass of a fused loss writes the gradient over this rank's logits. The
+            # loss must not refer to the output, or the logits of every microbatch would stay in
+            # memory until a garbage collection.
             loss.register_hook(partial(_spend, weakref.ref(self)))
 
     @property
@@ -71,7 +71,7 @@ class CausalLMOutput(_Output):
         """Return the logits of the true vocabulary.
 
         Raises:
-            RuntimeError: If they were not read before the backward pass.
+            RuntimeError: If they are first read after the backward pass.
         """
         if self._logits is None:
             if self._gather is None:

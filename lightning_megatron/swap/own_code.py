@@ -1,4 +1,4 @@
-"""Hugging Face models that compute with their own code, and their tensors in files."""
+"""Hugging Face models that run their own code, and the names of their tensors in files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 from lightning_megatron.models.stage import computed_by
 from lightning_megatron.swap.file_format import has_other_format
 
-#: Key of what a checkpoint records of such a model, in addition to its class and configuration.
+#: Key of a checkpoint's record of such a model, in addition to its class and configuration.
 OWN_CODE = "own_code"
 
 
 def own_code_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """List the outermost Hugging Face models that compute with their own code, by name.
+    """List the outermost Hugging Face models that run their own code, by name.
 
     Args:
         root: Root module, after its blocks have been swapped.
@@ -36,7 +36,7 @@ def own_code_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def is_pretrained(module: nn.Module) -> bool:
     """Return whether a module's class derives from Hugging Face's base class of models."""
-    # By name: importing the library takes time.
+    # Compare names, because importing the library takes time.
     origins = ((kind.__module__, kind.__name__) for kind in type(module).__mro__)
     return ("transformers.modeling_utils", "PreTrainedModel") in origins
 
@@ -53,7 +53,7 @@ def plain_config(model: Any) -> dict[str, Any]:
 
 
 def described(name: str, model: Any, order: Sequence[str], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Return a checkpoint's record of a model that computes with its own code.
+    """Return a checkpoint's record of a model that runs its own code.
 
     Args:
         name: Name of the model in the module.
@@ -73,7 +73,7 @@ def names_in_files(model: Any, of_tensor: Mapping[str, Any]) -> list[str]:
 
     Args:
         model: Model.
-        of_tensor: Identity of the tensor of each name.
+        of_tensor: Identity (``id``) of the tensor of each name.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names: dict[Any, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Tensors that a model class packs into one and its files store separately."""
+"""Tensors that a model class packs into one, but that its files store separately."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class Place:
 class Packed:
     """Rule for tensors of files that form one tensor of the class.
 
-    The parts lie one below the other. If the names of the parts contain a further number, such as
-    that of an expert, the tensor is a stack of the parts, ordered by that number.
+    The parts are concatenated along the first dimension. If the names of the parts contain a
+    further number, such as that of an expert, the tensor is a stack of the parts, ordered by that
+    number.
 
     Args:
         name: Name of the tensor, with one ``{}`` for the layer.
@@ -79,7 +80,7 @@ class Packed:
             shape: Shape of the tensor (elements).
 
         Raises:
-            CheckpointMismatchError: If it cannot be cut into them.
+            CheckpointMismatchError: If the tensor cannot be cut into its parts.
         """
         match = self._patterns[0].fullmatch(name)
         assert match is not None, "only tensors of this name are unpacked"
@@ -118,7 +119,7 @@ def places(name: str, key: str, reader: TensorReader, rules: Iterable[Packed]) -
         rules: Rules of the packed tensors of the class.
 
     Raises:
-        CheckpointMismatchError: If it cannot be cut into them.
+        CheckpointMismatchError: If the tensor cannot be cut into its parts.
     """
     rule = next((one for one in rules if one.is_name(name)), None)
     if rule is None:

@@ -20,7 +20,7 @@ from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.low_rank import FACTORS, Adapter, LowRankMap, plain_name
 from lightning_megatron.swap.mapping import TensorsInMemory, named
 
-#: Settings of LoraConfig that ask for more than a product of two matrices next to a linear layer.
+#: Settings of LoraConfig that change an update from a product of two matrices to something else.
 _UNSUPPORTED = (
     *("alora_invocation_tokens", "arrow_config", "bias", "kasa_config", "layer_replication", "lora_bias"),
     *("monteclora_config", "trainable_token_indices", "use_bdlora"),
@@ -48,7 +48,7 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
         family: Family of the model.
 
     Raises:
-        UnsupportedError: If the adapter is more than updates of low rank of linear layers.
+        UnsupportedError: If the adapter has more than low-rank updates of linear layers.
     """
     layers, saved = _wrapped(source, family)
     if not layers and not saved:
@@ -66,7 +66,7 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
         if value and value != "none":
             _refuse(name, f"its {field} is {value!r}", f"Leave {field} out")
     for module, layer in layers.items():
-        # By name: peft is an extra.
+        # Compare names, because peft is an optional package.
         if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
             _refuse(name, f"{module!r} is a {type(layer).__name__}", "Adapt linear layers with LoraConfig alone")
         _check_layer(name, module, layer, *names)
@@ -87,13 +87,13 @@ def add_adapter(name: str, model: GPT | Encoder, source: Any, family: Family, ad
 
     Args:
         name: Name of the model, for errors.
-        model: Part of the replacement on any rank.
+        model: This rank's part of the replacement.
         source: Model.
         family: Family of the model.
         adapter: Adapter of the model.
 
     Raises:
-        UnsupportedError: If something is adapted that cannot be here, or the adapter has no values.
+        UnsupportedError: If an adapted module is not supported, or the adapter has no values.
     """
     layers, _ = _wrapped(source, family)
     maps = adapter.maps(family.tensors(model.config))
@@ -117,7 +117,7 @@ def remove_input_hooks(source: nn.Module) -> None:
     """Remove hooks that make inputs of recomputed blocks require gradients."""
     for module in source.modules():
         for key, hook in list(module._forward_hooks.items()):
-            # transformers and peft both have one.
+            # transformers and peft each register one.
             if getattr(hook, "__name__", "").startswith("make_inputs_require_grad"):
                 del module._forward_hooks[key]
 
@@ -143,7 +143,7 @@ def _update(model: GPT | Encoder, base: Any, place: LowRankMap, layer: Any, adap
 
 
 def _wrapped(source: nn.Module, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return peft's wrappers by the family's names: of adapted and of saved modules."""
+    """Return peft's wrappers of adapted modules and of saved modules, by the family's names."""
     layers = dict[str, Any]()
     saved = dict[str, Any]()
     inside = ""
@@ -185,6 +185,6 @@ def _refuse(name: str, problem: str, remedy: str) -> None:
 def _as_plain(config: Any, kind: type[nn.Module]) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=sorted))
     if plain.get("task_type") is None:
-        # By this peft finds the class of the model, as its own files say it.
+        # peft's own files have this entry, by which peft finds the class of the model.
         plain["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     return plain

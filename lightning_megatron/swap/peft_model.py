@@ -16,7 +16,8 @@ from lightning_megatron.swap.adapter import ReplacedModel
 from lightning_megatron.swap.peft_layers import is_of_peft
 from lightning_megatron.swap.save_adapter import save_adapter
 
-#: Methods that look for peft's own layers, which are gone, and would do nothing without a word.
+#: Methods that search for peft's own layers. After the replacement there are none, so the methods
+#: would silently do nothing.
 _INSIDE = (
     *("add_adapter", "add_weighted_adapter", "delete_adapter", "get_layer_status", "get_model_status"),
     *("load_adapter", "merge_adapter", "merge_and_unload", "push_to_hub", "set_adapter"),
@@ -28,7 +29,7 @@ _BOUND = "base_model_prepare_inputs_for_generation"
 def keep_wrappers(root: nn.Module) -> None:
     """Update the wrappers of peft inside a module after their models were replaced.
 
-    They stay what they are, with their configuration, ``generate``, ``disable_adapter`` and
+    The wrappers keep their configuration, ``generate``, ``disable_adapter`` and
     ``print_trainable_parameters``, which counts the parameters of this rank. ``save_pretrained``
     writes the whole adapter from all ranks; methods that change or merge adapters raise an
     UnsupportedError.
@@ -40,7 +41,7 @@ def keep_wrappers(root: nn.Module) -> None:
             vars(wrapper)["save_pretrained"] = partial(save_adapter, wrapper)
             if isinstance(model, ReplacedModel):
                 if hasattr(wrapper, _BOUND):
-                    # The method of the model before, which would be kept alive with all its
+                    # This is a method of the original model, which would be kept alive with all its
                     # weights.
                     setattr(wrapper, _BOUND, model.prepare_inputs_for_generation)
                 kind = type(wrapper)

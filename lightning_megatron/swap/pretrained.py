@@ -1,4 +1,4 @@
-"""Hugging Face models built without weights, which each rank then reads for itself."""
+"""Hugging Face models that are built without weights, so that each rank reads only its own."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
 from lightning_megatron.swap.untouched import parts_of
 from lightning_megatron.swap.without_weights import without_weights
 
-#: Attribute of a model that was built on the meta device: the folder of its weights.
+#: Attribute that stores the folder of the weights of a model built on the meta device.
 _FOLDER = "weights_folder"
 
-#: Arguments of ``from_pretrained`` that only say how a model is found and loaded.
+#: Arguments of ``from_pretrained`` that only affect how a model is found and loaded.
 _IRRELEVANT = frozenset(
     {"adapter_kwargs", "attn_implementation", "cache_dir", "code_revision", "force_download", "local_files_only"}
     | {"low_cpu_mem_usage", "proxies", "revision", "token", "trust_remote_code", "use_safetensors", "_from_auto"}
@@ -45,7 +45,7 @@ def building_on_meta() -> Iterator[None]:
     imported, and for peft if it has been imported before.
     """
     with ExitStack() as stack:
-        # They take most of a second to import, which not every model needs.
+        # transformers and peft take most of a second to import, and not every model needs them.
         stack.enter_context(when_imported("transformers.modeling_utils", lambda module: _build_later(module, stack)))
         stack.enter_context(_giving_adapters_values())
         stack.enter_context(GivingValues())
@@ -121,17 +121,18 @@ def folder_of(model: nn.Module) -> str | None:
 
 
 def give_values(model: Any) -> None:
-    """Give a model that was built without weights all of them, in place.
+    """Fill all weights of a model that was built without them, in place.
 
     Raises:
-        UnsupportedError: If something was put into it that its class has not.
+        UnsupportedError: If the model has a tensor without values that its class does not have.
     """
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return
     folder = folder_of(model)
     cls = type(model)
     if folder is None and is_taken_out(model):
-        # Its class would read, or draw, other tensors than the model that it was built in.
+        # Its class alone would read or draw other tensors than the larger model in which it was
+        # built.
         read_values(model)
         return
     given = {"config": model.config, "dtype": model.dtype}
@@ -152,7 +153,7 @@ def give_values(model: Any) -> None:
                     )
                 new = values[name].detach()
                 is_parameter = isinstance(old, nn.Parameter)
-                # Tensors that were shared stay so.
+                # Shared tensors stay shared.
                 made.setdefault(id(old), nn.Parameter(new, old.requires_grad) if is_parameter else new)
                 tensors[key] = made[id(old)]
 
@@ -170,7 +171,7 @@ def _is_replaced(cls: Any, config: Any) -> bool:
 
 
 def _deferred(model: Any, folder: str | None) -> Any:
-    """Mark a model's weights for reading from a folder, or for drawing, later."""
+    """Mark a model's weights to be read from a folder, or drawn, later."""
     family = find_family(type(model).__name__)
     config = model.config.to_dict()
     dtype = model.dtype
@@ -206,10 +207,10 @@ def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], 
     setattr(model, _FOLDER, str(path))
     _deferred(model, str(path))
     if model.can_generate() and (Path(path) / "generation_config.json").is_file():
-        # A damaged one is passed over by Hugging Face, too.
+        # Hugging Face ignores a damaged file too.
         with suppress(OSError):
             model.generation_config = type(model.generation_config).from_pretrained(path)
-    # Tensors missing in the folder are refused when the weights are read.
+    # Tensors that the folder lacks raise an error when the weights are read.
     return (model.eval(), dict.fromkeys(_LOADING_INFO, frozenset())) if with_info else model.eval()
 
 
@@ -222,7 +223,7 @@ def _naming_configuration(path: str | Path) -> Iterator[None]:
 
 
 def _naming_files(path: str | Path, load: Callable[[], Any]) -> Any:
-    """Load a model, and name the damaged weight file if there is one."""
+    """Load a model, and raise an error that names the damaged weight file if there is one."""
     try:
         return load()
     except import_extra("safetensors", "hf").SafetensorError as error:

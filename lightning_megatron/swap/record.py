@@ -13,11 +13,12 @@ class SwapRecord:
 
     Args:
         name: Dotted name of the block in the module.
-        kind: Kind of the cut: a kind of the plan, or ``model`` for a GPT that was built whole.
-        source: Class of the block before.
-        target: Class of the block now.
-        full_elements: Elements of its parameters before (elements).
-        local_elements: Elements of its parameters on this rank now, without padding (elements).
+        kind: Kind of the block in the plan, or ``model`` for a GPT that was built whole.
+        source: Class of the replaced block.
+        target: Class of the replacement.
+        full_elements: Size of the replaced block's parameters (elements).
+        local_elements: Size of the replacement's parameters on this rank, without padding
+            (elements).
         note: Text for the user; empty if there is none.
     """
 

@@ -37,9 +37,9 @@ class BlockRule:
     Args:
         kind: Kind of the plan that requests the rule.
         source: Exact class of the block; subclasses may compute something else.
-        build: Function that makes the target with unfilled parameters and shares parts that stay
-            whole.
-        tensors: Sources of the values of the target's cut blocks.
+        build: Function that builds the target with unfilled parameters, and shares parts that are
+            not sharded.
+        tensors: Sources of the values of the target's sharded parameters.
     """
 
     kind: str
@@ -99,16 +99,16 @@ def _rule_for_features(module: nn.Module) -> BlockRule | None:
 
 
 def swapped(rule: BlockRule, site: build.Site) -> nn.Module:
-    """Return the target block of a site with this rank's part of the source's values.
+    """Return the target block for a site, with this rank's part of the source's values.
 
-    The source is not changed; parts that stay whole are shared with it.
+    The source is not changed, and the target shares the parts that are not sharded.
     """
     device = next((p.device for p in site.module.parameters()), torch.device("cpu"))
     with device:
         target = rule.build(site)
     for tensor_rule in rule.tensors:
         _fill(target, site, tensor_rule)
-    # Parts that the target took over keep their own mode.
+    # Parts taken over from the source keep their training mode.
     for module in set(target.modules()) - set(site.module.modules()):
         module.training = site.module.training
     return target
@@ -128,8 +128,7 @@ def _fill(target: nn.Module, site: build.Site, rule: TensorRule) -> None:
         )
     full = torch.cat([p.detach() for p in present]) if len(present) > 1 else present[0].detach()
     spec = shard_spec_of(parameter)
-    # The parameter object keeps what is attached to it; only its storage changes, also to the
-    # source's dtype.
+    # Only the storage changes, and with it the dtype. The parameter object keeps its attributes.
     parameter.data = spec.shard(full, local_size=parameter.shape[spec.dim])
     parameter.requires_grad_(present[0].requires_grad)
 
@@ -140,7 +139,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor | None:
 
 
 def source_names(rule: BlockRule, site: build.Site) -> Mapping[str, str]:
-    """Map full names of source tensors to the target parameters made of them alone."""
+    """Map full names of source tensors to target parameters that are made of one tensor only."""
     return {
         f"{site.name}.{tensor_rule.sources[0]}": tensor_rule.target
         for tensor_rule in rule.tensors

@@ -1,4 +1,4 @@
-"""Transfer of a cut module to new process groups of the same layout."""
+"""Transfer of a sharded module to new process groups of the same layout."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _ATTRIBUTE = "mesh"
 
 
 def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:
-    """Move blocks that were cut on an earlier mesh to the live groups of this one.
+    """Move blocks that were sharded on an earlier mesh to the groups of a new mesh.
 
-    A second fit of one module builds its groups anew; its shards stay right as long as the layout
-    is the same.
+    A second fit of a module creates new process groups. The shards remain valid if the layout is
+    the same.
 
     Raises:
-        UnsupportedError: If a block was cut for another layout.
+        UnsupportedError: If a block was sharded for another layout.
     """
     cut_before = [(name, module) for name, module in named_layers(root) if _was_cut(module, mesh)]
     for name, module in cut_before:
@@ -43,7 +43,7 @@ def _mesh_of(module: nn.Module) -> ParallelMesh:
 
 
 def _was_cut(module: nn.Module, mesh: ParallelMesh) -> bool:
-    # Modules built for one process are not cut. Meshes with and without sequence parallelism share
-    # one set of streams.
+    # Modules built for one process are not sharded. Meshes with and without sequence parallelism
+    # share one set of random streams.
     old = getattr(module, _ATTRIBUTE, None)
     return isinstance(old, ParallelMesh) and old.random is not mesh.random and old.layout.world_size > 1

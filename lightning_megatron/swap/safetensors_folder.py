@@ -27,9 +27,9 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 _REMEDY = "Copy it again."
-#: Room for a million tensors (bytes).
+#: Size limit of an index, enough for a million tensors (bytes).
 _LARGEST_INDEX = 1 << 27
-#: Room for the names of a hundred thousand classes (bytes).
+#: Size limit of a configuration, enough for the names of a hundred thousand classes (bytes).
 _LARGEST_CONFIG = 1 << 23
 _FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 _NUMBERED = re.compile(r"(?P<start>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors", re.ASCII)
@@ -38,9 +38,9 @@ _NUMBERED = re.compile(r"(?P<start>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})
 class SafetensorsFolder:
     """Reader of the tensors in a local Hugging Face folder.
 
-    Equal to ``safetensors.safe_open`` on each file. Headers are read and checked at once, tensors
-    on request, from any thread. Damage that a header cannot show (:func:`read_header`) is not
-    detected.
+    Equal to ``safetensors.safe_open`` on each file. Headers are read and checked at once. Tensors
+    are read on request, from any thread. Damage that a header cannot show (:func:`read_header`) is
+    not detected.
 
     Args:
         path: Folder with ``model.safetensors`` or ``model.safetensors.index.json`` and its files.
@@ -48,7 +48,7 @@ class SafetensorsFolder:
     Raises:
         CheckpointMismatchError: If there are no weights, a file that the index names is missing or
             elsewhere, or index and files do not have the same tensors.
-        CorruptDataError: If a file is not what its name says.
+        CorruptDataError: If a file does not have the format of its name.
         UnsupportedError: If the weights are in another format.
     """
 
@@ -77,7 +77,7 @@ class SafetensorsFolder:
         """Return the content of ``config.json``.
 
         Raises:
-            CheckpointMismatchError: If there is none.
+            CheckpointMismatchError: If there is no such file.
             CorruptDataError: If it is not JSON, or has more than eight megabytes.
         """
         if not (self.path / CONFIG).is_file():
@@ -92,14 +92,14 @@ class SafetensorsFolder:
         """Refuse combinations of dtypes that tensors of one model cannot have.
 
         Weights are floating-point numbers, and a model has only one of two dtypes of the same
-        width. A header in which one tensor has another dtype than it was written with is otherwise
+        width. Without this check, a header that declares a wrong dtype for a tensor would pass as
         valid.
 
         Args:
             names: Names of the tensors that contain weights.
 
         Raises:
-            CorruptDataError: Naming a tensor of each type.
+            CorruptDataError: For such a combination; the message names a tensor of each dtype.
         """
         found: dict[torch.dtype, str] = {}
         for name in names:
@@ -141,7 +141,8 @@ class SafetensorsFolder:
         return stored.read(slices, self._descriptor(stored.path))
 
     def _descriptor(self, path: Path) -> int:
-        # A tensor may be read in hundreds of parts, and to open a file takes long on a network.
+        # Keep the file open: a tensor may be read in hundreds of parts, and opening a file on a
+        # network takes long.
         with self._opening:
             if path not in self._opened:
                 self._opened[path] = os.open(path, os.O_RDONLY)
@@ -158,7 +159,7 @@ class SafetensorsFolder:
 
 
 def _listed(folder: Path) -> dict[str, StoredTensor]:
-    # Where both were left behind by different saves, Hugging Face takes the single file as well.
+    # If different saves left both, prefer the single file, as Hugging Face does.
     if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)
     if not (folder / INDEX).is_file():

@@ -17,7 +17,7 @@ from lightning_megatron.extras import import_extra
 from lightning_megatron.strict_json import parse_object
 from lightning_megatron.swap.mapping import Slices, named
 
-#: Element types of the format that hold numbers of torch.
+#: Element types of the format that torch supports.
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -32,7 +32,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-#: Bytes before the header, which hold its length.
+#: Size of the field before the header, which contains the header's length (bytes).
 LENGTH_BYTES = 8
 _LARGEST_HEADER = 100_000_000
 
@@ -54,7 +54,7 @@ class StoredTensor:
     start: int
 
     def read(self, slices: Slices, descriptor: int) -> Tensor:
-        """Map a part of the tensor into memory; pages are read when they are first looked at.
+        """Map a part of the tensor into memory; pages are read on first access.
 
         The mapping is closed with the last view of the result. Writes to the result do not change
         the file.
@@ -76,7 +76,7 @@ class StoredTensor:
             return torch.empty(0, dtype=self.dtype)
         begin = self.start + first * self.dtype.itemsize
         before = begin % mmap.ALLOCATIONGRANULARITY
-        # A private mapping: torch takes no memory that cannot be written.
+        # Use a private mapping, because torch requires writable memory.
         length = before + count * self.dtype.itemsize
         pages = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=begin - before)
         return torch.frombuffer(pages, dtype=self.dtype, count=count, offset=before)
@@ -85,14 +85,14 @@ class StoredTensor:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors in a safetensors file, by name.
 
-    Equal to what ``safetensors.safe_open`` takes, which checks the header as well: tensors lie one
-    after the other without holes and overlaps from the header to the end of the file, each as long
-    as its shape and type say. What no header shows is that two tensors of one shape and type were
-    exchanged, or that one was given another type of the same width.
+    Like ``safetensors.safe_open``, this function checks the header: tensors must follow each other
+    without gaps or overlaps from the header to the end of the file, and each must have the size
+    that its shape and dtype require. The check cannot detect that two tensors of the same shape and
+    dtype were exchanged, or that a tensor was given another dtype of the same width.
 
     Raises:
-        CorruptDataError: If it is damaged, truncated or of another format.
-        UnsupportedError: If a tensor has an element type that torch has not.
+        CorruptDataError: If the file is damaged, truncated or of another format.
+        UnsupportedError: If a tensor has an element type that torch does not support.
         MissingExtraError: If the library of the format is not installed.
     """
     size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Saving of a peft adapter around a model that is cut over ranks."""
+"""Saving of a peft adapter around a model that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from lightning_megatron.swap.export import ADAPTER_WEIGHTS, export_adapter, writ
 from lightning_megatron.swap.low_rank import is_factor, plain_name
 from lightning_megatron.swap.save_pretrained import check_arguments, mesh_of, write_together
 
-#: Name that peft gives an adapter without one, whose files are in the folder itself.
+#: peft's default name of an adapter, whose files are in the folder itself.
 _DEFAULT = "default"
 
 
 def save_adapter(wrapper: Any, save_directory: str | os.PathLike[str], **others: Any) -> None:
     """Write the whole adapter as a folder for ``PeftModel.from_pretrained``.
 
-    Equal to peft's method with the same weights. If every rank has the whole model, peft's own
-    method runs.
+    The files equal those of peft's method for the same weights. If every rank has the whole model,
+    peft's own method runs.
 
     Args:
-        wrapper: Wrapper of peft around a model; if ranks have parts, all of them call this
-            together.
+        wrapper: Wrapper of peft around a model; if ranks have parts of the model, all of them must
+            make this call together.
         save_directory: Folder on a file system of rank 0.
         others: Further arguments of peft's method; if ranks have parts, none may change the result.
 
     Raises:
-        UnsupportedError: For other arguments, and adapters whose tensors are not in the state dict.
+        UnsupportedError: For arguments that would change the result, and for adapters whose tensors
+            are not in the state dict.
 
     Communication: one gather of names, then one message for each part of a tensor, over all ranks
     on the CPU.
@@ -97,7 +98,7 @@ def _write(
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".adapter.", dir=out) as unfinished:
         place = _folder_of(name, Path(unfinished))
-        # With a state dict given, peft does not expect that of the whole model.
+        # If a state dict is given, peft does not request the whole model's.
         settings = {"selected_adapters": [name], "state_dict": wrapper.state_dict()}
         type(wrapper).save_pretrained(wrapper, unfinished, **settings)
         (place / ADAPTER_WEIGHTS).unlink()

@@ -17,12 +17,12 @@ from lightning_megatron.layers.regions import column_linear, row_linear
 from lightning_megatron.layers.sequence_shard import CUT, SequenceShard, whole_of
 from lightning_megatron.swap.dropout import TensorDropout
 
-#: How far copies of a tensor may be apart, of its largest element.
+#: Maximum difference of copies of a tensor, relative to its largest element.
 _TOLERANCE = 1e-2
 
 
 class _Entry:
-    """Cut of one module's complete inputs along the sequence.
+    """Division of a module's complete inputs along the sequence.
 
     Args:
         name: Name of the module, for errors.
@@ -38,7 +38,7 @@ class _Entry:
         Raises:
             UnsupportedError: If the input is not the same on all tensor-parallel ranks, at the
                 first call.
-            ValueError: If the sequence does not divide by tp.
+            ValueError: If the length of the sequence is not a multiple of tp.
         """
         if isinstance(hidden, SequenceShard):
             return hidden.part
@@ -63,7 +63,7 @@ class SequenceLayerNorm(nn.LayerNorm):
 
     Args:
         name: Name of the module, for errors.
-        source: Norm that it replaces.
+        source: Norm that is replaced.
         mesh: Process groups of this rank.
     """
 
@@ -84,7 +84,7 @@ class SequenceRMSNorm(nn.RMSNorm):
 
     Args:
         name: Name of the module, for errors.
-        source: Norm that it replaces.
+        source: Norm that is replaced.
         mesh: Process groups of this rank.
     """
 
@@ -121,8 +121,8 @@ class SequenceDropout(TensorDropout):
 class SequenceColumnLinear(ColumnParallelLinear):
     """ColumnParallelLinear that gathers the positions of its inputs.
 
-    Communication: for such inputs an all-gather over tp forward; backward an all-gather and a
-    reduce-scatter.
+    Communication: if the inputs are parts of sequences, an all-gather over tp forward, and an
+    all-gather and a reduce-scatter backward.
     """
 
     @override
@@ -138,7 +138,7 @@ class SequenceColumnLinear(ColumnParallelLinear):
 class SequenceRowLinear(RowParallelLinear):
     """RowParallelLinear whose outputs are scattered over the positions.
 
-    Its mesh has sequence parallelism on.
+    The mesh of the layer has sequence parallelism.
 
     Communication: a reduce-scatter over tp forward, an all-gather backward.
     """

@@ -19,7 +19,7 @@ class NewHome:
     Args:
         block: Target block.
         name: Dotted name of the parameter in it.
-        kind: Kind of the plan's cut, for errors.
+        kind: Kind of the block in the plan, for errors.
     """
 
     block: nn.Module
@@ -40,7 +40,7 @@ class NewHome:
 def tie(
     root: nn.Module, homes: Mapping[str, NewHome], closed: Sequence[str] = (), stages: Stages | None = None
 ) -> None:
-    """Share parameters of the targets like their sources; ``root`` is not changed.
+    """Share parameters of the targets in the same way as their sources; do not change ``root``.
 
     Args:
         root: Module before the swap.
@@ -50,7 +50,7 @@ def tie(
         stages: Parts of a staged model that this rank keeps.
 
     Raises:
-        ParallelPlanError: If a shared weight is cut in one place and not, or otherwise, in another.
+        ParallelPlanError: If a shared weight is sharded differently in two places, or only in one.
     """
     names: dict[int, list[str]] = {}
     for path, owner in root.named_modules():

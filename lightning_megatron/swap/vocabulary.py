@@ -11,7 +11,7 @@ from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.loss import check_ids
 from lightning_megatron.plan.shards import padded_vocab_size, vocab_range
 
-#: Rows of each rank are a multiple of this, which tensor cores need; a full tensor has no padding.
+#: Multiple to which each rank's rows are padded for tensor cores. A full tensor has no padding.
 ROWS_MULTIPLE = 8
 
 
@@ -23,7 +23,7 @@ class EmbeddingOverVocabulary(nn.Module):
     Shapes: ids ``(...)``; output ``(..., D)``.
 
     Args:
-        num_embeddings: Rows of the full table (tokens).
+        num_embeddings: Number of rows of the full table (tokens).
         embedding_dim: Size of each vector (elements).
         mesh: Process groups of this rank.
         padding_idx: Token whose row gets no gradient, or None.
@@ -52,7 +52,8 @@ class EmbeddingOverVocabulary(nn.Module):
         num_rows = self.weight.shape[0]
         local = input - self.first
         elsewhere = (local < 0) | (local >= num_rows)
-        # An illegal id becomes an illegal row, so that the CUDA kernel that reads it asserts.
+        # An illegal id is mapped to an illegal row, so that the CUDA kernel that reads the row
+        # asserts.
         illegal = (input < 0) | (input >= self.num_embeddings)
         index = local.masked_fill(elsewhere, 0).masked_fill(illegal, num_rows)
         vectors = F.embedding(index, self.weight, padding_idx=self._local_padding_idx())
@@ -72,7 +73,7 @@ class EmbeddingOverVocabulary(nn.Module):
 class LinearOverVocabulary(nn.Module):
     """Linear layer ``x A^T + b`` with outputs cut over tp and gathered.
 
-    Equal to torch.nn.Linear(in_features, out_features, bias). Its rows are cut as those of
+    Equal to torch.nn.Linear(in_features, out_features, bias). Its rows are sharded like those of
     EmbeddingOverVocabulary, so that the two can share one weight.
 
     Shapes: input ``(..., in)``; output ``(..., out)``.
@@ -81,7 +82,7 @@ class LinearOverVocabulary(nn.Module):
         in_features: Size of each input vector (elements).
         out_features: Size of each output vector (elements).
         mesh: Process groups of this rank.
-        bias: Whether to add a bias, cut like the outputs.
+        bias: Whether to add a bias, which is sharded like the outputs.
 
     Communication: an all-gather over tp forward, an all-reduce backward.
     """
@@ -97,8 +98,8 @@ class LinearOverVocabulary(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Return all outputs on every rank."""
         part = F.linear(copy_to_axis(input, self.mesh.tp), self.weight, self.bias)
-        # Padding rows come after the last true one, so that cutting them off leaves the true
-        # outputs in order.
+        # Padding rows follow the last true row, so that removing them keeps the true outputs in
+        # order.
         return gather_from_axis(part, self.mesh.tp, dim=-1)[..., : self.out_features]
 
     def extra_repr(self) -> str:

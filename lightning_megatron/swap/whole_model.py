@@ -30,25 +30,25 @@ def is_foreign(module: nn.Module, mesh: ParallelMesh) -> bool:
 
 
 def is_cut(mesh: ParallelMesh) -> bool:
-    """Return whether no rank has a whole model."""
+    """Return whether a layout shards a model, so that no rank has all of it."""
     return mesh.tp.size * mesh.pp.size * mesh.ep.size * mesh.etp.size > 1
 
 
 def sharded_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
     """Return this rank's layers and shards of a whole model, with its values.
 
-    The result also draws its dropout from the streams of ``mesh``, which is why a replicated model
-    is rebuilt as well. A model on the meta device gives a part on the meta device.
+    Dropout of the result uses the random streams of ``mesh``, so a replicated model is rebuilt as
+    well. If the model is on the meta device, so is the result.
 
     Args:
         name: Name of the model, for errors.
-        source: A GPT or an Encoder built without a mesh.
+        source: GPT or Encoder that was built without a mesh.
         mesh: Process groups of this rank.
 
     Raises:
-        UnsupportedError: For a model that is already cut, is not exactly one of ours, or whose
-            parameters have been changed.
-        ParallelPlanError: If the layout cannot hold the model.
+        UnsupportedError: For a model that is already sharded, has parts that are not standard, or
+            has changed parameters.
+        ParallelPlanError: If the layout does not fit the sizes of the model.
     """
     if not _is_ours(source) or source.mesh.layout.world_size > 1:
         raise UnsupportedError(
@@ -66,7 +66,7 @@ def sharded_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
             if parameter is not None:
                 owner._parameters[key] = _part(source, f"{path}.{key}", parameter, mesh.device)
     for name, buffer in target.named_buffers():
-        # Such as the biases of experts.
+        # For example, the biases of experts are such buffers.
         buffer.copy_(source.get_buffer(name))
     target.recompute = source.recompute
     return target.train(source.training)
@@ -96,8 +96,8 @@ def _part(source: _Whole, name: str, parameter: Tensor, device: torch.device) ->
     """Cut the values of one target parameter out of the whole model."""
     spec = shard_spec_of(parameter)
     whole = source.get_parameter(spec.tied_to or name)
-    # The padding of the whole model's vocabulary belongs to no full tensor and has another size
-    # here.
+    # Remove the padding of the whole model's vocabulary. It is no part of the full tensor and has
+    # another size in the target.
     full = whole.detach().narrow(spec.dim, 0, spec.full_shape[spec.dim])
     local = spec.shard(full, local_size=parameter.shape[spec.dim])
     result = nn.Parameter(local if local.is_meta else local.to(device), requires_grad=whole.requires_grad)

@@ -11,14 +11,14 @@ from torch.overrides import TorchFunctionMode
 
 M = TypeVar("M", bound=nn.Module)
 
-#: Functions that make tensors from given values.
+#: Functions that create tensors from given values.
 _MAKERS = frozenset({torch.arange, torch.linspace, torch.tensor, torch.ones, torch.zeros, torch.full})
 
 
 def without_weights(build: Callable[[], M]) -> M:
     """Return a model with parameters on the meta device and computed tables filled.
 
-    Tables are buffers that are in no file. Other buffers are on the meta device, like parameters.
+    Tables are non-persistent buffers. Other buffers are on the meta device, like parameters.
 
     Args:
         build: Function that builds the model.
@@ -30,7 +30,7 @@ def without_weights(build: Callable[[], M]) -> M:
         for key, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
                 empty = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-                # Parameters that were shared stay so.
+                # Shared parameters stay shared.
                 module._parameters[key] = moved.setdefault(id(parameter), empty)  # type: ignore[assignment]
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -44,7 +44,7 @@ class _ComputingTables(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch."""
+        """Run a function of torch; keep tensors with given values on the CPU."""
         kwargs = dict(kwargs or {})
         if func in _MAKERS and kwargs.get("device") is None:
             kwargs["device"] = "cpu"
