@@ -20,9 +20,9 @@ Kinds of the plan:
 * ``features``: module between ``column`` and ``row`` whose parameters have one row per feature or
   head, such as nn.PReLU(num_parameters). The rows are cut with the features.
 * ``partial``: module between ``column`` and ``row`` that uses all of its weights on every part of
-  the features, such as a norm of heads. Each rank's gradient is a part of the sum. If the strategy
-  runs the backward pass, the first training step finds such modules by itself.
-* ``replicate``: any module, which stays as it is together with everything inside it.
+the features, such as a norm of heads. Each rank's gradient is a part of the sum. If the strategy
+runs the backward pass, the first training step finds such modules by itself. * ``replicate``: any
+module, which is not changed, nor is any module inside it.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def choose_kinds(
     """Return the kind of every module that the plan matches, by name.
 
     A pattern matches whole dotted names; ``*`` also matches dots. ``auto`` and ``replicate`` apply
-    to everything inside the named module as well. If several patterns match, the last one of the
-    plan counts. Without a plan everything is ``auto``.
+    to everything inside the named module as well. If several patterns match, the last one in the
+    plan applies. Without a plan every module is ``auto``.
 
     Args:
         places: All modules with their positions.
@@ -116,8 +116,8 @@ def choose_kinds(
         fits: Function that returns whether a module's type fits a kind.
 
     Raises:
-        ParallelPlanError: For an unknown kind, a pattern that matches nothing it could be applied
-            to, or a module with two names and two kinds.
+        ParallelPlanError: For an unknown kind, a pattern that matches no module of its kind, or a
+            module with two names and two kinds.
     """
     if plan is None:
         return {place.name: "auto" for place in places if place.closed_by is None}
@@ -148,7 +148,7 @@ def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> No
     Args:
         pattern: Pattern that is given the kind.
         kind: Kind to check.
-        kinds: Kinds that exist.
+        kinds: Known kinds.
         plan: Name of the plan, for errors.
 
     Raises:

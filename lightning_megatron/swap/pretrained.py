@@ -1,4 +1,4 @@
-"""Hugging Face models that are built without weights, so that each rank reads only its own."""
+"""Hugging Face models that are built without weights, so that each rank reads only its part."""
 
 from __future__ import annotations
 

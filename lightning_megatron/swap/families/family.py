@@ -16,7 +16,7 @@ from lightning_megatron.swap.mapping import Source, TensorMap
 from lightning_megatron.swap.packed import Packed
 
 ModelConfig: TypeAlias = GPTConfig | EncoderConfig
-"""The settings of a model of ours; their type says which model it is."""
+"""Configuration of a model of this package; its class determines the model."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Family:
     packed: tuple[Packed, ...] = ()
 
     def refusal_of(self, settings: Mapping[str, Any]) -> str:
-        """Return the setting of a configuration that the table lacks; empty if there is none.
+        """Return the setting of a configuration that the table does not support; empty if none.
 
         Args:
             settings: Configuration to check.
