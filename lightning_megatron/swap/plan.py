@@ -20,9 +20,9 @@ Kinds of the plan:
 * ``features``: module between ``column`` and ``row`` whose parameters have one row per feature or
   head, such as nn.PReLU(num_parameters). The rows are cut with the features.
 * ``partial``: module between ``column`` and ``row`` that uses all of its weights on every part of
-the features, such as a norm of heads. Each rank's gradient is a part of the sum. If the strategy
-runs the backward pass, the first training step finds such modules by itself. * ``replicate``: any
-module, which is not changed, nor is any module inside it.
+  the features, such as a norm of heads. Each rank's gradient is a part of the sum. If the strategy
+  runs the backward pass, the first training step finds such modules by itself.
+* ``replicate``: any module, which is not changed, nor is any module inside it.
 """
 
 from __future__ import annotations
