@@ -77,7 +77,7 @@ def parallelize(
     :mod:`lightning_megatron.swap.plan` explains the kinds of the plan. Patterns (``fnmatch`` over
     dotted names; ``*`` matches dots too) that come later in the plan override earlier ones. A GPT
     or Encoder built whole always becomes one on ``mesh``. With tp=1 nothing else is swapped, but
-    the plan is checked. A module swapped earlier on a mesh of the same layout is moved to the groups
+    the plan is checked. A module swapped earlier on a mesh of the same layout moves to the groups
     of ``mesh``. Exclude modules that use the weight of a layer without calling the layer.
 
     With pp above 1, any other model keeps this rank's part of a list of its blocks. The modules
