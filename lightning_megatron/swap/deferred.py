@@ -84,7 +84,7 @@ class Origin:
 
     @cached_property
     def reader(self) -> TensorReader | None:
-        """Return a reader of the folder by the names of the family's table; None without a folder."""
+        """Return a reader of the folder by the family's tensor names; None without a folder."""
         return None if self.folder is None else reader_of(SafetensorsFolder(self.folder), self.family)
 
     def _drawn(self, name: str) -> Tensor:
