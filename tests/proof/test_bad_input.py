@@ -339,13 +339,23 @@ class Looking(CausalLM):
         raise AssertionError("ranks that disagree must not build a model")
 
 
-class UnevenLM(CausalLM):
-    """Train the output head, which is the embedding's copy on the last stage, more slowly than the embedding."""
+class SlowerHeadLM(CausalLM):
+    """Train the output head, which is the embedding's copy on the last stage, in a group of its own."""
 
     def configure_optimizers(self) -> Any:
         heads = [parameter for name, parameter in self.named_parameters() if "head" in name]
         others = [parameter for name, parameter in self.named_parameters() if "head" not in name]
         return torch.optim.SGD([{"params": others}, {"params": heads, "lr": 0.01}], lr=0.1)
+
+
+class UnevenLM(CausalLM):
+    """Give the stage of the embedding a group that the stage of its copy does not have."""
+
+    def configure_optimizers(self) -> Any:
+        embeddings = [parameter for name, parameter in self.named_parameters() if "embedding" in name]
+        others = [parameter for name, parameter in self.named_parameters() if "embedding" not in name]
+        slower = [{"params": embeddings, "lr": 0.01}] if embeddings else []
+        return torch.optim.SGD([{"params": others}, *slower], lr=0.1)
 
 
 class LateFrozenLM(CausalLM):
@@ -386,15 +396,24 @@ def _ranks_that_disagree(rank: int, size: int) -> None:
 def _copies_that_drift_apart(rank: int, size: int) -> None:
     message = (
         "a tied embedding must be trained alike on the first and the last stage: 'model.embedding.word.weight' is in "
-        "group 0 with"
+        "group 1 with"
     )
-    with pytest.raises(UnsupportedError, match=re.escape(message) + r".*Put both in the same group in configure_opti"):
+    with pytest.raises(UnsupportedError, match=re.escape(message) + r".*Make groups in the same number and order"):
         trainer(2, MegatronStrategy(pp=2)).fit(UnevenLM(GPTConfig.gpt2(**SIZES)), windows())
+
+
+def _a_copy_in_a_group_of_its_own(rank: int, size: int) -> None:
+    module = SlowerHeadLM(GPTConfig.gpt2(**SIZES))
+    fitted = trainer(2, MegatronStrategy(pp=2))
+    fitted.fit(module, windows())
+    slower = [len(group["params"]) for group in fitted.optimizers[0].param_groups][1]
+    assert slower == 0, "one process has no head of its own to train more slowly"
 
 
 def _run_on_two_ranks(rank: int, size: int) -> None:
     _ranks_that_disagree(rank, size)
     _copies_that_drift_apart(rank, size)
+    _a_copy_in_a_group_of_its_own(rank, size)
     _an_embedding_that_is_frozen_late(rank, size)
 
 
