@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 import time
@@ -62,4 +63,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # A shell starts programs in the background with this signal ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     main()
