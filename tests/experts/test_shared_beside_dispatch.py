@@ -52,5 +52,5 @@ def test_the_shared_expert_runs_beside_the_way_of_tokens_and_of_their_gradients(
 def test_what_arrives_is_taken_once() -> None:
     flight = in_flight.InFlight(torch.zeros(2))
     assert flight.wait().shape == (2,)
-    with pytest.raises(AssertionError, match="what arrives is taken once"):
+    with pytest.raises(AssertionError, match="wait is called once"):
         flight.wait()
