@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from lightning_megatron import kernels
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers import kernel_choice
+from lightning_megatron.layers import choose_kernels
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.rotary import apply_rotary, rotary_tables
 from lightning_megatron.models.config import GPTConfig
@@ -206,15 +206,15 @@ def measure_model(config: GPTConfig, shape: tuple[int, int], rounds: int) -> str
         model.zero_grad(set_to_none=True)
         model(tokens[:, :-1], tokens[:, 1:]).mean().backward()
 
-    served = kernel_choice.is_served
+    served = choose_kernels.is_served
     found: dict[str, list[float]] = {"fused": [], "eager": []}
     for turn in range(rounds + 3):
         for name, times in found.items():
-            kernel_choice.is_served = served if name == "fused" else lambda tensor: False
+            choose_kernels.is_served = served if name == "fused" else lambda tensor: False
             milliseconds = timed(step)
             if turn >= 3:
                 times.append(milliseconds)
-    kernel_choice.is_served = served
+    choose_kernels.is_served = served
     cells = [f"{1e3 * statistics.median(times):.0f}" for times in found.values()]
     name = f"{config.num_layers} layers, embedding and loss, D {config.hidden_size}"
     return f"| {name} | both | | " + " | ".join(cells) + " | |"

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.expert_layer import by_kernel
-from lightning_megatron.experts.dispatch import Dispatched, Dispatcher
-from lightning_megatron.experts.dispatcher_choice import choose_dispatcher
+from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
+from lightning_megatron.experts.transport.dispatchers import Dispatched, Dispatcher
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import Transport

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron.experts.exact_linear import exact_linear
-from lightning_megatron.experts.grouped_mlp import weighted_activation
-from lightning_megatron.experts.permute import map_rows, permute_both, unpermute
-from lightning_megatron.experts.router import Router
+from lightning_megatron.experts.compute.grouped_mlp import weighted_activation
+from lightning_megatron.experts.routing.exact_linear import exact_linear
+from lightning_megatron.experts.routing.router import Router
+from lightning_megatron.experts.transport.permute import map_rows, permute_both, unpermute
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers import kernel_choice
+from lightning_megatron.layers import choose_kernels
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 
@@ -69,7 +69,7 @@ class Case:
 
     Args:
         name: Label of the row in the table.
-        step: Function of the inputs, with fused kernels if ``layers.kernel_choice`` selects them.
+        step: Function of the inputs, with fused kernels if ``layers.choose_kernels`` selects them.
         inputs: Inputs of the step; those that require gradients get them.
         moved: Minimum traffic of the forward and of the backward pass (bytes).
         plain: Function to compare with; None uses ``step`` without fused kernels.
@@ -191,11 +191,11 @@ def passes(step: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Callabl
 
 def measure(case: Case, rounds: int) -> list[str]:
     """Time a case alternately with and without kernels, and return its rows of the table."""
-    served = kernel_choice.is_served
+    served = choose_kernels.is_served
     choices: dict[str, Callable[[Tensor], bool]] = {"fused": served, "torch": lambda tensor: False}
     calls = {}
     for name, step in (("fused", case.step), ("torch", case.plain or case.step)):
-        kernel_choice.is_served = choices[name]
+        choose_kernels.is_served = choices[name]
         calls[name] = passes(step, case.inputs)
     rows = []
     for index, kind in enumerate(("forward", "backward")[: len(calls["fused"])]):
@@ -203,7 +203,7 @@ def measure(case: Case, rounds: int) -> list[str]:
         hosts: dict[str, float] = {}
         for turn in range(rounds + 2):
             for name, both in calls.items():
-                kernel_choice.is_served = choices[name]
+                choose_kernels.is_served = choices[name]
                 microseconds = timed(both[index])
                 if turn >= 2:
                     found[name].append(microseconds)
@@ -215,7 +215,7 @@ def measure(case: Case, rounds: int) -> list[str]:
             f"| {case.name} | {kind} | {case.moved[index] / 1e6:.1f} | {fused:.1f} | {plain:.1f} | {plain / fused:.1f} "
             f"| {least:.1f} | {least / fused:.2f} | {hosts['fused']:.0f} | {hosts['torch']:.0f} |"
         )
-    kernel_choice.is_served = served
+    choose_kernels.is_served = served
     return rows
 
 

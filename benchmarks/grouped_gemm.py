@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron.experts.product_choice import choose_product
-from lightning_megatron.experts.products import PRODUCTS
+from lightning_megatron.experts.compute.backends import PRODUCTS
+from lightning_megatron.experts.compute.choose_backend import choose_product
 from lightning_megatron.layers.gradient_slot import GradientSlot
 from lightning_megatron.plan.grouped_gemm import Pass, choose_variant
 

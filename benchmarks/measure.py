@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.shards import padded_vocab_size
-from lightning_megatron.strategy.progress import count_replicas, count_tokens
+from lightning_megatron.strategy.callbacks.progress import count_replicas, count_tokens
 
 
 def flops_per_token(config: GPTConfig, seq_length: int) -> float:

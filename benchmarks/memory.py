@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from benchmarks.train_shapes import SHAPES, Tokens, Trained
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.strategy.memory_report import MemoryReport, as_figures
+from lightning_megatron.strategy.callbacks.memory_report import MemoryReport, as_figures
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap.export import export_folder
 from lightning_megatron.swap.families import family_of
-from lightning_megatron.swap.load import load_from
-from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.weights.export import export_folder
+from lightning_megatron.swap.weights.load import load_from
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
 LLAMA = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8,

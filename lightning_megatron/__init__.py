@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from lightning_megatron.models.gpt import GPT as GPT
     from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM as HuggingFaceCausalLM
     from lightning_megatron.plan.layout import ParallelLayout as ParallelLayout
+    from lightning_megatron.strategy.callbacks.expert_load import ExpertLoad as ExpertLoad
+    from lightning_megatron.strategy.callbacks.loss_curve import LossCurve as LossCurve
+    from lightning_megatron.strategy.callbacks.memory_report import MemoryReport as MemoryReport
+    from lightning_megatron.strategy.callbacks.progress import TokensProgressBar as TokensProgressBar
     from lightning_megatron.strategy.cli import MegatronCLI as MegatronCLI
-    from lightning_megatron.strategy.expert_load import ExpertLoad as ExpertLoad
-    from lightning_megatron.strategy.loss_curve import LossCurve as LossCurve
     from lightning_megatron.strategy.megatron_strategy import MegatronStrategy as MegatronStrategy
-    from lightning_megatron.strategy.memory_report import MemoryReport as MemoryReport
-    from lightning_megatron.strategy.progress import TokensProgressBar as TokensProgressBar
 
 __version__ = "0.1.0"
 
@@ -43,14 +43,14 @@ _HOMES = {
     "CheckpointMismatchError": "errors",
     "CheckpointSaveError": "errors",
     "CorruptDataError": "errors",
-    "ExpertLoad": "strategy.expert_load",
+    "ExpertLoad": "strategy.callbacks.expert_load",
     "GPT": "models.gpt",
     "GPTConfig": "models.config",
     "HuggingFaceCausalLM": "models.hugging_face_lm",
-    "LossCurve": "strategy.loss_curve",
+    "LossCurve": "strategy.callbacks.loss_curve",
     "MegatronCLI": "strategy.cli",
     "MegatronStrategy": "strategy.megatron_strategy",
-    "MemoryReport": "strategy.memory_report",
+    "MemoryReport": "strategy.callbacks.memory_report",
     "MissingExtraError": "errors",
     "NonFiniteError": "errors",
     "NonFiniteGradientError": "errors",
@@ -60,7 +60,7 @@ _HOMES = {
     "RankMismatchError": "errors",
     "ReplicaMismatchError": "errors",
     "TokenDataModule": "data.datamodule",
-    "TokensProgressBar": "strategy.progress",
+    "TokensProgressBar": "strategy.callbacks.progress",
     "UnsupportedError": "errors",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_megatron.cli import main
+from lightning_megatron.cli.main import main
 
 if __name__ == "__main__":
     main()

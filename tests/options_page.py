@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
-from lightning_megatron.strategy.options import StrategyOptions
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
 OPTIONS = Path(__file__).parents[1] / "docs" / "options.md"
 _TYPES = {

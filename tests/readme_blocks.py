@@ -39,8 +39,8 @@ BLOCK = re.compile(
 PRINTS = re.compile(r"<!-- prints: (?P<name>[^>]*?) -->\s*^```text\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 MAP = re.compile(r"(?<=<!-- rooms -->\n```text\n).*?(?=```)", re.DOTALL)
 #: Rooms in the order of their imports; those after them stand apart.
-ROOMS = "plan extension groups layers experts models swap training pipeline graphs checkpoint strategy"
-ROOMS_APART = "kernels data evaluation cli"
+ROOMS = "plan kernels groups layers experts models swap training pipeline checkpoint strategy"
+ROOMS_APART = "data cli"
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,31 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A room imports itself and the rooms before it. What is beside the rooms (`errors`, `once`, ...) is open to all.
 ROOMS = (
-    *("plan", "extension", "groups", "layers", "experts", "models", "swap"),
-    *("training", "pipeline", "graphs", "checkpoint", "strategy"),
+    *("plan", "kernels", "groups", "layers", "experts", "models", "swap"),
+    *("training", "pipeline", "checkpoint", "strategy"),
 )
-LEAVES = {"data": {"plan"}, "evaluation": {"plan"}, "kernels": {"plan"}}
+LEAVES = {"data": {"plan"}}
 OPEN_TO_ALL = {"errors", "extras", "once", "strict_json"}
+# The same inside the rooms that have sub-rooms; "" are the files directly in the room.
+SUB_ROOMS = {
+    "experts": ("routing", "transport", "compute", ""),
+    "swap": ("tensors", "families", "weights", "blocks", "hugging_face", "pretrained", "decide", ""),
+    "strategy": (
+        *("private", "options", "process", "optimization", "checks", "modules", "logs", "trials", "step"),
+        *("checkpoints", "", "callbacks"),
+    ),
+}
+# Sub-rooms that do not know each other.
+STRANGERS = (
+    {"kernels.triton", "kernels.cuda"},
+    {"experts.routing", "experts.transport", "experts.compute"},
+)
 
 # Lightning is imported by the strategy and by the modules that it offers to recipes.
-LIGHTNING_FILES = {"cli.py", "models/token_module.py", "data/datamodule.py"}
+LIGHTNING_FILES = {"cli/main.py", "models/token_module.py", "data/datamodule.py"}
 # Triton comes with the CUDA builds of torch. Kernels are written in its language, so their room imports it at once;
 # `layers` imports that room by name, where a GPU has Triton.
-TRITON_ROOM = "kernels"
+TRITON_ROOM = "kernels/triton"
 # Optional packages: the only imports allowed inside a function.
 EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transformer_engine", "triton"}
 
@@ -98,6 +112,66 @@ def test_imports_flow_one_way_through_the_rooms() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def sub_room_of(module: str, room: str) -> str:
+    """Return the sub-room of a module of a room; "" for a module directly in the room."""
+    parts = module.split(".")
+    return parts[2] if len(parts) > 3 or (PACKAGE / room / parts[2]).is_dir() else ""
+
+
+@pytest.mark.parametrize("room", SUB_ROOMS)
+def test_imports_flow_one_way_through_the_sub_rooms_of_a_room(room: str) -> None:
+    order = SUB_ROOMS[room]
+    folders = {folder.parent.name for folder in (PACKAGE / room).glob("*/__init__.py")}
+    assert folders == set(order) - {""}
+    wrong = []
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        if path == PACKAGE / room / "__init__.py":
+            continue
+        parts = path.relative_to(PACKAGE / room).parts
+        own = parts[0] if len(parts) > 1 else ""
+        for module, line in imported_modules(path):
+            if not module.startswith(f"lightning_megatron.{room}."):
+                continue
+            if order.index(sub_room_of(module, room)) > order.index(own):
+                wrong.append(f"{place(path)}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("strangers", STRANGERS, ids=lambda group: " ".join(sorted(group)))
+def test_some_sub_rooms_do_not_know_each_other(strangers: set[str]) -> None:
+    wrong = [
+        f"{place(path)}:{line} imports {module}"
+        for own in strangers
+        for path in sorted((PACKAGE / own.replace(".", "/")).rglob("*.py"))
+        for module, line in imported_modules(path)
+        if any(is_import_of(module, f"lightning_megatron.{other}") for other in strangers - {own})
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_room_imports_the_triton_kernels_when_it_is_imported() -> None:
+    wrong = [
+        f"{place(path)}:{line} imports {module}"
+        for path in FILES
+        if not place(path).startswith(TRITON_ROOM)
+        for module, line in imported_modules(path)
+        if is_import_of(module, "lightning_megatron.kernels.triton")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_name_occurs_twice_in_a_room() -> None:
+    first: dict[tuple[str, str], Path] = {}
+    wrong = []
+    for path in FILES:
+        if path.name == "__init__.py":
+            continue
+        other = first.setdefault((room_of(path), path.name), path)
+        if other != path:
+            wrong.append(f"{place(other)} and {place(path)}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_plan_needs_the_standard_library_only() -> None:
     wrong = [
         f"{place(path)}:{line} imports {module}"
@@ -164,7 +238,7 @@ def test_optional_packages_are_never_imported_at_module_level() -> None:
         for path in FILES
         for module, line in imported_modules(path)
         if module.split(".")[0] in EXTRAS and (path, line) not in inside
-        if not (module.split(".")[0] == "triton" and room_of(path) == TRITON_ROOM)
+        if not (module.split(".")[0] == "triton" and place(path).startswith(TRITON_ROOM))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -218,7 +292,7 @@ def test_environment_variables_are_read_in_the_strategy_and_one_command_only() -
     wrong = [
         f"{place(path)}:{node.lineno}"
         for path in FILES
-        if room_of(path) not in {"strategy", "cli_kernels"}
+        if room_of(path) != "strategy" and place(path) != "cli/kernels.py"
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.getenv"}
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_megatron.cli import COMMANDS, main
+from lightning_megatron.cli.main import COMMANDS, main
 from lightning_megatron.strategy.cli import MegatronCLI
 
 BASE = """
@@ -56,7 +56,7 @@ def data_arguments(config: dict) -> dict:
 
 
 def test_help_lists_every_command_without_loading_lightning() -> None:
-    program = "import sys, lightning_megatron.cli as c\ntry: c.main(['--help'])\nfinally: print(list(sys.modules))"
+    program = "import sys, lightning_megatron.cli.main as c\ntry: c.main(['--help'])\nfinally: print(list(sys.modules))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert all(f"  {name} " in run.stdout for name in COMMANDS)
     assert "'torch'" not in run.stdout

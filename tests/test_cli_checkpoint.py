@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_megatron.checkpoint import load_metadata, read_full, read_header, saved_tensors, verify_checkpoint
-from lightning_megatron.cli import main
+from lightning_megatron.cli.main import main
 from tests.proof.training import Tokens
 from tests.strategy.checkpoint_runs import Trained, train, trainer_of
 
@@ -124,7 +124,7 @@ def test_objects_are_refused_unless_told_otherwise(tmp_path: Path, capsys: pytes
 def test_the_command_needs_no_lightning(saved: Path) -> None:
     code = (
         "import sys\n"
-        "from lightning_megatron.cli import main\n"
+        "from lightning_megatron.cli.main import main\n"
         f"main(['checkpoint', 'show', {str(saved)!r}])\n"
         "print('lightning.pytorch' in sys.modules)\n"
     )

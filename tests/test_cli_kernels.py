@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_megatron.cli_kernels import main
+from lightning_megatron.cli.kernels import main
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
-from lightning_megatron.extension import library, read_sources
-from lightning_megatron.extension.load import why_not_runnable
-from tests.extension.fake import FakeKit
+from lightning_megatron.kernels.cuda import library, read_sources
+from lightning_megatron.kernels.cuda.load import why_not_runnable
+from tests.kernels.cuda.fake import FakeKit
 
 
 @pytest.fixture

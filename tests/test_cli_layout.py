@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.cli_layout import add_layout_parser, describe_layout, main
-from lightning_megatron.draw_layout import NodeMap, draw_layout
+from lightning_megatron.cli.draw_layout import NodeMap, draw_layout
+from lightning_megatron.cli.layout import add_layout_parser, describe_layout, main
 from lightning_megatron.errors import MissingExtraError, ParallelPlanError
 from lightning_megatron.plan import ParallelLayout
 

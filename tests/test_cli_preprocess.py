@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.cli import main as command_line
-from lightning_megatron.cli_preprocess import main
+from lightning_megatron.cli.main import main as command_line
+from lightning_megatron.cli.preprocess import main
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.errors import CorruptDataError, UnsupportedError

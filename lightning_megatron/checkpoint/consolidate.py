@@ -27,8 +27,8 @@ from lightning_megatron.checkpoint.metadata_checks import (
 from lightning_megatron.checkpoint.stored import SavedTensor, Stored
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
-from lightning_megatron.swap.class_tensors import ClassTensors, class_name_in, class_states
-from lightning_megatron.swap.foreign_names import to_foreign_names
+from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors, class_name_in, class_states
+from lightning_megatron.swap.hugging_face.state_dict import to_foreign_names
 
 _STATE = re.compile(r"optimizer\.\d+\.state\.")
 _TRAINING = re.compile(rf"{_STATE.pattern}|{re.escape(CURRENT)}")

@@ -22,14 +22,14 @@ from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.settings import shown
-from lightning_megatron.swap.export import MAX_FILE_BYTES, export_adapter, export_folder
 from lightning_megatron.swap.families import Family, family_of
-from lightning_megatron.swap.load import full_tensors
-from lightning_megatron.swap.low_rank import Adapter, is_factor, merged, plain_name
-from lightning_megatron.swap.mapping import TensorMap
-from lightning_megatron.swap.own_code import OWN_CODE, described, own_code_models
-from lightning_megatron.swap.replaced import replaced_models
-from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.hugging_face.own_code import OWN_CODE, described, own_code_models
+from lightning_megatron.swap.hugging_face.replaced import replaced_models
+from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, merged, plain_name
+from lightning_megatron.swap.tensors.mapping import TensorMap
+from lightning_megatron.swap.weights.export import MAX_FILE_BYTES, export_adapter, export_folder
+from lightning_megatron.swap.weights.load import full_tensors
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
 
 def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

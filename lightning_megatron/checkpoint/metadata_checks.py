@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.errors import CorruptDataError
-from lightning_megatron.swap.own_code import OWN_CODE
+from lightning_megatron.swap.hugging_face.own_code import OWN_CODE
 
 #: Key of the optimizers' hyperparameters and parameter names.
 OPTIMIZERS = "megatron_optimizers"

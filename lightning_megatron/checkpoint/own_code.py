@@ -14,11 +14,11 @@ from lightning_megatron.checkpoint.consolidate import MODEL, read_one_by_one
 from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
-from lightning_megatron.swap.export import export_as_it_is
-from lightning_megatron.swap.file_format import FileFormat, block
-from lightning_megatron.swap.low_rank import is_factor, plain_name
-from lightning_megatron.swap.mapping import named
-from lightning_megatron.swap.own_code import OWN_CODE
+from lightning_megatron.swap.hugging_face.own_code import OWN_CODE
+from lightning_megatron.swap.tensors.low_rank import is_factor, plain_name
+from lightning_megatron.swap.tensors.mapping import named
+from lightning_megatron.swap.weights.export import export_as_it_is
+from lightning_megatron.swap.weights.file_format import FileFormat, block
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_megatron.experts.attached_loss import LossWeight
-from lightning_megatron.experts.dispatch import Dispatched, Sent
-from lightning_megatron.experts.dispatcher_choice import DispatcherChoice, choose_dispatcher
-from lightning_megatron.experts.grouped_mlp import GroupedMLP
-from lightning_megatron.experts.router import Router
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.routing.attached_loss import LossWeight
+from lightning_megatron.experts.routing.router import Router
+from lightning_megatron.experts.routing.statistics import RouterStatistics
 from lightning_megatron.experts.segments import Segment, SegmentList
 from lightning_megatron.experts.shared import SharedExpert
-from lightning_megatron.experts.statistics import RouterStatistics
+from lightning_megatron.experts.transport.choose_transport import DispatcherChoice, choose_dispatcher
+from lightning_megatron.experts.transport.dispatchers import Dispatched, Sent
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import Initializer

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import Border, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.kernel_choice import fused_kernels
+from lightning_megatron.layers.choose_kernels import fused_kernels
 
 
 def vocab_parallel_cross_entropy(

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.init import Initializer
-from lightning_megatron.layers.kernel_choice import fused_kernels
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.plan.shards import gated_ranges
 

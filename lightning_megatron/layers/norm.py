@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.layers.init import ONES, ZEROS, Initializer, sharded_parameter
-from lightning_megatron.layers.kernel_choice import fused_kernels
 from lightning_megatron.plan.shards import whole_range
 
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.kernel_choice import fused_kernels
+from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.rotary_frequencies import rotary_frequencies
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.absent import AbsentTensor, line_of_user, refuse
-from lightning_megatron.models.beside_blocks import called_twice
+from lightning_megatron.models.around_blocks import called_twice
 from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.models.step_plan import Made, StepPlan
 

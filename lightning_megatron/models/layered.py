@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.experts.dispatch import check_equal_counts
 from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.experts.transport.dispatchers import check_equal_counts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.recompute import Recompute

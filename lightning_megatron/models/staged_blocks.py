@@ -15,7 +15,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.sequence_shard import whole_of
 from lightning_megatron.models.absent import AbsentTensor, filled, line_of_user
-from lightning_megatron.models.beside_blocks import Elsewhere, HeldModule, LooseParameter, follow
+from lightning_megatron.models.around_blocks import Elsewhere, HeldModule, LooseParameter, follow
 from lightning_megatron.models.crossings import Crossings
 from lightning_megatron.models.forms import Form, flatten
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone, StepPlan

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.schedule import WarmupSchedule
+from lightning_megatron.models.learning_rate import WarmupSchedule
 from lightning_megatron.plan.settings import Count, Index, NotNegative, Positive, Probability, Range, settled_arguments
 
 #: Label of positions without a target token.

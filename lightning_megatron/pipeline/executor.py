@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.experts.attached_loss import LossWeight
+from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import PendingExchange, exchange
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone

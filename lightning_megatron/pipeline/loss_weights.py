@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.attached_loss import LossWeight
+from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.plan.transfers import Transfer
 
 

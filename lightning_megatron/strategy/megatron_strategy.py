@@ -15,15 +15,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.strategy import plain_checkpoint
-from lightning_megatron.strategy.callback_checks import check_callbacks, without_example
-from lightning_megatron.strategy.checkpoints import RunCheckpoints
-from lightning_megatron.strategy.dataloaders import needs_distributed_sampler
-from lightning_megatron.strategy.garbage import LongLived
+from lightning_megatron.strategy.checkpoints import plain_checkpoint
+from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
+from lightning_megatron.strategy.checkpoints.weight_averaging import (
+    average_mains,
+    average_models,
+    averaging_callback,
+)
+from lightning_megatron.strategy.checkpoints.weight_changes import only_steps_change_weights
+from lightning_megatron.strategy.checks.callback_checks import check_callbacks, without_example
 from lightning_megatron.strategy.model_strategy import ModelStrategy
-from lightning_megatron.strategy.options import StrategyOptions
-from lightning_megatron.strategy.parameter_data import seeing_data
-from lightning_megatron.strategy.private import (
+from lightning_megatron.strategy.optimization.parameter_data import seeing_data
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.strategy.private.lightning import (
     call_nothing_before_epoch_ends,
     find_last_checkpoint_by,
     inject_samplers_as_before,
@@ -31,14 +35,10 @@ from lightning_megatron.strategy.private import (
     publish_device_mesh,
     training_loader_states,
 )
-from lightning_megatron.strategy.private_callbacks import foresee_no_saves, foresee_saves, restore_finetuning
-from lightning_megatron.strategy.weight_averaging import (
-    average_mains,
-    average_models,
-    averaging_callback,
-)
-from lightning_megatron.strategy.weight_changes import only_steps_change_weights
-from lightning_megatron.swap.foreign_names import to_own_names
+from lightning_megatron.strategy.private.lightning_callbacks import foresee_no_saves, foresee_saves, restore_finetuning
+from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
+from lightning_megatron.strategy.process.garbage import LongLived
+from lightning_megatron.swap.hugging_face.state_dict import to_own_names
 
 
 class MegatronStrategy(ModelStrategy):

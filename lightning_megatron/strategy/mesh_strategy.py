@@ -22,18 +22,18 @@ from lightning_megatron.groups.nccl_options import NcclOptions
 from lightning_megatron.groups.notices import Notices
 from lightning_megatron.groups.sources import own_sources
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.strategy.buffers import BufferStrategy
-from lightning_megatron.strategy.dataloaders import seed_dataloader
-from lightning_megatron.strategy.failure import FailureWatch
-from lightning_megatron.strategy.hang_watch import HangWatch, place_of
-from lightning_megatron.strategy.joining import check_backend, join_processes
-from lightning_megatron.strategy.launcher import MegatronLauncher
-from lightning_megatron.strategy.mesh_communication import MeshCommunication
-from lightning_megatron.strategy.private import (
+from lightning_megatron.strategy.modules.buffers import BufferStrategy
+from lightning_megatron.strategy.private.lightning import (
     publish_device_mesh,
     reset_seed,
     utils_rank_zero_only,
 )
+from lightning_megatron.strategy.process.dataloaders import seed_dataloader
+from lightning_megatron.strategy.process.failure import FailureWatch
+from lightning_megatron.strategy.process.hang_watch import HangWatch, place_of
+from lightning_megatron.strategy.process.joining import check_backend, join_processes
+from lightning_megatron.strategy.process.launcher import MegatronLauncher
+from lightning_megatron.strategy.process.mesh_communication import MeshCommunication
 
 log = logging.getLogger(__name__)
 

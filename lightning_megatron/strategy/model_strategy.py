@@ -16,13 +16,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.experts.statistics import StepStatistics
+from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.strategy.buffers import SharedBuffers, check_synchronised_norms
-from lightning_megatron.strategy.callback_checks import saves_optimizers, take_callbacks_along
-from lightning_megatron.strategy.checks import (
+from lightning_megatron.strategy.checks.callback_checks import saves_optimizers, take_callbacks_along
+from lightning_megatron.strategy.checks.run_checks import (
     check_module,
     check_train_loaders,
     configuration_fields,
@@ -30,19 +29,19 @@ from lightning_megatron.strategy.checks import (
     digest_of,
     pipelined_module,
 )
-from lightning_megatron.strategy.empty_optimizers import allowing_empty_optimizers, check_trained_somewhere
-from lightning_megatron.strategy.experts import ExpertsOfRun, check_experts
-from lightning_megatron.strategy.feature_parts import naming_uncut_modules
-from lightning_megatron.strategy.feature_trial import FeatureTrials
-from lightning_megatron.strategy.finite_watch import checks_of
-from lightning_megatron.strategy.kept_state import KeptState
 from lightning_megatron.strategy.mesh_strategy import MeshStrategy
-from lightning_megatron.strategy.microbatch_check import MicrobatchTrials
-from lightning_megatron.strategy.modules import MetricGroups, find_models, rebind_mesh
-from lightning_megatron.strategy.options import StrategyOptions
-from lightning_megatron.strategy.parameter_readers import SEES_PARTS, gradient_reader, parameter_reader
-from lightning_megatron.strategy.precision import MegatronPrecision
-from lightning_megatron.strategy.private import (
+from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
+from lightning_megatron.strategy.modules.kept_state import KeptState
+from lightning_megatron.strategy.modules.rebind import MetricGroups, find_models, rebind_mesh
+from lightning_megatron.strategy.optimization.empty_optimizers import allowing_empty_optimizers, check_trained_somewhere
+from lightning_megatron.strategy.optimization.finite_watch import checks_of
+from lightning_megatron.strategy.optimization.mixtures import ExpertsOfRun, check_experts
+from lightning_megatron.strategy.optimization.parameter_readers import SEES_PARTS, gradient_reader, parameter_reader
+from lightning_megatron.strategy.optimization.precision import MegatronPrecision
+from lightning_megatron.strategy.optimization.training_state import TrainingState, division_of
+from lightning_megatron.strategy.options.sizes import check_hosts, check_sizes
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.strategy.private.lightning import (
     accumulates,
     call_after_backward_hooks,
     call_before_epoch_ends,
@@ -52,15 +51,16 @@ from lightning_megatron.strategy.private import (
     skips_backward,
     total_batch_index,
 )
-from lightning_megatron.strategy.private_callbacks import let_finetuning_know, record_module_names_again
-from lightning_megatron.strategy.raw_backward import surrounding_backward
-from lightning_megatron.strategy.scheduled_loop import Forget, install_scheduled_loop
-from lightning_megatron.strategy.signals import SignalAgreement
-from lightning_megatron.strategy.sizes import check_hosts, check_sizes
-from lightning_megatron.strategy.step import AroundBackward, StepRunner
-from lightning_megatron.strategy.training_state import TrainingState, division_of
+from lightning_megatron.strategy.private.lightning_callbacks import let_finetuning_know, record_module_names_again
+from lightning_megatron.strategy.process.signals import SignalAgreement
+from lightning_megatron.strategy.step.raw_backward import surrounding_backward
+from lightning_megatron.strategy.step.runner import AroundBackward, StepRunner
+from lightning_megatron.strategy.step.scheduled_loop import Forget, install_scheduled_loop
+from lightning_megatron.strategy.trials.feature_parts import naming_uncut_modules
+from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
+from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
 from lightning_megatron.swap import building_on_meta, parallelize
-from lightning_megatron.swap.own_plan import whole_parts
+from lightning_megatron.swap.decide.model_plan import whole_parts
 from lightning_megatron.training.ties import naming_copies_as_originals
 
 log = logging.getLogger(__name__)

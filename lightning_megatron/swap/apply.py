@@ -14,26 +14,26 @@ from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of, 
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.staged_blocks import StagedBlocks
-from lightning_megatron.swap.adapter import ReplacedModel
-from lightning_megatron.swap.agree import agree_on_values
-from lightning_megatron.swap.build import Site
-from lightning_megatron.swap.checks import check_nothing_is_lost
+from lightning_megatron.swap.blocks.build import Site
+from lightning_megatron.swap.blocks.rules import BlockRule, rule_for, source_names, swapped
+from lightning_megatron.swap.blocks.sequence import take_whole_inputs
+from lightning_megatron.swap.blocks.whole_model import NOTE, is_cut, is_foreign, sharded_model
+from lightning_megatron.swap.broadcast_values import agree_on_values
+from lightning_megatron.swap.decide.checks import check_nothing_is_lost
+from lightning_megatron.swap.decide.kinds import Place, choose_kinds, places_of
+from lightning_megatron.swap.decide.model_plan import OwnPlan, own_plan, whole_parts
+from lightning_megatron.swap.decide.model_stages import find_stages, prepare_call
+from lightning_megatron.swap.decide.record import SwapRecord
+from lightning_megatron.swap.decide.stages import Stages
 from lightning_megatron.swap.families import Family
-from lightning_megatron.swap.hugging_face import family_of_module, is_part, reason_to_keep, swapped_model
-from lightning_megatron.swap.own_code import is_pretrained
-from lightning_megatron.swap.own_plan import OwnPlan, is_hugging_face, own_plan, whole_parts
-from lightning_megatron.swap.own_stages import find_stages, prepare_call
-from lightning_megatron.swap.peft_model import keep_wrappers
-from lightning_megatron.swap.plan import Place, choose_kinds, places_of
-from lightning_megatron.swap.pretrained import give_values
-from lightning_megatron.swap.record import SwapRecord
-from lightning_megatron.swap.registry import BlockRule, rule_for, source_names, swapped
+from lightning_megatron.swap.hugging_face.own_code import is_hugging_face, is_pretrained
+from lightning_megatron.swap.hugging_face.peft_model import keep_wrappers
+from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
+from lightning_megatron.swap.hugging_face.save_pretrained import save_from_all_ranks
+from lightning_megatron.swap.pretrained.from_pretrained import give_values
+from lightning_megatron.swap.pretrained.replace import family_of_module, is_part, reason_to_keep, swapped_model
 from lightning_megatron.swap.rejoin import rejoin
-from lightning_megatron.swap.save_pretrained import save_from_all_ranks
-from lightning_megatron.swap.sequence import take_whole_inputs
-from lightning_megatron.swap.stages import Stages
 from lightning_megatron.swap.ties import NewHome, tie
-from lightning_megatron.swap.whole_model import NOTE, is_cut, is_foreign, sharded_model
 
 #: Layers below this number belong to models that number their own layers.
 _FIRST_LAYER = 1_000_000
@@ -74,7 +74,7 @@ def parallelize(
     so gradients outside them are complete and equal on all tensor-parallel ranks. Before the swap,
     every rank gets the values of the first rank. If an error is raised, nothing has been swapped.
 
-    :mod:`lightning_megatron.swap.plan` explains the kinds of the plan. Patterns (``fnmatch`` over
+    :mod:`lightning_megatron.swap.decide.kinds` explains the kinds of the plan. Patterns (``fnmatch`` over
     dotted names; ``*`` matches dots too) that come later in the plan override earlier ones. A GPT
     or Encoder built whole always becomes one on ``mesh``. With tp=1 nothing else is swapped, but
     the plan is checked. A module swapped earlier on a mesh of the same layout moves to the groups
@@ -82,7 +82,7 @@ def parallelize(
 
     With pp above 1, any other model keeps this rank's part of a list of its blocks. The modules
     before and after the list run on the first and the last stage alone: see
-    :func:`~lightning_megatron.swap.stages.plan_stages`.
+    :func:`~lightning_megatron.swap.decide.stages.plan_stages`.
 
     Args:
         module: Root module, whose children are replaced in place.

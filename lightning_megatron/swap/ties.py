@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.swap.stages import Stages
+from lightning_megatron.swap.decide.stages import Stages
 
 
 @dataclass(frozen=True)

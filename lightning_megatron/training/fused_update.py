@@ -15,7 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.layers.kernel_choice import choose_kernels
+from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.same_objects import same_objects
 

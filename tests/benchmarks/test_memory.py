@@ -10,7 +10,7 @@ from benchmarks.memory import CASES, table
 from benchmarks.train_shapes import SHAPES
 from lightning_megatron import GPTConfig, MegatronStrategy
 from lightning_megatron.plan import ParallelLayout
-from lightning_megatron.strategy.sizes import check_batch_size
+from lightning_megatron.strategy.options.sizes import check_batch_size
 
 
 @pytest.mark.parametrize("name", list(CASES))

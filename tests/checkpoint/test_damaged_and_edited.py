@@ -29,7 +29,7 @@ from lightning_megatron.checkpoint.header import Header, _sum_of
 from lightning_megatron.checkpoint.rewrite import rewrite
 from lightning_megatron.checkpoint.storage import FileRecord, LocalFolder
 from lightning_megatron.checkpoint.values import to_bytes
-from lightning_megatron.cli import OUR_ERRORS
+from lightning_megatron.cli.main import OUR_ERRORS
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.groups.mesh import ParallelMesh
 from tests.checkpoint.pieces import entry_of

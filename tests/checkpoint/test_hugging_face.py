@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.hugging_face import export_model, import_model
-from lightning_megatron.cli import main
+from lightning_megatron.cli.main import main
 from lightning_megatron.errors import CheckpointMismatchError
 from tests.swap import encoders, expert_models, families
 from tests.world import run_world

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.hugging_face import export_model
-from lightning_megatron.cli import main
+from lightning_megatron.cli.main import main
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from tests.world import run_world
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.choice import expert_capacity
-from lightning_megatron.experts.router import Router, Routing
+from lightning_megatron.experts.routing.router import Router, Routing
+from lightning_megatron.experts.routing.selection import expert_capacity
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import ExpertsConfig
 

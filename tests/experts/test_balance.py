@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.attached_loss import attach_loss
-from lightning_megatron.experts.balance import update_bias_
-from lightning_megatron.experts.router import Router
+from lightning_megatron.experts.routing.attached_loss import attach_loss
+from lightning_megatron.experts.routing.balance import update_bias_
+from lightning_megatron.experts.routing.router import Router
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.recompute import replayed
 from tests.experts.routed_by_hand import B, D, E, K, S, config_of, draw, gradients, losses_of, main_loss, router_of

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.experts import products
-from lightning_megatron.experts.grouped_linear import grouped_linear
-from lightning_megatron.experts.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.compute import backends
+from lightning_megatron.experts.compute.grouped_linear import grouped_linear
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, SlotRow, set_slot, slot_of
 from lightning_megatron.layers.init import initialize_
@@ -60,7 +60,7 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     found = Kernels()
-    monkeypatch.setattr(products, "_launch", found)
+    monkeypatch.setattr(backends, "_launch", found)
     return found
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.experts import dispatcher_choice, peer_transfer
-from lightning_megatron.experts.dispatch import AllToAllDispatcher, GatherDispatcher
-from lightning_megatron.experts.dispatcher_choice import choose_dispatcher
-from lightning_megatron.experts.grouped_mlp import GroupedMLP
-from lightning_megatron.experts.one_sided import OneSidedDispatcher
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.transport import choose_transport, peer_transfer
+from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
+from lightning_megatron.experts.transport.dispatchers import AllToAllDispatcher, GatherDispatcher
+from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
@@ -169,8 +169,8 @@ def test_gpus_put_tokens_where_they_can(
 ) -> None:
     single = ParallelMesh.single()
     mesh = replace(single, ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
-    monkeypatch.setattr(dispatcher_choice, "why_no_puts", lambda axis, device: why_not)
-    monkeypatch.setattr(dispatcher_choice, "transfer_over", lambda axis, each, device: None)
+    monkeypatch.setattr(choose_transport, "why_no_puts", lambda axis, device: why_not)
+    monkeypatch.setattr(choose_transport, "transfer_over", lambda axis, each, device: None)
     choice = choose_dispatcher(4, top_k, mesh, has_shared=has_shared)
     assert choice.transport == kind
     assert isinstance(choice.dispatcher, OneSidedDispatcher) == (kind == "one_sided")

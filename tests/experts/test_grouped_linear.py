@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_megatron.experts.grouped_linear import grouped_linear
-from lightning_megatron.experts.product_choice import Backend, choose_product
-from lightning_megatron.experts.products import stacked
+from lightning_megatron.experts.compute.backends import stacked
+from lightning_megatron.experts.compute.choose_backend import Backend, choose_product
+from lightning_megatron.experts.compute.grouped_linear import grouped_linear
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 
 ENDS = {

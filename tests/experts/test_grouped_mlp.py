@@ -12,10 +12,10 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.experts.dispatcher_choice import choose_dispatcher
-from lightning_megatron.experts.grouped_mlp import GroupedMLP
-from lightning_megatron.experts.permute import map_rows, permute, permute_probabilities, unpermute
-from lightning_megatron.experts.products import stacked
+from lightning_megatron.experts.compute.backends import stacked
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
+from lightning_megatron.experts.transport.permute import map_rows, permute, permute_probabilities, unpermute
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.init import initialize_

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.experts.grouped_linear import grouped_linear
-from lightning_megatron.experts.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.compute.grouped_linear import grouped_linear
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.experts import grouped_mlp, grouped_swiglu, product_choice, products
-from lightning_megatron.experts.grouped_linear import grouped_linear
-from lightning_megatron.experts.grouped_mlp import GroupedMLP
-from lightning_megatron.experts.product_choice import ProductChoice, choose_swiglu
+from lightning_megatron.experts.compute import backends, choose_backend, grouped_mlp, grouped_swiglu
+from lightning_megatron.experts.compute.choose_backend import ProductChoice, choose_swiglu
+from lightning_megatron.experts.compute.grouped_linear import grouped_linear
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
@@ -43,7 +43,7 @@ class Launches:
         self.kept.append(kept is not None)
         assert probabilities.dtype == torch.float32
         inner = rows.new_zeros((rows.shape[0], stack.shape[1])) if kept is None else kept.zero_()
-        self._kernels(products.Pass.FORWARD, inner, rows, stack, ends)
+        self._kernels(backends.Pass.FORWARD, inner, rows, stack, ends)
         result.copy_(swiglu(inner, probabilities))
 
 
@@ -70,8 +70,8 @@ def apply_weighted_swiglu(gate_up: Tensor, probabilities: Tensor, ends: Tensor, 
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     kernels = Kernels()
     found = Launches(kernels)
-    monkeypatch.setattr(products, "_launch", kernels)
-    monkeypatch.setattr(products, "_launch_swiglu", found)
+    monkeypatch.setattr(backends, "_launch", kernels)
+    monkeypatch.setattr(backends, "_launch_swiglu", found)
     module = SimpleNamespace(apply_weighted_swiglu=apply_weighted_swiglu)
     monkeypatch.setattr(grouped_swiglu, "fused_kernels", lambda rows: module)
     return found
@@ -80,7 +80,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 @pytest.fixture
 def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pretend that the bundled kernels are there."""
-    monkeypatch.setattr(product_choice, "choose_product", lambda *kind: ProductChoice("bundled", "they are there"))
+    monkeypatch.setattr(choose_backend, "choose_product", lambda *kind: ProductChoice("bundled", "they are there"))
     choose_swiglu.cache_clear()
     yield
     choose_swiglu.cache_clear()
@@ -146,7 +146,7 @@ def test_without_the_kernels_it_is_two_launches_or_refused() -> None:
 
 @pytest.mark.usefixtures("bundled")
 def test_the_choice_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger=product_choice.__name__):
+    with caplog.at_level("INFO", logger=choose_backend.__name__):
         assert choose_swiglu(GPU, BF16, 32, 2048, 1536).is_fused
         assert choose_swiglu(GPU, BF16, 32, 2048, 1536).is_fused
         assert not choose_swiglu(GPU, BF16, 32, 4096, 1024).is_fused

@@ -13,10 +13,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from lightning_megatron.experts.attached_loss import attach_loss
-from lightning_megatron.experts.balance import add_over_tokens_
-from lightning_megatron.experts.choice import balanced_experts
-from lightning_megatron.experts.router import Router
+from lightning_megatron.experts.routing.attached_loss import attach_loss
+from lightning_megatron.experts.routing.balance import add_over_tokens_
+from lightning_megatron.experts.routing.router import Router
+from lightning_megatron.experts.routing.selection import balanced_experts
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of

@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.balance import add_over_tokens_
-from lightning_megatron.experts.statistics import RouterStatistics, StepStatistics, clear_statistics_, step_statistics
+from lightning_megatron.experts.routing.balance import add_over_tokens_
+from lightning_megatron.experts.routing.statistics import (
+    RouterStatistics,
+    StepStatistics,
+    clear_statistics_,
+    step_statistics,
+)
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.routed_by_hand import LOSSES, SETTINGS, B, D, E, S, config_of, draw, route_by_hand, router_of

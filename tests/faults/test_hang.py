@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.groups.journal import Call, Journal
-from lightning_megatron.strategy.positions import Position, hang_report, is_ahead, missing_ranks
+from lightning_megatron.strategy.process.positions import Position, hang_report, is_ahead, missing_ranks
 from tests.faults.run_hang import TIMEOUT
 
 ROOT = Path(__file__).parents[2]

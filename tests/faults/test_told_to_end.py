@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint import load_metadata
-from lightning_megatron.strategy.dataloaders import survive_one_sigterm
-from lightning_megatron.strategy.signals import CHECKPOINT_NAME, EXIT_CODE, SignalAgreement
+from lightning_megatron.strategy.process.dataloaders import survive_one_sigterm
+from lightning_megatron.strategy.process.signals import CHECKPOINT_NAME, EXIT_CODE, SignalAgreement
 from tests.strategy.tiny import TinyLM, Words, loader
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.dispatcher_choice import choose_dispatcher
-from lightning_megatron.experts.exact_linear import exact_linear
-from lightning_megatron.experts.grouped_mlp import GroupedMLP
-from lightning_megatron.experts.router import Router
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.routing.exact_linear import exact_linear
+from lightning_megatron.experts.routing.router import Router
+from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers import kernel_choice
+from lightning_megatron.layers import choose_kernels
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 
@@ -101,7 +101,7 @@ def test_a_mixture_agrees_with_that_on_the_operators_of_torch(name: str, monkeyp
     hidden = Draw(DEVICE, torch.bfloat16)(LENGTH, BATCH, SIZE)
     fused, again = mixture(config, hidden), mixture(config, hidden)
     assert all(torch.equal(one, other) for one, other in zip(fused, again, strict=True)), "other bits the second time"
-    monkeypatch.setattr(kernel_choice, "is_served", lambda tensor: False)
+    monkeypatch.setattr(choose_kernels, "is_served", lambda tensor: False)
     for number, (one, other) in enumerate(zip(fused, mixture(config, hidden), strict=True)):
         distance = float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-12))
         assert distance < 2e-2, f"{number}: {distance} from torch's operators"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.extension import default_cache, find_library, read_sources
-from lightning_megatron.extension.load import load_library, why_not_runnable
+from lightning_megatron.kernels.cuda import default_cache, find_library, read_sources
+from lightning_megatron.kernels.cuda.load import load_library, why_not_runnable
 from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, pass_of, workspace_bytes
 from tests.gpu.grouped import TAIL, UNTOUCHED, draw
 

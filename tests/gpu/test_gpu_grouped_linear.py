@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.experts.grouped_linear import grouped_linear
-from lightning_megatron.experts.grouped_mlp import GroupedMLP
-from lightning_megatron.experts.product_choice import Backend, choose_product
-from lightning_megatron.experts.products import Bundled, stacked
-from lightning_megatron.experts.products import _launch as launch
+from lightning_megatron.experts.compute.backends import Bundled, stacked
+from lightning_megatron.experts.compute.backends import _launch as launch
+from lightning_megatron.experts.compute.choose_backend import Backend, choose_product
+from lightning_megatron.experts.compute.grouped_linear import grouped_linear
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_

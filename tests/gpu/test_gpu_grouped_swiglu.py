@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.experts import grouped_mlp
-from lightning_megatron.experts.grouped_linear import grouped_linear
-from lightning_megatron.experts.grouped_mlp import GroupedMLP, weighted_activation
-from lightning_megatron.experts.grouped_swiglu import grouped_swiglu, is_one_launch
-from lightning_megatron.experts.product_choice import choose_swiglu
-from lightning_megatron.experts.products import Bundled
+from lightning_megatron.experts.compute import grouped_mlp
+from lightning_megatron.experts.compute.backends import Bundled
+from lightning_megatron.experts.compute.choose_backend import choose_swiglu
+from lightning_megatron.experts.compute.grouped_linear import grouped_linear
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP, weighted_activation
+from lightning_megatron.experts.compute.grouped_swiglu import grouped_swiglu, is_one_launch
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_

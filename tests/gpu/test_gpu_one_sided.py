@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.dispatch import Dispatcher
-from lightning_megatron.experts.dispatcher_choice import choose_dispatcher
-from lightning_megatron.experts.grouped_mlp import GroupedMLP
-from lightning_megatron.experts.one_sided import OneSidedDispatcher
+from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
+from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
+from lightning_megatron.experts.transport.dispatchers import Dispatcher
+from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_megatron.experts.peer_transfer import Collectives
+from lightning_megatron.experts.transport.peer_transfer import Collectives
 from lightning_megatron.groups import peer_memory
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.peer_memory import PeerMemory

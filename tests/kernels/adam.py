@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.kernels import AdamKernel
+from lightning_megatron.kernels.triton import AdamKernel
 
 HALF_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 

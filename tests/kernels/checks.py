@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_megatron import kernels
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers import kernel_choice
+from lightning_megatron.layers import choose_kernels
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.rotary import apply_rotary, rotary_tables
 
@@ -228,8 +228,8 @@ def serve(tensor: Tensor) -> bool:
 
 def use_kernels_everywhere() -> None:
     """Let layers use the kernels for all tensors of this process."""
-    kernel_choice.is_served = serve
-    kernel_choice.choose_kernels = lambda device: kernel_choice.KernelChoice(kernels, "a test")
+    choose_kernels.is_served = serve
+    choose_kernels.choose_kernels = lambda device: choose_kernels.KernelChoice(kernels, "a test")
 
 
 CHECKS: dict[str, Callable[[Draw, Sizes], None]] = {

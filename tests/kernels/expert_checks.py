@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron import kernels
-from lightning_megatron.experts.balance import num_choices_of_sequences
-from lightning_megatron.experts.permute import RowMap, sort_by_expert
-from lightning_megatron.experts.router import Routing
-from lightning_megatron.experts.router_losses import RouterLosses
-from lightning_megatron.experts.scores import Scored, score_tokens, weigh_choices
-from lightning_megatron.experts.statistics import RouterStatistics
+from lightning_megatron.experts.routing.balance import num_choices_of_sequences
+from lightning_megatron.experts.routing.router import Routing
+from lightning_megatron.experts.routing.router_losses import RouterLosses
+from lightning_megatron.experts.routing.scores import Scored, score_tokens, weigh_choices
+from lightning_megatron.experts.routing.statistics import RouterStatistics
+from lightning_megatron.experts.transport.permute import RowMap, sort_by_expert
 from lightning_megatron.plan.experts import BEST_OF_GROUP, ExpertsConfig
 from lightning_megatron.plan.routing_sums import RoutingSum
 from tests.kernels.checks import Draw, check_rounded, leaf, wide

@@ -13,7 +13,7 @@ import torch
 from triton.runtime import interpreter
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.kernels import norm
+from lightning_megatron.kernels.triton import norm
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.kernels.checks import CHECKS, ROUNDOFF, SMALL, Draw, use_kernels_everywhere
 from tests.kernels.models import KINDS, compare_model

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_megatron.kernels import adamw
+from lightning_megatron.kernels.triton import adamw
 from tests.kernels.adam import CASES, check_case, check_narrow_moments, check_narrow_steps, check_new_addresses
 from tests.kernels.program import report_checks
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_megatron.kernels import (
-    choice_sort,
+from lightning_megatron.kernels.triton import (
+    expert_sort,
     peer_rows,
     route,
     route_settings,
@@ -25,7 +25,7 @@ from tests.kernels.expert_checks import CHECKS, FEW, ONLY_FLOAT32
 from tests.kernels.program import report_checks
 
 # Small blocks and few programs, so that each has several of everything.
-choice_sort._BLOCK, choice_sort._EXPERTS, choice_sort._ROWS = 32, 2, 2
+expert_sort._BLOCK, expert_sort._EXPERTS, expert_sort._ROWS = 32, 2, 2
 route_settings._TILE = 64
 route._PROGRAMS, route._ROWS, route._COLUMNS = 3, 2, 4
 token_rows._BLOCK = two_halves._BLOCK = peer_rows._BLOCK = 16

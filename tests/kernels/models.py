@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers import kernel_choice
+from lightning_megatron.layers import choose_kernels
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 
@@ -34,12 +34,12 @@ KINDS: dict[str, GPTConfig] = {
 @contextmanager
 def eager() -> Iterator[None]:
     """Run layers on the operators of torch, also in the backward pass of this block."""
-    kept = kernel_choice.is_served
-    kernel_choice.is_served = lambda tensor: False
+    kept = choose_kernels.is_served
+    choose_kernels.is_served = lambda tensor: False
     try:
         yield
     finally:
-        kernel_choice.is_served = kept
+        choose_kernels.is_served = kept
 
 
 @contextmanager

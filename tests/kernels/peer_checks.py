@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import kernels
-from lightning_megatron.experts.permute import sort_by_expert
+from lightning_megatron.experts.transport.permute import sort_by_expert
 from lightning_megatron.plan.token_slots import TokenSlots
 from tests.kernels.checks import Draw
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.causal_lm import CausalLM
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.schedule import WarmupSchedule
+from lightning_megatron.models.learning_rate import WarmupSchedule
 
 CONFIG = GPTConfig.gpt2(vocab_size=20, max_seq_length=8, num_layers=1, hidden_size=16, num_heads=2, hidden_dropout=0.1)
 

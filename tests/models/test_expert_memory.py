@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.dispatch import (
+from lightning_megatron.experts.transport.choose_transport import choose_dispatcher
+from lightning_megatron.experts.transport.dispatchers import (
     AllToAllDispatcher,
     GatherDispatcher,
     LocalDispatcher,
 )
-from lightning_megatron.experts.dispatcher_choice import choose_dispatcher
-from lightning_megatron.experts.one_sided import OneSidedDispatcher
+from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of

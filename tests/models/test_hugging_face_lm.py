@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron import HuggingFaceCausalLM, MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, ParallelPlanError, UnsupportedError
-from lightning_megatron.swap.language_model import HuggingFaceLM
+from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")

@@ -23,7 +23,7 @@ from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.settings import Count, Positive, describe, settled, settled_arguments, shown
-from lightning_megatron.strategy.options import StrategyOptions
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
 EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 16}
 SCALING = {"kind": "yarn", "original_length": 8}

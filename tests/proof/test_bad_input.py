@@ -26,7 +26,7 @@ from lightning_megatron import (
 )
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.data.tokenizer import ByteTokenizer
-from lightning_megatron.strategy.sizes import check_last_batch
+from lightning_megatron.strategy.options.sizes import check_last_batch
 from tests.world import run_world
 
 SIZES = {"vocab_size": 257, "max_seq_length": 16, "num_layers": 2, "hidden_size": 36, "num_heads": 6}

@@ -11,7 +11,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 
 from lightning_megatron.checkpoint.hugging_face import import_model
-from lightning_megatron.cli import main
+from lightning_megatron.cli.main import main
 from tests.proof.fine_tuning import FineTune, InOrder, V, trainer_of
 from tests.world import run_world
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 
-from lightning_megatron.swap.adapter import ReplacedModel
+from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from tests.proof.fine_tuning import BUILDERS, LABELS, FineTune, InOrder, V, trainer_of
 from tests.world import run_world
 

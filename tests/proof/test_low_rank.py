@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron.checkpoint.consolidate import consolidate
-from lightning_megatron.cli import main
+from lightning_megatron.cli.main import main
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.swap.adapter import ReplacedModel
+from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from tests.proof.fine_tuning import FineTune, InOrder, V, trainer_of
 from tests.swap.encoders import encoder_of
 from tests.world import run_world

@@ -19,7 +19,7 @@ from lightning_megatron import UnsupportedError
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
 from lightning_megatron.pipeline.step_plans import Trial
-from lightning_megatron.strategy.checks import pipelined_module
+from lightning_megatron.strategy.checks.run_checks import pipelined_module
 from lightning_megatron.swap import parallelize
 from tests.proof.fine_tuning import trainer_of
 from tests.proof.test_calls import Texts, V

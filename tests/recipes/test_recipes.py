@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_megatron.cli import main
+from lightning_megatron.cli.main import main
 from lightning_megatron.data.speeches import load_speeches, write_documents
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import MissingExtraError

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 
 from lightning_megatron import CausalLM, GPTConfig, ParallelPlanError, TokenDataModule, UnsupportedError
-from lightning_megatron.cli import main
+from lightning_megatron.cli.main import main
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.models.token_module import TokenModule
 from lightning_megatron.training.loss_scale import DynamicLossScale

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import MegatronStrategy, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.strategy.buffers import SharedBuffers, check_synchronised_norms
+from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
 from tests.world import run_world
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, verify_checkpoint
 from lightning_megatron.checkpoint.save import Save
 from lightning_megatron.errors import CheckpointMismatchError, CheckpointSaveError, CorruptDataError, UnsupportedError
-from lightning_megatron.strategy.weight_changes import only_steps_change_weights
+from lightning_megatron.strategy.checkpoints.weight_changes import only_steps_change_weights
 from tests.proof.training import Tokens
 from tests.strategy.checkpoint_runs import Trained, trainer_of
 

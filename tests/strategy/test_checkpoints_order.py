@@ -13,8 +13,8 @@ from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.stages import split_layers
-from lightning_megatron.strategy.name_order import merge_orders, named_numbers, order_groups
-from lightning_megatron.strategy.random_states import random_states, restore_random_states
+from lightning_megatron.strategy.checkpoints.name_order import merge_orders, named_numbers, order_groups
+from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 
 
 def _whole_and_stages(pp: int, vpp: int) -> tuple[list[str], list[list[str]]]:

@@ -14,11 +14,11 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron import ExpertLoad, MegatronStrategy, UnsupportedError
 from lightning_megatron.errors import MissingExtraError
-from lightning_megatron.experts.statistics import StepStatistics
+from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.strategy import expert_load
-from lightning_megatron.strategy.expert_load import draw_load, gather_layers, names_of
+from lightning_megatron.strategy.callbacks import expert_load
+from lightning_megatron.strategy.callbacks.expert_load import draw_load, gather_layers, names_of
 from tests.strategy.tiny import TinyLM, loader
 from tests.world import run_world
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.strategy.children import Children
-from lightning_megatron.strategy.failure import FailureWatch
-from lightning_megatron.strategy.job_folder import JobFolder
-from lightning_megatron.strategy.parent_watch import LAUNCHER, launcher_is_gone, launcher_mark
-from lightning_megatron.strategy.positions import birth_of
+from lightning_megatron.strategy.process.children import Children
+from lightning_megatron.strategy.process.failure import FailureWatch
+from lightning_megatron.strategy.process.job_folder import JobFolder
+from lightning_megatron.strategy.process.parent_watch import LAUNCHER, launcher_is_gone, launcher_mark
+from lightning_megatron.strategy.process.positions import birth_of
 from tests.strategy.scripts import ROOT, run_script
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_megatron import MegatronStrategy, NonFiniteError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.finite_watch import Finding, FiniteWatch, checks_of, describe
-from lightning_megatron.strategy.private import LRSearch
+from lightning_megatron.strategy.optimization.finite_watch import Finding, FiniteWatch, checks_of, describe
+from lightning_megatron.strategy.private.lightning import LRSearch
 from tests.strategy.tiny import TinyLM, loader
 from tests.world import run_world
 

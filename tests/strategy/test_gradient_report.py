@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_megatron.errors import NonFiniteGradientError
-from lightning_megatron.strategy.gradient_report import describe_nonfinite
+from lightning_megatron.strategy.optimization.gradient_report import describe_nonfinite
 
 
 def test_parameter_rank_step_and_kind_are_named() -> None:

@@ -11,8 +11,8 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.log_record import Recorder
-from lightning_megatron.strategy.log_replay import LogReplay
+from lightning_megatron.strategy.logs.log_record import Recorder
+from lightning_megatron.strategy.logs.log_replay import LogReplay
 
 
 class Module(nn.Module):

@@ -10,8 +10,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron.errors import MissingExtraError
-from lightning_megatron.strategy import loss_curve
-from lightning_megatron.strategy.loss_curve import LossCurve, read_curve
+from lightning_megatron.strategy.callbacks import loss_curve
+from lightning_megatron.strategy.callbacks.loss_curve import LossCurve, read_curve
 from tests.cli_modules import Line, Points
 
 

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from lightning_megatron import GPTConfig, MegatronStrategy, UnsupportedError
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.strategy.memory_report import MemoryReport, StageReport, merge_ranks, state_copies, tokens_shape
+from lightning_megatron.strategy.callbacks.memory_report import (
+    MemoryReport,
+    StageReport,
+    merge_ranks,
+    state_copies,
+    tokens_shape,
+)
 from tests.strategy.tiny import TinyLM, loader
 from tests.world import run_world
 

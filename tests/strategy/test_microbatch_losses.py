@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.strategy.microbatch_losses import MicrobatchLosses, unit_of
+from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, unit_of
 
 NAN = float("nan")
 

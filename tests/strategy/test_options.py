@@ -20,7 +20,7 @@ from lightning_megatron import (
     UnsupportedError,
 )
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.strategy.sizes import check_hosts
+from lightning_megatron.strategy.options.sizes import check_hosts
 
 
 def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:

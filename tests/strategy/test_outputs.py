@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.strategy.outputs import loss_in, merge_outputs, token_count_in, token_counts_in, weighted_mean
+from lightning_megatron.strategy.logs.merge import (
+    loss_in,
+    merge_outputs,
+    token_count_in,
+    token_counts_in,
+    weighted_mean,
+)
 
 
 def test_scalars_are_averaged_over_samples() -> None:

@@ -8,7 +8,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_megatron.strategy.parameter_readers import gradient_reader
+from lightning_megatron.strategy.optimization.parameter_readers import gradient_reader
 
 
 class Counts(L.Callback):

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 
-from lightning_megatron.strategy import private
+from lightning_megatron.strategy.private import lightning as private
 
 ROOM = Path(private.__file__).parent
 

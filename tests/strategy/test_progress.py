@@ -12,7 +12,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.strategy.progress import TokenRate, TokensProgressBar, count_replicas, count_steps, count_tokens
+from lightning_megatron.strategy.callbacks.progress import (
+    TokenRate,
+    TokensProgressBar,
+    count_replicas,
+    count_steps,
+)
+from lightning_megatron.strategy.logs.token_count import count_tokens
 from tests.cli_modules import Line, Points
 
 TOKENS = torch.zeros(3, 5, dtype=torch.long)

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.groups.random import RandomStreams
-from lightning_megatron.strategy.checkpoints import RunCheckpoints
-from lightning_megatron.strategy.random_states import random_states, restore_random_states
-from lightning_megatron.strategy.rank_state_checks import check_rank_state, naming_damaged_states
+from lightning_megatron.strategy.checkpoints.rank_state_checks import check_rank_state, naming_damaged_states
+from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
+from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 from tests.strategy.test_user_code import Net, fit
 
 CPU = torch.device("cpu")

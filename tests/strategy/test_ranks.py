@@ -11,8 +11,8 @@ from lightning import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.strategy.launcher import MegatronLauncher
-from lightning_megatron.strategy.parent_watch import LAUNCHER
+from lightning_megatron.strategy.process.launcher import MegatronLauncher
+from lightning_megatron.strategy.process.parent_watch import LAUNCHER
 
 
 def strategy_of(devices: int, num_nodes: int = 1, **sizes: Any) -> MegatronStrategy:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lightning_megatron import GPT, GPTConfig, UnsupportedError
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.strategy.weight_reads import WeightReads
+from lightning_megatron.strategy.step.weight_reads import WeightReads
 from tests.oracles import assert_equal
 from tests.strategy.replica_runs import Outcome, Predict, Regress, V, run
 from tests.swap.parts import mesh_of

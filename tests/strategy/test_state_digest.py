@@ -17,9 +17,9 @@ from torchmetrics import MeanMetric
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.kept_state import KeptState
-from lightning_megatron.strategy.parcel import pack, unpack
-from lightning_megatron.strategy.state_digest import digest, num_kept
+from lightning_megatron.strategy.modules.kept_state import KeptState
+from lightning_megatron.strategy.modules.parcel import pack, unpack
+from lightning_megatron.strategy.modules.state_digest import digest, num_kept
 from tests.strategy.tiny import TinyLM
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy, UnsupportedError
 from lightning_megatron.checkpoint.load import read_full
-from lightning_megatron.strategy.precision import MegatronPrecision
+from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from tests.world import run_world
 
 Act = Callable[[LightningModule], None]

@@ -14,10 +14,10 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap.adapter import ReplacedModel
 from lightning_megatron.swap.families import Family
-from lightning_megatron.swap.hugging_face import swapped_model
-from lightning_megatron.swap.load import reader_of
+from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
+from lightning_megatron.swap.pretrained.replace import swapped_model
+from lightning_megatron.swap.weights.load import reader_of
 from tests.oracles import assert_equal
 
 

@@ -13,7 +13,13 @@ from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.swap import parallelize
-from lightning_megatron.swap.class_tensors import ClassTensors, class_name_in, class_states, in_class_order, own_state
+from lightning_megatron.swap.hugging_face.class_tensors import (
+    ClassTensors,
+    class_name_in,
+    class_states,
+    in_class_order,
+    own_state,
+)
 from tests.swap import encoders, expert_models, families
 
 TWINS: dict[str, Any] = dict.fromkeys(families.CASES, families.twin_of)

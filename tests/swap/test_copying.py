@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.swap import copying
-from lightning_megatron.swap.copying import Copy, copies_of, copy_all, in_turns
-from lightning_megatron.swap.mapping import TensorMap, TensorsInMemory
+from lightning_megatron.swap.tensors.mapping import TensorMap, TensorsInMemory
+from lightning_megatron.swap.weights import copying
+from lightning_megatron.swap.weights.copying import Copy, copies_of, copy_all, in_turns
 from tests.swap.test_mapping import full_of, maps, values_of
 
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.cli import OUR_ERRORS
+from lightning_megatron.cli.main import OUR_ERRORS
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
-from lightning_megatron.swap.safetensors_folder import INDEX, WEIGHTS, SafetensorsFolder
+from lightning_megatron.swap.weights.safetensors_folder import INDEX, WEIGHTS, SafetensorsFolder
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 

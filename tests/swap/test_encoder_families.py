@@ -15,13 +15,13 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.swap import parallelize
-from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
-from lightning_megatron.swap.export import export_folder, foreign_tensors
 from lightning_megatron.swap.families import Family, family_of
-from lightning_megatron.swap.hugging_face import swapped_model
-from lightning_megatron.swap.load import load_from
-from lightning_megatron.swap.pretrained import building_on_meta
-from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.hugging_face.encoder_model import HuggingFaceEncoder
+from lightning_megatron.swap.pretrained.from_pretrained import building_on_meta
+from lightning_megatron.swap.pretrained.replace import swapped_model
+from lightning_megatron.swap.weights.export import export_folder, foreign_tensors
+from lightning_megatron.swap.weights.load import load_from
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.swap.encoders import CASES, V, encoder_of, transformers
 from tests.swap.parts import mesh_of, replaced
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
-from lightning_megatron.swap.encoder_model import HuggingFaceEncoder
+from lightning_megatron.swap.hugging_face.encoder_model import HuggingFaceEncoder
 from tests.oracles import assert_equal, assert_same_gradients
 from tests.swap.encoders import CASES, PADDING, V, encoder_of
 from tests.swap.parts import expected_gradients

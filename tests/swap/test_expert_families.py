@@ -19,18 +19,18 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.swap.apply import parallelize
-from lightning_megatron.swap.class_tensors import ClassTensors
-from lightning_megatron.swap.export import export_folder, foreign_tensors
 from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.families.expert_names import ExpertNames
 from lightning_megatron.swap.families.fields import IRRELEVANT
 from lightning_megatron.swap.families.llama import LLAMA_NAMES
-from lightning_megatron.swap.foreign_names import to_foreign_names, to_own_names
-from lightning_megatron.swap.load import full_tensors, load_from, reader_of
-from lightning_megatron.swap.mapping import Slices, TensorsInMemory
-from lightning_megatron.swap.packed import Packed, pack
-from lightning_megatron.swap.pretrained import building_on_meta
-from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors
+from lightning_megatron.swap.hugging_face.state_dict import to_foreign_names, to_own_names
+from lightning_megatron.swap.pretrained.from_pretrained import building_on_meta
+from lightning_megatron.swap.tensors.mapping import Slices, TensorsInMemory
+from lightning_megatron.swap.tensors.packed import Packed, pack
+from lightning_megatron.swap.weights.export import export_folder, foreign_tensors
+from lightning_megatron.swap.weights.load import full_tensors, load_from, reader_of
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.swap.expert_models import CASES, WHOLE, config_of, twin_of
 from tests.swap.families import transformers
 

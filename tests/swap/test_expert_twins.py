@@ -22,9 +22,9 @@ from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
 from lightning_megatron.swap.families import family_of
-from lightning_megatron.swap.language_model import HuggingFaceLM
-from lightning_megatron.swap.load import full_tensors, load_from
-from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
+from lightning_megatron.swap.weights.load import full_tensors, load_from
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.oracles import assert_equal, float32_as_float64
 from tests.swap.expert_models import CASES, WHOLE, config_of, exact_twin_of
 from tests.swap.families import V

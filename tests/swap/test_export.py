@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.swap import export
-from lightning_megatron.swap.export import export_folder
 from lightning_megatron.swap.families import family_of
-from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.weights import export
+from lightning_megatron.swap.weights.export import export_folder
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 

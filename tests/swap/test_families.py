@@ -11,10 +11,10 @@ from torch import nn
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.swap.export import export_folder, foreign_tensors
 from lightning_megatron.swap.families import Family, family_of, find_family
-from lightning_megatron.swap.load import load_from
-from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.weights.export import export_folder, foreign_tensors
+from lightning_megatron.swap.weights.load import load_from
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.swap.families import CASES, transformers, twin_of
 from tests.swap.parts import full_tensors, mesh_of, part_on_meta
 

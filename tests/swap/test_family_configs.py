@@ -17,7 +17,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.swap.families import families, family_of
 from lightning_megatron.swap.families.fields import IRRELEVANT, ConfigTable
-from lightning_megatron.swap.load import load_from
+from lightning_megatron.swap.weights.load import load_from
 from tests.swap.families import CASES, config_of, transformers
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}

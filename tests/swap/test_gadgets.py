@@ -13,12 +13,13 @@ import numpy
 import pytest
 import torch
 
-from lightning_megatron import cli_checkpoint, cli_convert
 from lightning_megatron.checkpoint.hugging_face import import_model
 from lightning_megatron.checkpoint.plain_file import read_file
-from lightning_megatron.cli import OUR_ERRORS
+from lightning_megatron.cli import checkpoint as cli_checkpoint
+from lightning_megatron.cli import convert as cli_convert
+from lightning_megatron.cli.main import OUR_ERRORS
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
-from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.swap.families import config_of, transformers
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint.hugging_face import import_model
-from lightning_megatron.cli import OUR_ERRORS
+from lightning_megatron.cli.main import OUR_ERRORS
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig

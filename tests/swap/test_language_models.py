@@ -16,7 +16,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import building_on_meta, parallelize
-from lightning_megatron.swap.language_model import HuggingFaceLM, span_of
+from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM, span_of
 from tests.oracles import assert_equal, assert_same_gradients
 from tests.swap.families import CASES, V, twin_of
 from tests.swap.parts import check_call, expected_gradients

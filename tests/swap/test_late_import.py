@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.swap.late_import import when_imported
+from lightning_megatron.swap.pretrained.late_import import when_imported
 
 NAME = "a_module_of_this_test"
 

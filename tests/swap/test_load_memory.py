@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.swap.copying import _NUM_AT_ONCE, PIECE_BYTES
 from lightning_megatron.swap.families import family_of
+from lightning_megatron.swap.weights.copying import _NUM_AT_ONCE, PIECE_BYTES
 
 CONFIG = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8}
 CONFIG |= {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096}
@@ -27,8 +27,8 @@ import json, sys
 from pathlib import Path
 import torch
 from lightning_megatron.swap.families import family_of
-from lightning_megatron.swap.load import load_from
-from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.weights.load import load_from
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.swap.parts import expert_mesh_of, mesh_of, part_on_meta
 
 def memory(kind):

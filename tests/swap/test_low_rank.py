@@ -16,8 +16,8 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import building_on_meta, parallelize
-from lightning_megatron.swap.adapter import ReplacedModel
-from lightning_megatron.swap.mapping import TensorsInMemory
+from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
+from lightning_megatron.swap.tensors.mapping import TensorsInMemory
 from tests.oracles import assert_equal, gather_full
 from tests.swap.encoders import CASES as ENCODERS
 from tests.swap.families import CASES as DECODERS

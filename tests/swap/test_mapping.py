@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.shard_spec import FlatSlice, ShardSpec
 from lightning_megatron.plan.shards import ShardRange, attention_ranges, gated_ranges
-from lightning_megatron.swap.mapping import Slices, Source, TensorMap, TensorsInMemory
+from lightning_megatron.swap.tensors.mapping import Slices, Source, TensorMap, TensorsInMemory
 
 
 class CountingReader(TensorsInMemory):

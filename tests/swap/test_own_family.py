@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.swap.export import export_folder
 from lightning_megatron.swap.families import family_of, find_family
-from lightning_megatron.swap.load import load_from
-from lightning_megatron.swap.safetensors_folder import SafetensorsFolder
+from lightning_megatron.swap.weights.export import export_folder
+from lightning_megatron.swap.weights.load import load_from
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.swap.parts import full_tensors
 from tests.swap.starcoder2 import STARCODER2
 

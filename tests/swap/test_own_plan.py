@@ -13,7 +13,7 @@ from lightning_megatron import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import SwapRecord, parallelize
-from lightning_megatron.swap.own_plan import own_plan
+from lightning_megatron.swap.decide.model_plan import own_plan
 from tests.oracles import assert_equal, full_gradients
 from tests.swap.parts import mesh_of
 from tests.world import run_world

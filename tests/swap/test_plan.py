@@ -16,8 +16,8 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
-from lightning_megatron.swap.build import Site
-from lightning_megatron.swap.registry import BlockRule, TensorRule, rule_for, swapped
+from lightning_megatron.swap.blocks.build import Site
+from lightning_megatron.swap.blocks.rules import BlockRule, TensorRule, rule_for, swapped
 from tests.swap.cases import CLASSIFIER_PLAN, MLP_PLAN, Attending, Classifier, TiedDecoder, mlp
 
 

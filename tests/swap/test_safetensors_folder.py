@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
-from lightning_megatron.swap.safetensors_folder import DTYPES, SafetensorsFolder
+from lightning_megatron.swap.weights.safetensors_folder import DTYPES, SafetensorsFolder
 
 safetensors = pytest.importorskip("safetensors")
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.strategy.precision import MegatronPrecision
+from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.training.loss_scale import DynamicLossScale
 from tests.strategy.tiny import TinyLM, loader
 

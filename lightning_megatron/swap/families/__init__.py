@@ -1,6 +1,6 @@
 """Families of Hugging Face models: their configurations and tensors as GPT or Encoder ones."""
 
-from lightning_megatron.swap.families.encoder import EncoderNames as EncoderNames
+from lightning_megatron.swap.families.bert import EncoderNames as EncoderNames
 from lightning_megatron.swap.families.family import Family as Family
 from lightning_megatron.swap.families.family import ModelConfig as ModelConfig
 from lightning_megatron.swap.families.family import Names as Names

@@ -8,7 +8,7 @@ import torch
 
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.swap.mapping import Source, TensorMap
+from lightning_megatron.swap.tensors.mapping import Source, TensorMap
 
 #: Field of a configuration for settings of a training that Hugging Face has no fields for.
 SETTINGS = "expert_settings"

@@ -23,7 +23,7 @@ from lightning_megatron.swap.families.llama_fields import (
     window,
 )
 from lightning_megatron.swap.families.rotary import rotary_fields
-from lightning_megatron.swap.packed import Packed
+from lightning_megatron.swap.tensors.packed import Packed
 
 #: Training settings that Hugging Face has no fields for.
 OF_TRAINING = ("aux_loss", "aux_loss_scope", "z_loss", "jitter", "capacity_factor", "expert_bias_rate")

@@ -11,9 +11,9 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.swap.families.expert_names import ExpertNames
-from lightning_megatron.swap.homes import home_table
-from lightning_megatron.swap.mapping import Source, TensorMap
-from lightning_megatron.swap.packed import Packed
+from lightning_megatron.swap.tensors.homes import home_table
+from lightning_megatron.swap.tensors.mapping import Source, TensorMap
+from lightning_megatron.swap.tensors.packed import Packed
 
 ModelConfig: TypeAlias = GPTConfig | EncoderConfig
 """Configuration of a model of this package; its class determines the model."""

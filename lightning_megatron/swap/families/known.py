@@ -7,7 +7,7 @@ from functools import cache
 from importlib import metadata
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.swap.families.encoder import (
+from lightning_megatron.swap.families.bert import (
     BERT,
     BERT_CLASSES,
     BERT_MASKED,

@@ -1,0 +1,107 @@
+"""The command ``lightning-megatron``: a table of subcommands and the dispatch to their modules."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from typing import NamedTuple
+
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    CorruptDataError,
+    MissingExtraError,
+    ParallelPlanError,
+    RankMismatchError,
+    UnsupportedError,
+)
+
+# Users can act on these errors, so the command prints their message without a traceback.
+OUR_ERRORS = (
+    CheckpointMismatchError,
+    CorruptDataError,
+    MissingExtraError,
+    ParallelPlanError,
+    RankMismatchError,
+    UnsupportedError,
+)
+
+
+class Command(NamedTuple):
+    """Subcommand: the module that implements it and its line in the help text."""
+
+    module: str
+    summary: str
+
+
+# Modules are given by name and imported on demand: Lightning and torch take seconds to import, and
+# `--help` and `layout` need neither.
+TRAINER = "lightning_megatron.strategy.cli"
+COMMANDS = {
+    "fit": Command(TRAINER, "train a model: fit -c recipes/gpt_speeches_cpu.yaml"),
+    "validate": Command(TRAINER, "run the validation set: validate -c CONFIG --ckpt_path PATH"),
+    "test": Command(TRAINER, "run the test set"),
+    "predict": Command(TRAINER, "run the model on data without labels"),
+    "layout": Command("lightning_megatron.cli.layout", "print and draw which ranks form which group"),
+    "checkpoint": Command("lightning_megatron.cli.checkpoint", "show, verify, consolidate or reshard a checkpoint"),
+    "convert": Command("lightning_megatron.cli.convert", "turn checkpoints into Hugging Face folders, and back"),
+    "preprocess": Command("lightning_megatron.cli.preprocess", "turn text or JSON lines into token files"),
+    "kernels": Command("lightning_megatron.cli.kernels", "build, show and check the bundled CUDA kernels"),
+}
+
+
+def help_parser() -> argparse.ArgumentParser:
+    """Build the parser of the subcommand name; each subcommand's module parses its own options."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron",
+        usage="lightning-megatron [--help] [--version] COMMAND ...",
+        description="Train Transformers in tensor, sequence, pipeline and data parallel with Lightning.",
+        epilog="\n".join(["commands:", *lines, "", "Options of a command: lightning-megatron COMMAND --help"]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('lightning-megatron')}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run one subcommand.
+
+    Args:
+        args: Arguments, the subcommand first; None uses those of this process.
+    """
+    given = list(sys.argv[1:] if args is None else args)
+    name = help_parser().parse_args(given[:1] or ["--help"]).command
+    run = import_module(COMMANDS[name].module).main
+    if COMMANDS[name].module == TRAINER:
+        # The strategy launches the other ranks with the command line of this process. MegatronCLI
+        # therefore reads `sys.argv` itself unless arguments were given.
+        try:
+            run(None if args is None else given)
+        except ValueError as error:
+            ours = _wrapped(error)
+            if ours is None:
+                raise
+            _end(name, ours)
+        return
+    try:
+        run(given[1:])
+    except OUR_ERRORS as error:
+        _end(name, error)
+
+
+def _wrapped(error: BaseException) -> BaseException | None:
+    """Return the first of ``OUR_ERRORS`` in the causes of a parser error; None without one."""
+    cause = None if isinstance(error, OUR_ERRORS) else error.__cause__
+    while cause is not None and not isinstance(cause, OUR_ERRORS):
+        cause = cause.__cause__
+    return cause
+
+
+def _end(name: str, error: BaseException) -> None:
+    print(f"lightning-megatron {name}: error: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,1 @@
+"""Grouped matrix products of experts, and the choice of their backend."""

@@ -1,0 +1,146 @@
+"""Choice of the backend of grouped products: the bundled kernels, torch's kernel or a loop."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch.nn import functional as F
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.kernels.cuda import default_cache, find_library, read_sources, why_no_library
+from lightning_megatron.kernels.cuda.load import load_library, why_not_runnable
+from lightning_megatron.plan.grouped_gemm import MAX_GROUPS, why_apart
+
+_log = logging.getLogger(__name__)
+_ALIGNMENT = 16  # Row size of all operands must be a multiple, for both kernels (bytes).
+
+Backend = Literal["bundled", "grouped_mm", "loop"]
+
+
+@dataclass(frozen=True)
+class ProductChoice:
+    """Backend of grouped products, with the reason for its choice.
+
+    Args:
+        backend: ``bundled`` is the extension that ``lightning-megatron kernels`` builds, and
+            ``grouped_mm`` is torch's kernel. Both read the ends on the device. ``loop`` runs one
+            product per group, and copies the ends to the host.
+        reason: Reason for the choice, for the log.
+    """
+
+    backend: Backend
+    reason: str
+
+
+@cache
+def choose_product(
+    device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
+) -> ProductChoice:
+    """Choose the backend of grouped products of one size, and log the choice once.
+
+    Args:
+        device: Device of the tensors.
+        dtype: Dtype of rows and weights.
+        num_groups: Number of groups.
+        in_features: Size of each input row (elements).
+        out_features: Size of each output row (elements).
+    """
+    choice = _choose(device, dtype, num_groups, in_features, out_features)
+    _log.info("grouped products by %s: %s", choice.backend, choice.reason)
+    return choice
+
+
+@dataclass(frozen=True)
+class SwiGLUChoice:
+    """Decision about fusing SwiGLU into the grouped product, with its reason.
+
+    Args:
+        is_fused: Whether one kernel launch computes both.
+        reason: Reason for the decision, for the log.
+    """
+
+    is_fused: bool
+    reason: str
+
+
+@cache
+def choose_swiglu(
+    device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
+) -> SwiGLUChoice:
+    """Decide whether SwiGLU is fused into grouped products of one size, and log the decision once.
+
+    Args:
+        device: Device of the tensors.
+        dtype: Dtype of rows and weights.
+        num_groups: Number of groups.
+        in_features: Size of each input row (elements).
+        out_features: Size of each output row before SwiGLU (elements).
+    """
+    product = choose_product(device, dtype, num_groups, in_features, out_features)
+    if product.backend != "bundled":
+        choice = SwiGLUChoice(False, f"the product is by {product.backend}")
+    else:
+        why_not = why_apart(out_features, in_features)
+        choice = SwiGLUChoice(why_not is None, why_not or "it saves a pass over the product's result")
+    _log.info("SwiGLU of experts %s: %s", "in the product's kernel" if choice.is_fused else "apart", choice.reason)
+    return choice
+
+
+def _choose(
+    device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
+) -> ProductChoice:
+    if device.type != "cuda":
+        return ProductChoice("loop", f"{device.type}: ends are on the host already")
+    neither = _why_no_kernel(dtype, in_features, out_features)
+    if neither is not None:
+        return ProductChoice("loop", neither)
+    not_bundled = _why_not_bundled(device, num_groups)
+    if not_bundled is None:
+        return ProductChoice("bundled", "bfloat16 on a GPU of compute capability 9.0: the bundled kernels")
+    not_torchs = _why_not_torchs(device)
+    if not_torchs is None:
+        return ProductChoice("grouped_mm", f"torch's grouped product, not the bundled kernels: {not_bundled}")
+    return ProductChoice("loop", f"{not_torchs}; bundled kernels: {not_bundled}")
+
+
+def _why_no_kernel(dtype: torch.dtype, in_features: int, out_features: int) -> str | None:
+    if dtype != torch.bfloat16:
+        return f"{dtype}: the kernels on a GPU are made for bfloat16"
+    for name, size in (("in_features", in_features), ("out_features", out_features)):
+        if size * dtype.itemsize % _ALIGNMENT:
+            return f"{name} ({size}) must make rows of whole 16 bytes for the kernels on a GPU"
+    return None
+
+
+def _why_not_bundled(device: torch.device, num_groups: int) -> str | None:
+    if num_groups > MAX_GROUPS:
+        return f"{num_groups} groups are more than {MAX_GROUPS}"
+    return why_not_runnable(torch.cuda.current_device() if device.index is None else device.index) or _load()
+
+
+def _why_not_torchs(device: torch.device) -> str | None:
+    if not hasattr(F, "grouped_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (9, 0):
+        return f"torch's grouped product needs compute capability 9.0, not {capability[0]}.{capability[1]}"
+    return None
+
+
+@cache
+def _load() -> str | None:
+    """Load the library once per process; return why it cannot be used, or None if it is loaded."""
+    cache = default_cache()
+    sources = read_sources()
+    library = find_library(cache, sources)
+    if library is None:
+        return why_no_library(cache, sources)
+    try:
+        load_library(library.path)
+    except UnsupportedError as error:
+        return str(error)
+    return None

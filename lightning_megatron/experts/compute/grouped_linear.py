@@ -1,0 +1,154 @@
+"""Grouped linear layer: rows sorted by group, one weight per group, on the fastest kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.experts.compute import grouped_operator
+from lightning_megatron.experts.compute.backends import PRODUCTS, Loop
+from lightning_megatron.experts.compute.choose_backend import Backend, choose_product
+from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
+
+#: Function from rows, weights (or their stack) and ends to the output.
+Output = Callable[[Tensor, Sequence[Tensor] | Tensor, Tensor], Tensor]
+
+
+def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None) -> Tensor:
+    """Multiply each group of rows by the transpose of its own weight.
+
+    Equal to ``linear(rows[ends[e - 1]:ends[e]], weights[e])`` for every group ``e``. Rows past the
+    last end are neither read nor written, forward and backward: their values in the output and in
+    the gradient of ``rows`` are undefined. The weight of an empty group has a gradient of zeros.
+    The gradient of a weight with a gradient slot is added to the slot. The bundled kernels
+    accumulate it in float32 if the slots have a constant stride in one buffer.
+
+    Weights with a constant stride in one buffer, in order, are used in place. Other weights are
+    first copied into one tensor. Pass a stack ``(E, N, K)`` as ``stack.unbind()``.
+
+    Under ``torch.compile`` this is a single operator, and gradients reach slots through autograd.
+
+    Shapes: rows ``(R, K)``; weights E of ``(N, K)``; ends ``(E)`` int32 on the device of rows;
+        output ``(R, N)``.
+
+    Args:
+        rows: Rows sorted by group.
+        weights: One weight for each group.
+        ends: Index one past the last row of each group.
+        backend: Backend of the product; None leaves the choice to :func:`choose_product`.
+    """
+    weights = tuple(weights)
+    kind = rows.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+    rows = rows.to(dtype)
+    if torch.compiler.is_compiling():
+        return grouped_operator.grouped_linear(rows, weights, ends, backend)
+    if backend is None:
+        out_features, in_features = weights[0].shape
+        backend = choose_product(rows.device, dtype, len(weights), in_features, out_features).backend
+    product = PRODUCTS[backend]
+    return differentiable_product(rows, weights, ends, product, product.output)
+
+
+def differentiable_product(
+    rows: Tensor, weights: tuple[Tensor, ...], ends: Tensor, product: type[Loop], output: Output
+) -> Tensor:
+    """Compute a grouped product with gradients, as documented in :func:`grouped_linear`.
+
+    Args:
+        rows: Rows sorted by group.
+        weights: One weight for each group.
+        ends: Index one past the last row of each group.
+        product: Backend that computes the gradients.
+        output: Function that computes the output.
+    """
+    rows = rows.contiguous()
+    slots = [slot for slot in slots_of(weights) if slot is not None] if torch.is_grad_enabled() else []
+    if len(slots) == len(weights):
+        return _IntoSlots.apply(rows, ends, product, output, weights[0], weights, slots)
+    return _GroupedLinear.apply(rows, ends, product, output, *weights)
+
+
+class _IntoSlots(torch.autograd.Function):
+    """Grouped product whose weights all have gradient slots.
+
+    Autograd sees only the first weight. The backward pass adds weight gradients to the slots and
+    returns none, and every further tensor input costs more host time in autograd than its slot
+    does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        ends: Tensor,
+        product: type[Loop],
+        output: Output,
+        first: Tensor,
+        weights: tuple[Tensor, ...],
+        slots: list[GradientSlot],
+    ) -> Tensor:
+        ctx.save_for_backward(rows, ends)
+        ctx.product = product
+        ctx.weights = weights
+        ctx.slots = slots
+        # The weights bypass `save_for_backward`, so the check for in-place changes is made here.
+        ctx.versions = _versions(weights)
+        # None unless the stack is a view: a copy would stay in memory until the backward pass.
+        ctx.view = SlotRow.of(slots).stacked_weights(weights)
+        return output(rows, weights if ctx.view is None else ctx.view, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ends = ctx.saved_tensors
+        if _versions(ctx.weights) != ctx.versions:
+            raise RuntimeError(
+                "weights must not change between a forward and its backward pass: one of a grouped "
+                "product was modified by an inplace operation. The gradient would be that of "
+                "another function. Step the optimizer after the backward pass."
+            )
+        grad = grads[0].contiguous()
+        grad_rows = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = ctx.product.input_gradient(grad, ctx.weights if ctx.view is None else ctx.view, ends)
+        ctx.product.add_weight_gradients(grad, rows, ends, ctx.slots)
+        return grad_rows, None, None, None, None, None, None
+
+
+def _versions(weights: tuple[Tensor, ...]) -> list[int]:
+    return [weight._version for weight in weights]
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ends: Tensor, product: type[Loop], output: Output, *weights: Tensor) -> Tensor:
+        needs_weights = any(ctx.needs_input_grad[4:])
+        ctx.save_for_backward(rows if needs_weights else None, ends, *weights)
+        ctx.product = product
+        # Slots at the time of the forward pass: a weight that is frozen now gets no gradient, even
+        # if it is unfrozen before the backward pass.
+        ctx.slots = slots_of(weights)
+        return output(rows, weights, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ends, *weights = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        grad_rows = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = ctx.product.input_gradient(grad, weights, ends)
+        grad_weights: list[Tensor | None] = [None] * len(weights)
+        if rows is not None:
+            found = ctx.product.weight_gradients(grad, rows, ends)
+            for number, (weight, slot) in enumerate(zip(weights, ctx.slots, strict=True)):
+                if slot is not None:
+                    slot.add(found[number])
+                elif ctx.needs_input_grad[4 + number]:
+                    grad_weights[number] = found[number].to(weight.dtype)
+        return grad_rows, None, None, None, *grad_weights

@@ -1,0 +1,150 @@
+"""Local experts of a layer: one MLP each, computed together by grouped products."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_megatron.experts.compute.grouped_linear import grouped_linear
+from lightning_megatron.experts.compute.grouped_swiglu import grouped_swiglu, is_one_launch
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
+from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.init import Initializer, sharded_parameter
+from lightning_megatron.layers.mlp import Activation, activate, is_gated
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.shards import ShardRange, even_range, gated_ranges
+
+
+class ExpertWeight(nn.Module):
+    """One weight matrix of one expert.
+
+    It has no ``forward``: :class:`GroupedMLP` multiplies by the matrices of all experts at once.
+
+    Args:
+        out_features: Rows of the full matrix (elements).
+        in_features: Columns of the full matrix (elements).
+        ranges: Ranges of the full matrix that this rank holds.
+        dim: Dimension that the ranges cut.
+        initializer: Initializer of the full matrix.
+    """
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        ranges: tuple[ShardRange, ...],
+        dim: int,
+        initializer: Initializer | None,
+    ) -> None:
+        super().__init__()
+        drawn = initializer or Initializer.normal()
+        weight = sharded_parameter((out_features, in_features), ranges, drawn, dim=dim)
+        self.weight = set_shard_spec(weight, replace(shard_spec_of(weight), is_expert=True))
+
+
+class GroupedMLP(nn.ModuleDict):
+    """Apply to each row the MLP of its expert, and multiply the result by the row's probability.
+
+    Equal to ``probability * MLP_e(row)`` with the MLP of ``layers.mlp`` without biases. The
+    probability multiplies the inner features. Applied after the second product, its backward pass
+    would need that product's output.
+
+    Every expert has its own parameters, named by its index in the layer (``3.gate_up.weight``).
+    Names, initial values, checkpoints and optimizer state are therefore the same in every layout,
+    and code that reads parameters and their ``ShardSpec`` needs no special case. The kernels read
+    the weights of all experts as one tensor. It is a view, because the flat buffers of training
+    store parameters of equal size at a constant stride.
+
+    Shapes: rows ``(R, D)`` sorted by expert; probabilities ``(R)``; ends ``(E/ep)``; output ``(R,
+    D)``. Rows past the last end are undefined.
+
+    Args:
+        hidden_size: Size of each row (elements).
+        config: Settings of the mixture.
+        mesh: The groups of this rank.
+        activation: Activation, one of those of ``layers.mlp``.
+        initializer: Initializer of the first matrix of each expert.
+        output_initializer: Initializer of the second matrix of each expert.
+
+    Raises:
+        ParallelPlanError: If the experts do not divide by ep, or their inner features by etp.
+
+    Communication: none. With etp above 1 the outputs are partial sums, which the dispatcher
+        reduces.
+    Source: Shazeer et al. 2017; Shazeer 2020 (gates).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        config: ExpertsConfig,
+        mesh: ParallelMesh,
+        *,
+        activation: Activation = "swiglu",
+        initializer: Initializer | None = None,
+        output_initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.first_name = "gate_up" if is_gated(activation) else "up"
+        inner = config.ffn_hidden_size
+        etp = mesh.etp
+        cut = even_range(inner, etp.size, etp.rank, what="ffn_hidden_size of experts", axis="etp")
+        parts = gated_ranges(inner, etp.size, etp.rank) if is_gated(activation) else (cut,)
+        here = even_range(config.num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
+        # In reverse, because flat buffers store parameters in reverse: the experts then lie in
+        # ascending order.
+        for number in reversed(range(here.start, here.stop)):
+            first = ExpertWeight(len(parts) * inner, hidden_size, parts, 0, initializer)
+            second = ExpertWeight(hidden_size, inner, (cut,), 1, output_initializer)
+            self[str(number)] = nn.ModuleDict({self.first_name: first, "down": second})
+
+    def weights(self, name: str) -> list[Tensor]:
+        """Return one matrix of every local expert, in ascending order of experts.
+
+        Args:
+            name: Name of the matrix: ``gate_up``, ``up`` or ``down``.
+        """
+        return [_weight_of(expert._modules[name]) for expert in reversed(list(self._modules.values()))]
+
+    def forward(self, rows: Tensor, probabilities: Tensor, ends: Tensor) -> Tensor:
+        """Return the expert's output for each row, multiplied by the row's probability.
+
+        Args:
+            rows: Rows sorted by expert.
+            probabilities: Factor of each row's output.
+            ends: Index one past the last row of each local expert (int32, on the device).
+        """
+        first = self.weights(self.first_name)
+        if self.activation == "swiglu" and is_one_launch(rows, first):
+            weighted = grouped_swiglu(rows, first, probabilities, ends)
+        else:
+            weighted = weighted_activation(grouped_linear(rows, first, ends), probabilities, ends, self.activation)
+        return grouped_linear(weighted, self.weights("down"), ends)
+
+
+def _weight_of(module: Any) -> Tensor:
+    """Return a module's weight, without the slow attribute lookup of ``nn.Module`` if possible."""
+    weight = module._parameters.get("weight")
+    return module.weight if weight is None else weight
+
+
+def weighted_activation(inner: Tensor, probabilities: Tensor, ends: Tensor, activation: Activation) -> Tensor:
+    """Apply an activation to rows, and multiply each row by its probability.
+
+    Shapes: inner ``(R, F)``, or ``(R, 2 F)`` for gated activations; probabilities ``(R)``; output
+    ``(R, F)``. Rows past the last end are undefined.
+
+    Args:
+        inner: Input of the activation.
+        probabilities: Factor of each row, in float32 or wider.
+        ends: Index one past the last row of each local expert.
+        activation: Activation, one of those of ``layers.mlp``.
+    """
+    kernels = fused_kernels(inner) if activation == "swiglu" else None
+    if kernels is not None:
+        return kernels.apply_weighted_swiglu(inner, probabilities, ends)
+    return (activate(inner, activation) * probabilities.unsqueeze(-1)).to(inner.dtype)

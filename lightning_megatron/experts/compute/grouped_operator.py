@@ -1,0 +1,97 @@
+"""Grouped products as custom operators of torch, for ``torch.compile`` and ``torch.export``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.experts.compute.backends import PRODUCTS, Loop
+from lightning_megatron.experts.compute.choose_backend import Backend, choose_product
+
+_NAME = "lightning_megatron::grouped_linear"
+
+
+@torch.library.custom_op(
+    _NAME, mutates_args=(), schema="(Tensor rows, Tensor[] weights, Tensor ends, str? backend) -> Tensor"
+)
+def _output(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None) -> Tensor:
+    out_features, in_features = weights[0].shape
+    product = _product(rows, ends, in_features, out_features, backend)
+    return product.output(rows.contiguous(), weights, ends)
+
+
+@torch.library.custom_op(
+    f"{_NAME}_input_gradient",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor[] weights, Tensor ends, str? backend) -> Tensor",
+)
+def _input_gradient(grad: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None) -> Tensor:
+    out_features, in_features = weights[0].shape
+    product = _product(grad, ends, in_features, out_features, backend)
+    return product.input_gradient(grad.contiguous(), weights, ends)
+
+
+@torch.library.custom_op(
+    f"{_NAME}_weight_gradients",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor rows, Tensor ends, str? backend) -> Tensor",
+)
+def _weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, backend: str | None) -> Tensor:
+    product = _product(rows, ends, rows.shape[1], grad.shape[1], backend)
+    return product.weight_gradients(grad.contiguous(), rows.contiguous(), ends)
+
+
+@_output.register_fake
+def _(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None) -> Tensor:
+    return rows.new_empty((rows.shape[0], weights[0].shape[0]))
+
+
+@_input_gradient.register_fake
+def _(grad: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: str | None) -> Tensor:
+    return grad.new_empty((grad.shape[0], weights[0].shape[1]))
+
+
+@_weight_gradients.register_fake
+def _(grad: Tensor, rows: Tensor, ends: Tensor, backend: str | None) -> Tensor:
+    return grad.new_empty((ends.shape[0], grad.shape[1], rows.shape[1]))
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Sequence[Tensor], Tensor, str | None], output: Tensor) -> None:
+    rows, weights, ends, ctx.backend = inputs
+    ctx.save_for_backward(rows, ends, *weights)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[Tensor | None], None, None]:
+    rows, ends, *weights = ctx.saved_tensors
+    needs_rows, needs_weights = ctx.needs_input_grad[:2]
+    grad_rows = _input_gradient(grad, weights, ends, ctx.backend) if needs_rows else None
+    grad_weights: list[Tensor | None] = [None] * len(weights)
+    if any(needs_weights):
+        found = _weight_gradients(grad, rows, ends, ctx.backend).unbind()
+        grad_weights = [
+            gradient.to(weight.dtype) if needed else None
+            for gradient, weight, needed in zip(found, weights, needs_weights, strict=True)
+        ]
+    return grad_rows, grad_weights, None, None
+
+
+_output.register_autograd(_differentiate, setup_context=_keep)
+
+
+def grouped_linear(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, backend: Backend | None = None) -> Tensor:
+    """Call ``torch.ops.lightning_megatron.grouped_linear``, which can be traced.
+
+    Equal to :func:`experts.compute.grouped_linear.grouped_linear` for weights without gradient slots. The
+    backend is chosen at run time.
+    """
+    return cast(Tensor, _output(rows, list(weights), ends, backend))
+
+
+def _product(tensor: Tensor, ends: Tensor, in_features: int, out_features: int, backend: str | None) -> type[Loop]:
+    if backend is None:
+        num_groups = ends.shape[0]
+        backend = choose_product(tensor.device, tensor.dtype, num_groups, in_features, out_features).backend
+    return PRODUCTS[cast(Backend, backend)]

@@ -1,0 +1,236 @@
+"""Router of a mixture of experts: chosen experts of each token, and their probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.experts.routing.balance import microbatch_load, num_choices, update_bias_
+from lightning_megatron.experts.routing.exact_linear import exact_dtype, exact_linear
+from lightning_megatron.experts.routing.router_losses import RouterLosses
+from lightning_megatron.experts.routing.scores import Scored, score_tokens
+from lightning_megatron.experts.routing.selection import expert_capacity, within_capacity
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.init import Initializer, sharded_parameter
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.shards import whole_range
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Routing of this rank's tokens. All tensors are on the device.
+
+    Dimensions: T tokens of this rank, ordered by position and then by sequence; k choices of a
+    token; E experts.
+
+    Args:
+        probabilities: Factors of the experts' outputs, in float32 (or float64); 0 for dropped
+            choices. Shape ``(T, k)``.
+        experts: Chosen experts, best first; -1 for dropped choices. Shape ``(T, k)``, int64.
+        counts: Number of this rank's tokens that each expert gets. Shape ``(E,)``, int32.
+        load: Number of choices of each expert, including dropped ones. Shape ``(E,)``, int32.
+        dropped: Number of dropped choices; None without a capacity. A scalar, int32.
+        entropy_sum: Sum over tokens of the entropy of their normalized scores (nats). A scalar.
+        losses: Losses of the router for this microbatch; there are none outside of training.
+    """
+
+    probabilities: Tensor
+    experts: Tensor
+    counts: Tensor
+    load: Tensor
+    dropped: Tensor | None
+    entropy_sum: Tensor
+    losses: RouterLosses
+
+    @property
+    def balance_loss(self) -> Tensor | None:
+        """Return this rank's part of the auxiliary loss times its coefficient, if there is one."""
+        return self.losses.balance
+
+    @property
+    def z_loss(self) -> Tensor | None:
+        """Return this rank's part of the z-loss times its coefficient, if there is one."""
+        return self.losses.z
+
+
+class Router(nn.Module):
+    """Choose the experts of each token.
+
+    The router computes in float32, or in float64 for float64 inputs, also under autocast. It equals
+    Hugging Face's MixtralTopKRouter and Qwen3MoeTopKRouter (``softmax``) and DeepseekV3TopkRouter
+    (``sigmoid``, groups, ``expert_bias``) for the corresponding settings.
+
+    Losses are computed in training only. The scope of the auxiliary loss sets which choices it
+    counts:
+
+    * ``microbatch`` and ``sequence``: the choices of this microbatch by scores without biases,
+      including dropped ones.
+    * ``global``: the choices of the whole previous step, which the caller passes to
+      :meth:`update_`. A microbatch then need not wait for later ones, and the loss depends neither
+      on the layout nor on the schedule. In the first step the shares are even, and the loss has no
+      gradient.
+
+    If experts have a capacity, choices beyond it are dropped, those of later positions first. The
+    capacity is computed from the tokens of all tp ranks together.
+
+    Shapes: input ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output a
+        :class:`Routing`.
+
+    Args:
+        config: Settings of the mixture.
+        hidden_size: Size of each token's vector (elements).
+        mesh: The groups and random streams of this rank.
+        initializer: Initializer of the weight.
+        forced_balance: Whether experts are assigned round-robin instead of by score, for
+            benchmarks.
+
+    Communication: for the auxiliary loss of a microbatch or sequence, an all-reduce of counts over
+        tp (under sequence parallelism) and cp. For a capacity, under sequence parallelism, an
+        all-gather of counts over tp.
+    """
+
+    expert_bias: Tensor | None
+    step_shares: Tensor | None
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        hidden_size: int,
+        mesh: ParallelMesh,
+        *,
+        initializer: Initializer | None = None,
+        forced_balance: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.mesh = mesh
+        self.forced_balance = forced_balance
+        num_experts = config.num_experts
+        self.weight = sharded_parameter(
+            (num_experts, hidden_size),
+            [whole_range(num_experts, mesh.tp.rank)],
+            initializer or Initializer.normal(),
+            # Under sequence parallelism each rank routes its own tokens only.
+            partial=mesh.sequence_parallel,
+        )
+        # On an explicit device: a model on the meta device initialises its parameters later, but
+        # not its buffers.
+        even = torch.full((num_experts,), 1.0 / num_experts, dtype=torch.float32, device=mesh.device)
+        self.register_buffer("expert_bias", torch.zeros_like(even) if config.expert_bias else None)
+        counts_steps = config.aux_loss > 0.0 and config.aux_loss_scope == "global"
+        #: Share of the last step's choices that each expert had.
+        self.register_buffer("step_shares", even if counts_steps else None)
+
+    def forward(self, hidden: Tensor) -> Routing:
+        """Return the routing of the tokens."""
+        config = self.config
+        # Under sequence parallelism the losses and the capacity refer to the tokens of all tp
+        # ranks.
+        num_tokens = hidden.shape[:2].numel() * self._num_parts
+        kernels = fused_kernels(hidden)
+        scored = self._score(hidden, kernels)
+        load = scored.load[0] if scored.load.shape[0] == 1 else scored.load.sum(0, dtype=torch.int32)
+        probabilities = scored.probabilities
+        experts = scored.experts
+        counts = load
+        dropped = None
+        if config.capacity_factor is not None:
+            capacity = expert_capacity(num_tokens, config)
+            is_out = ~within_capacity(experts, load, capacity, self.mesh)
+            probabilities = probabilities.masked_fill(is_out, 0.0)
+            experts = experts.masked_fill(is_out, -1)
+            counts = num_choices(experts, config.num_experts)
+            dropped = is_out.sum(dtype=torch.int32)
+        return Routing(
+            probabilities=probabilities,
+            experts=experts,
+            counts=counts,
+            load=load,
+            dropped=dropped,
+            entropy_sum=scored.entropy_sum,
+            losses=self._losses(scored, num_tokens, kernels),
+        )
+
+    @property
+    def follows_load(self) -> bool:
+        """Return whether :meth:`update_` changes anything."""
+        return self.step_shares is not None or (self.expert_bias is not None and self.config.expert_bias_rate > 0.0)
+
+    @torch.no_grad()
+    def update_(self, load: Tensor) -> None:
+        """Update the expert biases and the shares of choices from the load of a whole step.
+
+        Shapes: load ``(E,)`` integers.
+
+        Args:
+            load: Sum of ``Routing.load`` over all microbatches and ranks of the step, from
+                ``StepStatistics``; the same on all ranks.
+        """
+        if self.expert_bias is not None and self.config.expert_bias_rate:
+            update_bias_(self.expert_bias, load, self.config.expert_bias_rate)
+        if self.step_shares is not None:
+            self.step_shares.copy_(load / load.sum().clamp(min=1))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            after = getattr(self, name)
+            if after.dtype.itemsize < buffer.dtype.itemsize:
+                # In a half type the small updates of biases would be rounded away.
+                setattr(self, name, buffer.to(after.device))
+        return self
+
+    @property
+    def _num_parts(self) -> int:
+        # Number of ranks that share the tokens of one cp rank.
+        return self.mesh.tp.size if self.mesh.sequence_parallel else 1
+
+    def _jittered(self, hidden: Tensor) -> Tensor:
+        if not self.training or not self.config.jitter:
+            return hidden
+        wide = hidden.to(exact_dtype(hidden))
+        num_places = wide.shape[0] * self._num_parts
+        with self.mesh.random.fork("replicated", "router"):
+            # Draws for the tokens of all ranks make each token's noise independent of the layout.
+            uniform = torch.rand(num_places, *wide.shape[1:], dtype=wide.dtype, device=wide.device)
+        if self.mesh.sequence_parallel:
+            uniform = uniform.chunk(self._num_parts)[self.mesh.tp.rank]
+        return wide * (1.0 + self.config.jitter * (2.0 * uniform - 1.0))
+
+    def _score(self, hidden: Tensor, kernels: ModuleType | None) -> Scored:
+        config = self.config
+        length, num_sequences = hidden.shape[:2]
+        logits = exact_linear(self._jittered(hidden), self.weight).flatten(0, 1)
+        first_turn = None
+        if self.forced_balance:
+            # Ranks that share a sequence continue each other's turns.
+            rank = self.mesh.tp.rank if self._num_parts > 1 else 0
+            first_turn = length * num_sequences * config.top_k * rank
+        classes = num_sequences if config.aux_loss_scope == "sequence" else 1
+        return score_tokens(logits, self.expert_bias, config, classes, first_turn, kernels)
+
+    def _losses(self, scored: Scored, num_tokens: int, kernels: ModuleType | None) -> RouterLosses:
+        of_choices, coefficient = self._of_choices(scored, num_tokens)
+        square_coefficient = self.config.z_loss / num_tokens if self.training and self.config.z_loss else 0.0
+        is_served = kernels is not None and scored.share_sums.dtype == torch.float32
+        sums = scored.share_sums, of_choices, coefficient, scored.square_sum, square_coefficient
+        return RouterLosses(*sums, kernels if is_served else None)
+
+    def _of_choices(self, scored: Scored, num_tokens: int) -> tuple[Tensor | None, float]:
+        """Return the auxiliary loss's factors of ``share_sums``, or None, and its coefficient."""
+        config = self.config
+        if not (self.training and config.aux_loss):
+            return None, 0.0
+        coefficient = config.aux_loss * config.num_experts / num_tokens
+        if self.step_shares is not None:
+            return self.step_shares, coefficient
+        load = microbatch_load(scored.unbiased_load, self.mesh)
+        # Every token has top_k choices, so the total that turns counts into shares is known without
+        # a sum.
+        return load, coefficient / (num_tokens * self.mesh.cp.size * config.top_k / load.shape[0])

@@ -1,0 +1,1 @@
+"""Transport of tokens to the ranks of their experts and back."""

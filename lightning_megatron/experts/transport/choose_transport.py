@@ -1,0 +1,100 @@
+"""Choice of a layer's token dispatcher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_megatron.experts.transport.dispatchers import (
+    AllToAllDispatcher,
+    Dispatcher,
+    GatherDispatcher,
+    LocalDispatcher,
+)
+from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
+from lightning_megatron.experts.transport.peer_transfer import transfer_over, why_no_puts
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.experts import ChosenTransport, Transport, transport_over_ep
+from lightning_megatron.plan.shards import ShardRange, even_range
+
+
+@dataclass(frozen=True)
+class DispatcherChoice:
+    """Dispatcher of a layer, with the reason for its choice.
+
+    Args:
+        dispatcher: Dispatcher that moves tokens to experts.
+        transport: Transport over ep.
+        reason: Reason for the choice, for the log.
+    """
+
+    dispatcher: Dispatcher
+    transport: ChosenTransport
+    reason: str
+
+
+def choose_dispatcher(
+    num_experts: int, top_k: int, mesh: ParallelMesh, transport: Transport = "auto", *, has_shared: bool = False
+) -> DispatcherChoice:
+    """Choose the dispatcher of a layer.
+
+    An all-gather sends each rank the tokens of ``ep - 1`` other ranks; an all-to-all sends
+    ``top_k / ep`` times as many rows. One-sided puts send only the tokens that chose the rank's
+    experts, with the static sizes of an all-gather. They replace the all-gather on GPUs with peer
+    access, unless the all-gather can overlap with a shared expert.
+
+    Args:
+        num_experts: Number of experts of the layer.
+        top_k: Number of experts that each token chooses.
+        mesh: The groups of this rank.
+        transport: Requested transport over ep.
+        has_shared: Whether a shared expert runs while tokens are in transit.
+
+    Raises:
+        ParallelPlanError: If the experts do not divide by ep.
+        UnsupportedError: If puts are requested and the GPUs have no peer access.
+
+    Communication: that of :func:`~lightning_megatron.experts.transport.peer_transfer.why_no_puts`, where puts
+        may be chosen.
+    """
+    here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
+    chosen, why = _transport(top_k, mesh, transport, has_shared)
+    dispatcher, what = _over_ep(here, num_experts, mesh, chosen)
+    reason = f"{what}: {why}"
+    if mesh.etp.size > 1:
+        dispatcher = GatherDispatcher(dispatcher, mesh.etp)
+        reason = f"{reason}; all-gather over etp, whose ranks hold parts of the same experts"
+    return DispatcherChoice(dispatcher, chosen, reason)
+
+
+def _transport(top_k: int, mesh: ParallelMesh, asked: Transport, has_shared: bool) -> tuple[ChosenTransport, str]:
+    """Return the transport over ep, and the reason for it."""
+    ep = mesh.ep.size
+    if ep == 1:
+        return "none", "ep is 1, so that this rank has all experts"
+    if asked != "auto":
+        return transport_over_ep(top_k, ep, asked), "asked for"
+    why = f"top_k ({top_k}) is {'at least' if top_k >= ep else 'below'} ep ({ep})"
+    if top_k < ep or mesh.device.type != "cuda":
+        return transport_over_ep(top_k, ep), why
+    # A put cannot overlap with the shared expert, an all-gather can.
+    reason = "it runs beside the shared expert" if has_shared else why_no_puts(mesh.ep, mesh.device)
+    if reason is None:
+        why += ", and these GPUs write into each other's memory"
+    else:
+        why += f"; no puts: {reason}"
+    return transport_over_ep(top_k, ep, can_put=reason is None), why
+
+
+def _over_ep(
+    here: ShardRange, num_experts: int, mesh: ParallelMesh, transport: ChosenTransport
+) -> tuple[Dispatcher, str]:
+    local = LocalDispatcher(here)
+    ep = mesh.ep
+    if transport == "none":
+        return local, "no dispatch"
+    if transport == "one_sided":
+        puts = OneSidedDispatcher(here, transfer_over(ep, here.size, mesh.device))
+        return puts, "one-sided puts over ep, of static sizes"
+    if transport == "all_gather":
+        return GatherDispatcher(local, ep), "all-gather over ep, of static sizes"
+    return AllToAllDispatcher(num_experts, ep), "all-to-all over ep, of sizes that the host reads"

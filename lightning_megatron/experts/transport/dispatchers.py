@@ -1,0 +1,288 @@
+"""Dispatchers that move tokens to the ranks of their experts, and the outputs back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import RankMismatchError
+from lightning_megatron.experts.transport.permute import RowMap, map_rows, permute_both, unpermute
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_reduce_, exchange_rows, reduce_scatter_sequence
+from lightning_megatron.groups.in_flight import InFlight, start_all_gather_sequence, start_row_exchange
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.shards import ShardRange
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Row counts of an all-to-all, kept for the way back.
+
+    Args:
+        row_map: Map from the choices of this rank's tokens to the rows it sent, sorted by expert.
+        sends: Number of rows sent to each rank.
+        receives: Number of rows received from each rank.
+    """
+
+    row_map: RowMap
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Tokens in transit to the ranks of their experts.
+
+    Shapes, on arrival: hidden ``(N, D)``; probabilities and experts ``(N, k)``.
+
+    Args:
+        hidden: Hidden states of the tokens.
+        probabilities: Factors of the experts' outputs.
+        experts: Indices of the chosen experts, in the numbering of the receiving rank.
+        exchange: Row counts, if the tokens travel by an all-to-all.
+    """
+
+    hidden: InFlight
+    probabilities: InFlight
+    experts: InFlight
+    exchange: Exchange | None = None
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Input of this rank's experts.
+
+    Shapes: rows ``(R, D)``; probabilities ``(R)``; ends ``(E/ep)`` int32 on the device.
+
+    Args:
+        rows: Tokens sorted by expert. Rows past the last end belong to no expert.
+        probabilities: Factor of each row's output.
+        row_map: Map from the choices of the received tokens to the rows.
+        exchange: Row counts, if the tokens came by an all-to-all.
+        choices: Experts that this rank's own tokens chose, if one-sided puts moved the tokens.
+    """
+
+    rows: Tensor
+    probabilities: Tensor
+    row_map: RowMap
+    exchange: Exchange | None = None
+    choices: Tensor | None = None
+
+    @property
+    def ends(self) -> Tensor:
+        """Return the index one past the last row of each local expert."""
+        return self.row_map.ends
+
+
+class Dispatcher(Protocol):
+    """Interface of the transports that bring tokens to experts and back.
+
+    A dispatcher has no state: all that a call needs is in the result of the one before. Computation
+    between :meth:`send` and :meth:`receive` overlaps with the communication, forward and backward.
+    """
+
+    @property
+    def is_static(self) -> bool:
+        """Return whether all sizes follow from input shapes, without a copy from device to host."""
+
+    @property
+    def needs_equal_counts(self) -> bool:
+        """Return whether all its ranks must have the same number of tokens."""
+
+    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+        """Start to send every token to the ranks of its experts.
+
+        Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``.
+
+        Args:
+            hidden: Hidden states of this rank's tokens.
+            probabilities: Factors of the chosen experts' outputs.
+            experts: Indices of the chosen experts in the whole layer; -1 means none.
+        """
+
+    def receive(self, sent: Sent) -> Dispatched:
+        """Wait for the tokens of this rank's experts, and sort them by expert."""
+
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        """Return outputs to the ranks of their tokens, and sum them for each token.
+
+        The outputs are already multiplied by their probabilities.
+
+        Shapes: outputs ``(R, D)``, undefined past the last end; result ``(T, D)``.
+        """
+
+
+@dataclass(frozen=True)
+class LocalDispatcher:
+    """Dispatcher without communication: it sorts this rank's tokens by expert.
+
+    Sizes are static, and nothing is copied from the device to the host.
+
+    Args:
+        here: Experts of this rank. Choices of other experts are ignored.
+    """
+
+    here: ShardRange
+
+    @property
+    def is_static(self) -> bool:
+        """Return ``True``: all sizes follow from input shapes."""
+        return True
+
+    @property
+    def needs_equal_counts(self) -> bool:
+        """Return ``False``: no other rank takes part."""
+        return False
+
+    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+        """Return the tokens as they are, without communication."""
+        return Sent(InFlight(hidden), InFlight(probabilities), InFlight(experts))
+
+    def receive(self, sent: Sent) -> Dispatched:
+        """Sort the tokens of this rank's experts."""
+        row_map = map_rows(sent.experts.wait(), self.here.start, self.here.size)
+        return Dispatched(*permute_both(sent.hidden.wait(), sent.probabilities.wait(), row_map), row_map)
+
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        """Sum the outputs of each token."""
+        return unpermute(outputs, dispatched.row_map)
+
+
+@dataclass(frozen=True)
+class GatherDispatcher:
+    """Dispatcher that all-gathers the tokens of an axis and reduce-scatters the outputs.
+
+    No token is dropped, whatever the routing. The ranks of the axis hold different tokens, in equal
+    numbers. Over etp the ranks hold parts of the inner features of the same experts, so the sum
+    over ranks is also the reduction that tensor parallelism needs.
+
+    Args:
+        inner: Dispatcher of the gathered tokens. With a :class:`LocalDispatcher` all sizes are
+            static, and nothing is copied from the device to the host.
+        axis: Axis over which tokens are gathered.
+
+    Communication: ``send`` all-gathers tokens, probabilities and experts; its backward pass
+        reduce-scatters the gradients of tokens and probabilities. ``combine`` reduce-scatters
+        outputs; its backward pass all-gathers their gradients.
+    """
+
+    inner: Dispatcher
+    axis: MeshAxis
+
+    @property
+    def is_static(self) -> bool:
+        """Return whether the inner dispatcher is static."""
+        return self.inner.is_static
+
+    @property
+    def needs_equal_counts(self) -> bool:
+        """Return ``True``: an all-gather needs equal parts."""
+        return True
+
+    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+        """Start to all-gather the tokens, their probabilities and their experts."""
+        return Sent(
+            start_all_gather_sequence(hidden, self.axis),
+            start_all_gather_sequence(probabilities, self.axis),
+            start_all_gather_sequence(experts, self.axis),
+        )
+
+    def receive(self, sent: Sent) -> Dispatched:
+        """Wait for the gathered tokens, and give them to the inner dispatcher."""
+        gathered = sent.hidden.wait(), sent.probabilities.wait(), sent.experts.wait()
+        return self.inner.receive(self.inner.send(*gathered))
+
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        """Sum the outputs of each token on this rank, then over all ranks."""
+        return reduce_scatter_sequence(self.inner.combine(outputs, dispatched), self.axis)
+
+
+@dataclass(frozen=True)
+class AllToAllDispatcher:
+    """Dispatcher that sends one row for each choice to the rank of the chosen expert.
+
+    Only rows that an expert needs are sent, and no token is dropped. Buffer sizes depend on the
+    routing, so the host reads one small tensor from the device. Ranks may have different numbers of
+    tokens.
+
+    Args:
+        num_experts: Number of experts of the layer.
+        axis: Axis that divides the experts into equal parts (ep).
+
+    Communication: ``send`` exchanges counts, tokens and probabilities; its backward pass exchanges
+        the gradients of tokens and probabilities. ``combine`` exchanges outputs; its backward pass
+        exchanges their gradients.
+    """
+
+    num_experts: int
+    axis: MeshAxis
+
+    @property
+    def is_static(self) -> bool:
+        """Return ``False``: buffer sizes depend on the routing."""
+        return False
+
+    @property
+    def needs_equal_counts(self) -> bool:
+        """Return ``False``: ranks exchange their row counts."""
+        return False
+
+    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+        """Exchange row counts, read them on the host, and start to send the rows."""
+        leaving = map_rows(experts, 0, self.num_experts)
+        counts = torch.diff(leaving.ends, prepend=leaving.ends.new_zeros(1)).view(self.axis.size, -1)
+        one_each = (1,) * self.axis.size
+        arriving = exchange_rows(counts, one_each, one_each, self.axis)
+        sends, receives = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
+        # `pairs` has room for all choices; dropped choices (-1) are past the rows that are sent.
+        leaving = replace(leaving, pairs=leaving.pairs[: sum(sends)])
+        rows, scales = (
+            start_row_exchange(tensor, sends, receives, self.axis)
+            for tensor in permute_both(hidden, probabilities, leaving)
+        )
+        # Rows arrive sorted by sending rank, then by expert: rebuild each row's expert index from
+        # counts.
+        num_here = counts.shape[1]
+        numbers = torch.arange(num_here, device=counts.device).repeat(self.axis.size)
+        found = torch.repeat_interleave(numbers, arriving.flatten(), output_size=sum(receives))
+        return Sent(rows, scales, InFlight(found), Exchange(leaving, tuple(sends), tuple(receives)))
+
+    def receive(self, sent: Sent) -> Dispatched:
+        """Wait for the rows, and sort them by expert."""
+        row_map = map_rows(sent.experts.wait().unsqueeze(1), 0, self.num_experts // self.axis.size)
+        rows = sent.hidden.wait()
+        scales = sent.probabilities.wait()
+        return Dispatched(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, sent.exchange)
+
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        """Send outputs back to the ranks of their tokens, and sum them for each token."""
+        exchange = dispatched.exchange
+        assert exchange is not None, "these rows came by an all-to-all"
+        rows = unpermute(outputs, dispatched.row_map)
+        return unpermute(exchange_rows(rows, exchange.receives, exchange.sends, self.axis), exchange.row_map)
+
+
+def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:
+    """Raise on all ranks if the ranks that gather each other's tokens have different token counts.
+
+    Args:
+        num_tokens: Tokens of this rank's microbatch (tokens).
+        mesh: The groups of this rank.
+
+    Raises:
+        RankMismatchError: If the token counts differ.
+
+    Communication: an all-reduce on the CPU over the ranks that hold all experts of a stage
+        together.
+    """
+    smallest, largest = all_reduce_(torch.tensor([-num_tokens, num_tokens]), mesh.experts_cpu, "max").tolist()
+    if -smallest != largest:
+        raise RankMismatchError(
+            "the ranks that share experts must have equally many tokens in a microbatch: this rank "
+            f"has {num_tokens}, the others from {-smallest} to {largest}. An all-gather and puts "
+            "take equal parts. Pad sequences to one length, or use expert_transport='all_to_all' "
+            "with etp 1."
+        )

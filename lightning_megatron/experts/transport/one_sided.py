@@ -1,0 +1,59 @@
+"""Dispatcher that writes tokens into the memory of the ranks of their experts by one-sided puts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_megatron.experts.transport.dispatchers import Dispatched, Sent
+from lightning_megatron.experts.transport.peer_transfer import PeerTransfer, from_experts, to_experts
+from lightning_megatron.groups.in_flight import InFlight
+from lightning_megatron.plan.shards import ShardRange
+
+
+@dataclass(frozen=True)
+class OneSidedDispatcher:
+    """Dispatcher that puts each token once into the memory of each rank whose experts it chose.
+
+    Only the needed tokens are sent, no token is dropped, and nothing is copied from the device to
+    the host. A token has the same slot on every rank, so each buffer has room for the tokens of all
+    ranks, and all ranks must have the same number. The puts run in :meth:`receive`, so computation
+    between :meth:`send` and :meth:`receive` does not overlap with them.
+
+    Args:
+        here: Experts of this rank; all ranks have the same number.
+        transfer: Transfer of tokens and of sums of outputs.
+
+    Communication: ``receive`` puts tokens, probabilities and experts; its backward pass puts sums
+        of gradients. ``combine`` puts sums of outputs; its backward pass puts gradients. A barrier
+        precedes and follows each transfer.
+    """
+
+    here: ShardRange
+    transfer: PeerTransfer
+
+    @property
+    def is_static(self) -> bool:
+        """Return ``True``: all sizes follow from input shapes."""
+        return True
+
+    @property
+    def needs_equal_counts(self) -> bool:
+        """Return ``True``: all ranks have the same number of token slots."""
+        return True
+
+    def send(self, hidden: Tensor, probabilities: Tensor, experts: Tensor) -> Sent:
+        """Return the tokens as they are; :meth:`receive` transfers them."""
+        return Sent(InFlight(hidden), InFlight(probabilities), InFlight(experts))
+
+    def receive(self, sent: Sent) -> Dispatched:
+        """Put tokens into the memory of their experts' ranks, and sort the received tokens."""
+        experts = sent.experts.wait()
+        arrived = to_experts(sent.hidden.wait(), sent.probabilities.wait(), experts, self.here, self.transfer)
+        return Dispatched(*arrived, choices=experts)
+
+    def combine(self, outputs: Tensor, dispatched: Dispatched) -> Tensor:
+        """Put sums of outputs into the memory of the tokens' ranks, and sum those of all ranks."""
+        assert dispatched.choices is not None, "these rows were put here"
+        return from_experts(outputs, dispatched.row_map, dispatched.choices, self.transfer)

@@ -1,0 +1,301 @@
+"""One-sided transfers of tokens to the ranks of their experts, and of sums of outputs back.
+
+A rank writes a token once into the memory of each rank whose experts the token chose, at a slot
+that depends only on the token. Ranks therefore need not exchange counts. On the way back each rank
+writes one sum per token over its experts. Each of the two transfers is the backward pass of the
+other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.transport.permute import (
+    RowMap,
+    map_rows,
+    permute,
+    permute_both,
+    read_choices,
+    unpermute,
+)
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_sequence, reduce_scatter_sequence
+from lightning_megatron.groups.peer_memory import PeerRegion
+from lightning_megatron.layers.choose_kernels import choose_kernels
+from lightning_megatron.plan.shards import ShardRange
+from lightning_megatron.plan.token_slots import TokenSlots
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Views of shared memory with one slot for each token of every rank.
+
+    Shapes: rows ``(ep * T, D)``; scales and choices ``(ep * T, k)``.
+
+    Args:
+        region: Shared memory that holds the slots.
+        layout: Byte layout of the slots.
+        rows: Features of tokens, or sums of rows.
+        scales: Probabilities of choices, or their gradients; None if only rows are transferred.
+        choices: Experts that the tokens chose; None if only rows are transferred.
+    """
+
+    region: PeerRegion
+    layout: TokenSlots
+    rows: Tensor
+    scales: Tensor | None
+    choices: Tensor | None
+
+    @classmethod
+    def over(cls, axis: MeshAxis, rows: Tensor, scales: Tensor | None, experts: Tensor) -> Slots:
+        """Return slots on an axis for rows, scales and choices with the given shapes and dtypes."""
+        scale = 0 if scales is None else scales.element_size()
+        layout = _lay_out(axis.size, *experts.shape, rows.shape[1], rows.element_size(), scale)
+        region = axis.peer_memory.reserve(axis.group, layout.num_bytes, rows.device)
+        features = region.view(0, (layout.count, layout.width), rows.dtype)
+        if scales is None:
+            return cls(region, layout, features, None, None)
+        shape = (layout.count, layout.top_k)
+        probabilities = region.view(layout.scales_at, shape, scales.dtype)
+        return cls(region, layout, features, probabilities, region.view(layout.choices_at, shape, experts.dtype))
+
+
+# A layer runs four transfers in a step, and the number of tokens may differ from step to step.
+@lru_cache(1024)
+def _lay_out(num_ranks: int, num_tokens: int, top_k: int, width: int, element: int, scale: int) -> TokenSlots:
+    return TokenSlots(
+        num_ranks=num_ranks, num_tokens=num_tokens, width=width, top_k=top_k, element=element, scale=scale
+    )
+
+
+class PeerTransfer(Protocol):
+    """Interface of the transfers of tokens to their experts and of sums back, without autograd."""
+
+    def spread(self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor) -> Slots:
+        """Transfer tokens to the ranks of their experts, and return the slots of all ranks' tokens.
+
+        The slots are valid until the next transfer. Features of tokens that chose no expert of this
+        rank are undefined.
+
+        Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``.
+        """
+
+    def collect(
+        self, values: Tensor, scales: Tensor | None, row_map: RowMap, experts: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return sums of the rows of each of this rank's tokens, over all ranks, and their scales.
+
+        Shapes: values ``(R, D)``; scales ``(R)``; experts ``(T, k)``; results ``(T, D)`` and ``(T,
+            k)``.
+
+        Args:
+            values: Rows sorted by expert; rows past the last end may have any values.
+            scales: One number for each row, returned by choice; None if there are none.
+            row_map: Map from the choices of all ranks' tokens to the rows.
+            experts: Experts that this rank's tokens chose.
+        """
+
+
+@dataclass(frozen=True)
+class Puts:
+    """Transfers by writes into the memory of the other GPUs.
+
+    A barrier precedes each write, because other ranks may still read the data of the last transfer.
+    Another barrier follows it, because the writes of other ranks may not have arrived yet. A rank
+    reads the received data on the same stream before its next transfer, so only one transfer uses
+    the memory at a time. One buffer therefore serves all layers, both directions, both passes and
+    replays of a CUDA graph, as long as all ranks run the same transfers in the same order.
+
+    Args:
+        axis: Axis of the ranks.
+        experts_each: Number of experts of each rank.
+        kernels: Module of the fused kernels.
+    """
+
+    axis: MeshAxis
+    experts_each: int
+    kernels: ModuleType
+
+    def spread(self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor) -> Slots:
+        """Put each token into slots of its experts' ranks, and its choices into those of all."""
+        slots = Slots.over(self.axis, hidden, probabilities, experts)
+        if slots.layout.count:
+            self.axis.note("put_tokens")
+            slots.region.wait()
+            where = slots.region.pointers, self.axis.rank, self.experts_each, slots.layout
+            self.kernels.put_tokens(hidden, probabilities, experts, *where)
+            slots.region.wait()
+        return slots
+
+    def collect(
+        self, values: Tensor, scales: Tensor | None, row_map: RowMap, experts: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Put the sum of each token's rows into a slot of its rank, and add received sums."""
+        slots = Slots.over(self.axis, values, scales, experts)
+        if not slots.layout.count:
+            no_scales = None if slots.scales is None else torch.empty_like(slots.scales)
+            return torch.empty_like(slots.rows), no_scales
+        self.axis.note("put_sums")
+        slots.region.wait()
+        where = slots.region.pointers, self.axis.rank, slots.layout
+        self.kernels.put_sums(values, scales, row_map.rows, row_map.ends, *where)
+        slots.region.wait()
+        return self.kernels.add_slots(slots.rows, slots.scales, experts, self.experts_each)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Transfers with the results of :class:`Puts`, by collectives, for ranks without peer access.
+
+    Slots that :class:`Puts` would leave unwritten are NaN here, so that a wrong read becomes
+    visible.
+
+    Args:
+        axis: Axis of the ranks.
+        experts_each: Number of experts of each rank.
+    """
+
+    axis: MeshAxis
+    experts_each: int
+
+    def spread(self, hidden: Tensor, probabilities: Tensor | None, experts: Tensor) -> Slots:
+        """All-gather the tokens and their choices."""
+        slots = Slots.over(self.axis, hidden, probabilities, experts)
+        chosen = all_gather_sequence(experts, self.axis)
+        local = chosen - self.axis.rank * self.experts_each
+        is_here = ((local >= 0) & (local < self.experts_each)).any(1, keepdim=True)
+        slots.rows.copy_(torch.where(is_here, all_gather_sequence(hidden, self.axis), torch.nan))
+        if probabilities is not None and slots.scales is not None and slots.choices is not None:
+            slots.scales.copy_(all_gather_sequence(probabilities, self.axis))
+            slots.choices.copy_(chosen)
+        return slots
+
+    def collect(
+        self, values: Tensor, scales: Tensor | None, row_map: RowMap, experts: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Reduce-scatter the sums of each token's rows."""
+        result = reduce_scatter_sequence(unpermute(values, row_map), self.axis)
+        if scales is None:
+            return result, None
+        return result, reduce_scatter_sequence(read_choices(scales, row_map).view(row_map.rows.shape), self.axis)
+
+
+def transfer_over(axis: MeshAxis, experts_each: int, device: torch.device) -> PeerTransfer:
+    """Return the transfer for an axis: puts between GPUs, collectives between CPUs.
+
+    Raises:
+        UnsupportedError: If the GPUs cannot write into each other's memory.
+
+    Communication: that of :func:`why_no_puts`.
+    """
+    if device.type != "cuda":
+        return Collectives(axis, experts_each)
+    reason = why_no_puts(axis, device)
+    if reason is not None:
+        raise UnsupportedError(
+            "expert_transport ('one_sided') needs GPUs that write into each other's memory: "
+            f"{reason}. Tokens are put there without their ranks doing anything. Use 'all_gather', "
+            "'all_to_all' or 'auto'."
+        )
+    kernels = choose_kernels(device).kernels
+    assert kernels is not None, "there would be a reason against puts"
+    return Puts(axis, experts_each, kernels)
+
+
+def why_no_puts(axis: MeshAxis, device: torch.device) -> str | None:
+    """Return why ranks cannot put tokens into each other's memory, or None if they can.
+
+    All ranks of the axis get the same result.
+
+    Communication: on GPUs, at the first call for an axis, its ranks exchange their results.
+    """
+    choice = choose_kernels(device) if device.type == "cuda" else None
+    missing = None if choice is None or choice.kernels is not None else choice.reason
+    return axis.peer_memory.why_not(axis.group, device, missing)
+
+
+def to_experts(
+    hidden: Tensor, probabilities: Tensor, experts: Tensor, here: ShardRange, transfer: PeerTransfer
+) -> tuple[Tensor, Tensor, RowMap]:
+    """Transfer tokens to the ranks of their experts, and sort them there by expert.
+
+    Shapes: hidden ``(T, D)``; probabilities and experts ``(T, k)``; rows ``(R, D)``; their
+        probabilities ``(R)``.
+
+    Args:
+        hidden: Hidden states of this rank's tokens.
+        probabilities: Probabilities of their choices.
+        experts: Experts that they chose; -1 means none.
+        here: Experts of this rank.
+        transfer: Transfer between the ranks.
+
+    Returns:
+        Rows of the received tokens, their probabilities, and the map from the choices of all ranks'
+        tokens to the rows.
+    """
+    return _ToExperts.apply(hidden, probabilities, experts, here, transfer)
+
+
+def from_experts(outputs: Tensor, row_map: RowMap, experts: Tensor, transfer: PeerTransfer) -> Tensor:
+    """Transfer the sum of each token's rows back to the token's rank, and sum over all ranks.
+
+    Shapes: outputs ``(R, D)``; experts ``(T, k)``; result ``(T, D)``.
+
+    Args:
+        outputs: Outputs of the experts for the rows.
+        row_map: Map from the choices of all ranks' tokens to the rows.
+        experts: Experts that this rank's tokens chose.
+        transfer: Transfer between the ranks.
+    """
+    return _FromExperts.apply(outputs, row_map, experts, transfer)
+
+
+class _ToExperts(torch.autograd.Function):
+    """Spread and sort tokens; the backward pass collects their gradients.
+
+    No view of the shared memory leaves these functions, because the next transfer overwrites it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, probabilities: Tensor, experts: Tensor, here: ShardRange, transfer: PeerTransfer
+    ) -> tuple[Tensor, Tensor, RowMap]:
+        slots = transfer.spread(hidden, probabilities, experts)
+        assert slots.scales is not None, "probabilities were sent"
+        assert slots.choices is not None, "choices were sent"
+        row_map = map_rows(slots.choices, here.start, here.size)
+        ctx.save_for_backward(experts)
+        ctx.row_map = row_map
+        ctx.transfer = transfer
+        return *permute_both(slots.rows, slots.scales, row_map), row_map
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (experts,) = ctx.saved_tensors
+        return *ctx.transfer.collect(grads[0], grads[1], ctx.row_map, experts), None, None, None
+
+
+class _FromExperts(torch.autograd.Function):
+    """Collect sums of rows; the backward pass spreads their gradients to the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, row_map: RowMap, experts: Tensor, transfer: PeerTransfer) -> Tensor:
+        ctx.save_for_backward(experts)
+        ctx.row_map = row_map
+        ctx.transfer = transfer
+        return transfer.collect(outputs, None, row_map, experts)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (experts,) = ctx.saved_tensors
+        return permute(ctx.transfer.spread(grads[0], None, experts).rows, ctx.row_map), None, None, None

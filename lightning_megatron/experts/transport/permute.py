@@ -1,0 +1,176 @@
+"""Permutation of tokens into rows sorted by expert, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.layers.choose_kernels import fused_kernels
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Map between the choices of tokens and the rows of a buffer that is sorted by expert.
+
+    Choice ``t * k + j`` is the j-th choice of token t. The rows of one expert keep the order of
+    their choices. The buffer has the largest number of rows that any routing needs. Rows past the
+    last end belong to no local expert, and nothing reads them.
+
+    Shapes: pairs ``(R)`` int64; rows ``(T, k)`` int64; ends ``(E)`` int32.
+
+    Args:
+        pairs: Index of the choice in each row.
+        rows: Index of the row of each choice. For experts of other ranks it lies past the last end,
+            and may lie past the buffer.
+        ends: Index one past the last row of each local expert, on the device.
+    """
+
+    pairs: Tensor
+    rows: Tensor
+    ends: Tensor
+
+    @property
+    def top_k(self) -> int:
+        """Return the number of choices of each token."""
+        return self.rows.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows of the buffer."""
+        return self.pairs.shape[0]
+
+
+def map_rows(experts: Tensor, first: int, num_experts: int) -> RowMap:
+    """Sort the choices of tokens by expert.
+
+    A token chooses an expert at most once. Choices of experts of other ranks, and of no expert
+    (-1), come last. All sizes follow from shapes, and nothing is copied from the device to the
+    host.
+
+    Shapes: experts ``(T, k)``; the buffer has ``T min(k, E)`` rows.
+
+    Args:
+        experts: Experts that each token chose.
+        first: Index of the first local expert.
+        num_experts: Number of local experts, E.
+    """
+    kernels = fused_kernels(experts)
+    if kernels is None or num_experts > kernels.MAX_SORTED_EXPERTS:
+        return sort_by_expert(experts, first, num_experts)
+    pairs, rows, ends = kernels.sort_choices(experts, first, num_experts)
+    return RowMap(pairs[: _num_rows(experts, num_experts)], rows, ends)
+
+
+def sort_by_expert(experts: Tensor, first: int, num_experts: int) -> RowMap:
+    """Sort the choices of tokens by expert with operators of torch, as :func:`map_rows` does."""
+    local = experts.flatten() - first
+    key = torch.where((local >= 0) & (local < num_experts), local, num_experts)
+    ordered, pairs = torch.sort(key, stable=True)
+    rows = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(pairs.shape[0], device=pairs.device))
+    numbers = torch.arange(num_experts, device=key.device, dtype=key.dtype)
+    ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+    return RowMap(pairs[: _num_rows(experts, num_experts)], rows.view_as(experts), ends)
+
+
+def _num_rows(experts: Tensor, num_experts: int) -> int:
+    num_tokens, top_k = experts.shape
+    return num_tokens * min(top_k, num_experts)
+
+
+def permute(hidden: Tensor, row_map: RowMap) -> Tensor:
+    """Copy each token into the rows of its choices.
+
+    Equal to ``hidden[row_map.pairs // k]`` before the last end. Rows past it are undefined and have
+    no gradient.
+
+    Shapes: hidden ``(T, D)``; output ``(R, D)``.
+    """
+    kernels = fused_kernels(hidden)
+    if kernels is not None:
+        return kernels.permute_tokens(hidden, None, row_map.rows, row_map.ends, row_map.num_rows)[0]
+    return _ToRows.apply(hidden, row_map, row_map.top_k)
+
+
+def permute_both(hidden: Tensor, probabilities: Tensor, row_map: RowMap) -> tuple[Tensor, Tensor]:
+    """Copy each token and its choices' probabilities into the rows of the choices, in one pass.
+
+    Equal to :func:`permute` and :func:`permute_probabilities`.
+
+    Shapes: hidden ``(T, D)``; probabilities ``(T, k)``; outputs ``(R, D)`` and ``(R)``.
+    """
+    kernels = fused_kernels(hidden)
+    if kernels is not None:
+        return kernels.permute_tokens(hidden, probabilities, row_map.rows, row_map.ends, row_map.num_rows)
+    return permute(hidden, row_map), permute_probabilities(probabilities, row_map)
+
+
+def permute_probabilities(probabilities: Tensor, row_map: RowMap) -> Tensor:
+    """Copy the probability of each choice into its row.
+
+    Equal to ``probabilities.flatten()[row_map.pairs]`` before the last end. Rows past it are
+    undefined and have no gradient.
+
+    Shapes: probabilities ``(T, k)``; output ``(R)``.
+    """
+    return _ToRows.apply(probabilities.flatten(), row_map, 1)
+
+
+def unpermute(rows: Tensor, row_map: RowMap, probabilities: Tensor | None = None) -> Tensor:
+    """Sum the rows of each token's choices, weighted by their probabilities if these are given.
+
+    Choices of experts of other ranks add nothing, whatever values the rows past the last end have.
+
+    Shapes: rows ``(R, D)``; probabilities ``(T, k)``; output ``(T, D)`` in the dtype of rows.
+    """
+    kernels = fused_kernels(rows)
+    if kernels is not None:
+        return kernels.unpermute_rows(rows, probabilities, row_map.rows, row_map.ends)
+    chosen = _FromRows.apply(rows, row_map).unflatten(0, row_map.rows.shape)
+    if probabilities is not None:
+        chosen = chosen * probabilities.unsqueeze(-1)
+    return chosen.sum(1).to(rows.dtype)
+
+
+class _ToRows(torch.autograd.Function):
+    """Copy values to the rows of the choices; ``sharers`` consecutive choices share one value."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, row_map: RowMap, sharers: int) -> Tensor:
+        ctx.row_map = row_map
+        ctx.sharers = sharers
+        return values.index_select(0, row_map.pairs // sharers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        chosen = read_choices(grads[0], ctx.row_map)
+        return (chosen.unflatten(0, (-1, ctx.sharers)).sum(1) if ctx.sharers > 1 else chosen), None, None
+
+
+class _FromRows(torch.autograd.Function):
+    """Copy rows back into the order of the choices."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row_map: RowMap) -> Tensor:
+        ctx.row_map = row_map
+        return read_choices(rows, row_map)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].index_select(0, ctx.row_map.pairs), None
+
+
+def read_choices(rows: Tensor, row_map: RowMap) -> Tensor:
+    """Return the row of each choice, with zeros for choices of experts of other ranks."""
+    index = row_map.rows.flatten()
+    if not rows.shape[0]:
+        return rows.new_zeros((index.shape[0], *rows.shape[1:]))
+    is_here = index < row_map.ends[-1]
+    # Selected, not multiplied by zero: rows of no expert may be NaN.
+    chosen = rows.index_select(0, index.clamp(max=rows.shape[0] - 1))
+    return torch.where(is_here.view(-1, *[1] * (rows.dim() - 1)), chosen, 0)

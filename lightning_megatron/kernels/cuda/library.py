@@ -1,0 +1,121 @@
+"""Search for built libraries in the cache and in an installed wheel.
+
+A folder of libraries has one subfolder for each state of sources and compilers. Its name is
+``SOURCES-COMPILERS``, the keys of both. The cache is such a folder, and so is the package that a
+wheel of kernels installs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.kernels.cuda.sources import Sources
+
+#: File name of a library.
+LIBRARY = "liblm_kernels.so"
+#: File name of the description of a build, next to the library.
+DESCRIPTION = "build.json"
+#: Name of the package that a wheel of kernels installs, which is a folder of libraries.
+WHEEL_PACKAGE = "lightning_megatron_kernels"
+
+
+@dataclass(frozen=True)
+class BuiltLibrary:
+    """A built library with the facts of its build.
+
+    Args:
+        path: Path of the library.
+        nvcc: Version of nvcc in the build.
+        cutlass: Version of CUTLASS in the build.
+        seconds: Duration of the build (seconds).
+        origin: Origin of the library, the cache or an installed wheel.
+    """
+
+    path: Path
+    nvcc: str
+    cutlass: str
+    seconds: float
+    origin: Literal["cache", "wheel"] = "cache"
+
+
+def default_cache() -> Path:
+    """Return the default folder of libraries."""
+    return Path.home() / ".cache" / "lightning_megatron" / "kernels"
+
+
+def find_library(cache: Path, sources: Sources) -> BuiltLibrary | None:
+    """Return a library of the sources, compiled with any compiler; None if there is none.
+
+    The newest library in the cache has priority over an installed wheel. The search needs no
+    compiler, so it also works on machines that share a cache with a build machine.
+
+    Args:
+        cache: Folder of libraries.
+        sources: Sources of the library.
+    """
+    found = _newest(cache, sources)
+    if found is not None:
+        return describe(found)
+    installed = _installed_folder()
+    found = _newest(installed, sources) if installed is not None else None
+    return replace(describe(found), origin="wheel") if found is not None else None
+
+
+def why_no_library(cache: Path, sources: Sources) -> str:
+    """Explain why no library was found, and how to get one.
+
+    Args:
+        cache: Folder of libraries.
+        sources: Sources of the library.
+    """
+    folder = _installed_folder()
+    libraries = folder.glob(f"*/{LIBRARY}") if folder else ()
+    others = sorted({path.parent.name.split("-")[0] for path in libraries})
+    wheel = "no wheel is installed"
+    if others:
+        wheel = f"the wheel in {folder} is of other sources ({', '.join(others)})"
+    return (
+        f"{cache} has no library of these sources ({sources.key}), and {wheel}. "
+        "Build one: lightning-megatron kernels build. "
+        "Or install a wheel that lightning-megatron kernels wheel made from these sources"
+    )
+
+
+def describe(path: Path) -> BuiltLibrary:
+    """Read the description of a library.
+
+    Args:
+        path: Path of the library.
+
+    Raises:
+        UnsupportedError: If the description is missing or damaged.
+    """
+    try:
+        fields = json.loads((path.parent / DESCRIPTION).read_text(encoding="utf-8"))
+        return BuiltLibrary(
+            path,
+            str(fields["nvcc"]),
+            str(fields["cutlass"]),
+            float(fields["seconds"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnsupportedError(
+            f"a built library must have its description: {path.parent / DESCRIPTION} is damaged "
+            f"({error}). The folder was changed by hand. "
+            f"Delete {path.parent} and build again."
+        ) from error
+
+
+def _installed_folder() -> Path | None:
+    spec = find_spec(WHEEL_PACKAGE)  # this does not import the package
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+def _newest(folder: Path, sources: Sources) -> Path | None:
+    found = folder.glob(f"{sources.key}-*/{LIBRARY}")
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)

@@ -1,0 +1,49 @@
+"""Fused Triton kernels of Transformer blocks, experts and the optimizer.
+
+Triton is installed with the CUDA builds of torch. ``layers.choose_kernels`` imports this room for
+tensors of half types on a GPU. No kernel uses atomics, so equal inputs give bitwise equal results.
+The letters of the shapes are those of ``lightning_megatron.layers``.
+"""
+
+from lightning_megatron.kernels.triton.adamw import AdamKernel
+from lightning_megatron.kernels.triton.cross_entropy import (
+    cross_entropy_gradient,
+    cross_entropy_statistics,
+)
+from lightning_megatron.kernels.triton.expert_sort import MAX_SORTED_EXPERTS, sort_choices
+from lightning_megatron.kernels.triton.gelu import apply_gelu
+from lightning_megatron.kernels.triton.norm import MAX_WIDTH as MAX_NORM_WIDTH
+from lightning_megatron.kernels.triton.norm import add_norm
+from lightning_megatron.kernels.triton.peer_rows import add_slots, put_sums, put_tokens
+from lightning_megatron.kernels.triton.rotary import rotate_qkv
+from lightning_megatron.kernels.triton.route import route_tokens
+from lightning_megatron.kernels.triton.route_settings import RouteSettings
+from lightning_megatron.kernels.triton.router_losses import add_routing, attach_losses
+from lightning_megatron.kernels.triton.swiglu import apply_swiglu
+from lightning_megatron.kernels.triton.token_rows import permute_tokens, unpermute_rows
+from lightning_megatron.kernels.triton.two_halves import split_rows
+from lightning_megatron.kernels.triton.weighted_swiglu import apply_weighted_swiglu
+
+__all__ = [
+    "AdamKernel",
+    "MAX_NORM_WIDTH",
+    "MAX_SORTED_EXPERTS",
+    "RouteSettings",
+    "add_norm",
+    "add_routing",
+    "add_slots",
+    "attach_losses",
+    "cross_entropy_gradient",
+    "cross_entropy_statistics",
+    "apply_gelu",
+    "rotate_qkv",
+    "apply_swiglu",
+    "apply_weighted_swiglu",
+    "permute_tokens",
+    "put_sums",
+    "put_tokens",
+    "route_tokens",
+    "sort_choices",
+    "split_rows",
+    "unpermute_rows",
+]

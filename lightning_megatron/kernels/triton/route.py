@@ -1,0 +1,354 @@
+"""Fused router: scores, choices, weights and loss statistics, computed from the logits in one pass.
+
+A program keeps the scores of all experts for some tokens in registers. The choices of a token are
+the experts with the highest scores. Of experts with equal scores, the one with the lowest number is
+chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton import language as tl
+
+from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of
+from lightning_megatron.kernels.triton.route_settings import RouteSettings
+
+# Eight for every multiprocessor of an H200. Each loops over tokens and sums over them, so that few
+# partial sums remain.
+_PROGRAMS = 1056
+# Partial sums and columns in one iteration of the kernel that sums over programs.
+_ROWS = 1024
+_COLUMNS = 4
+
+
+def route_tokens(
+    logits: Tensor,
+    bias: Tensor | None,
+    settings: RouteSettings,
+) -> tuple[Tensor, ...]:
+    """Score all experts for every token, choose the best, and sum the statistics for the losses.
+
+    The logits get gradients from the probabilities, from the sums of shares and from the sum of
+    squares.
+
+    Shapes: logits ``(T, E)`` float32; bias ``(E,)``.
+
+    Args:
+        logits: Logits of the router.
+        bias: Tensor that is added to the scores for the choice only; None means no bias.
+        settings: Rules of the choice.
+
+    Returns:
+        Seven tensors: the probabilities of the chosen experts ``(T, k)``; the chosen experts, best
+        first, ``(T, k)`` int64; the number of choices of every expert ``(C, E)`` int32; the same
+        without biases, if it is counted; the sums over tokens of the shares, which are scores
+        divided by their sum, ``(C, E)``; the sum over tokens of the squared log-sum-exp of the
+        logits; the sum of the entropies of the shares (nats).
+    """
+    probabilities, experts, loads, *sums = _Route.apply(logits, bias, settings)
+    return probabilities, experts, loads[0], loads[-1], *sums
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        bias: Tensor | None,
+        settings: RouteSettings,
+    ) -> tuple[Tensor, ...]:
+        logits = logits.contiguous()
+        device = logits.device
+        num_tokens, num_experts = logits.shape
+        classes = settings.num_sequences
+        top_k = settings.top_k
+        constants = settings.constants()
+        probabilities = torch.empty((num_tokens, top_k), dtype=logits.dtype, device=device)
+        experts = torch.empty((num_tokens, top_k), dtype=torch.int64, device=device)
+        blocks = ceil_div(ceil_div(num_tokens, classes), constants["TOKENS"])
+        programs = min(blocks, max(_PROGRAMS // classes, 1))
+        kinds = 2 if settings.counts_unbiased else 1
+        shape = (kinds, classes, programs, num_experts)
+        loads = torch.empty(shape, dtype=torch.int32, device=device)
+        sums = torch.empty((classes, programs, num_experts + 2), dtype=torch.float32, device=device)
+        # Without tokens no kernel is launched, so the results must be zeroed.
+        make = torch.empty if num_tokens else torch.zeros
+        load = make((kinds, classes, num_experts), dtype=torch.int32, device=device)
+        total = make((classes, num_experts + 2), dtype=torch.float32, device=device)
+        is_forced = settings.first_turn is not None
+        has_groups = settings.top_k_groups < settings.num_groups and not is_forced
+        if num_tokens:
+            with on_device_of(logits):
+                _route_forward[(programs, classes)](
+                    logits, logits if bias is None else bias, probabilities, experts, loads, sums,
+                    num_tokens, settings.first_turn or 0, settings.scale,
+                    HAS_BIAS=bias is not None and not is_forced,
+                    COUNTS_UNBIASED=settings.counts_unbiased, IS_FORCED=is_forced,
+                    GROUPS=settings.num_groups if has_groups else 1,
+                    TOP_GROUPS=settings.top_k_groups, **constants,
+                )  # fmt: skip
+                _route_totals[(ceil_div(num_experts + 2, _COLUMNS), classes)](
+                    loads, sums, load, total, programs,
+                    KINDS=kinds, E=num_experts, ROWS=_ROWS, COLUMNS=_COLUMNS,
+                )  # fmt: skip
+        ctx.save_for_backward(logits, experts)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(experts, load)
+        scalars = total[0, num_experts:] if classes == 1 else total[:, num_experts:].sum(0)
+        squares, entropies = scalars.unbind()
+        ctx.mark_non_differentiable(entropies)
+        return probabilities, experts, load, total[:, :num_experts], squares, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, experts = ctx.saved_tensors
+        settings = ctx.settings
+        constants = settings.constants()
+        grad_probabilities, _, _, grad_shares, grad_squares, _ = grads
+        result = torch.empty_like(logits)
+        # Without a gradient any tensor serves as its pointer, which the kernel does not read.
+        inputs = [logits if grad is None else grad.contiguous() for grad in (
+            grad_probabilities, grad_shares, grad_squares
+        )]  # fmt: skip
+        blocks = ceil_div(ceil_div(logits.shape[0], settings.num_sequences), constants["TOKENS"])
+        if logits.numel():
+            with on_device_of(logits):
+                _route_backward[(blocks, settings.num_sequences)](
+                    logits, experts, *inputs, result, logits.shape[0], settings.scale,
+                    HAS_WEIGHTS=grad_probabilities is not None, HAS_SHARES=grad_shares is not None,
+                    HAS_SQUARES=grad_squares is not None, **constants,
+                )  # fmt: skip
+        return result, None, None
+
+
+@triton.jit
+def _ordered(scores: tl.tensor) -> tl.tensor:
+    # Map floats to integers of the same order, because a warp has an instruction for the maximum of
+    # integers. NaN is the largest, as in torch. Minus infinity is above the lowest integer, which
+    # marks experts that cannot be chosen.
+    bits = scores.to(tl.int32, bitcast=True)
+    return tl.where(scores != scores, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _value(ordered: tl.tensor) -> tl.tensor:
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first_of_highest(
+    keys: tl.tensor,
+    numbers: tl.tensor,
+    AXIS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> tl.tensor:
+    highest = tl.max(keys, axis=AXIS, keep_dims=True)
+    return tl.min(tl.where(keys == highest, numbers, SIZE), axis=AXIS, keep_dims=True)
+
+
+@triton.jit
+def _best(
+    scores: tl.tensor, columns: tl.tensor, E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return the rank of every expert among the choices of a token, or -1."""
+    taken = -0x80000000
+    keys = tl.where(columns < E, _ordered(scores), taken)
+    if GROUPS > 1:
+        SIZE: tl.constexpr = BLOCK // GROUPS
+        by_group = tl.reshape(keys, (TOKENS, GROUPS, SIZE))
+        members = tl.arange(0, SIZE)[None, None, :]
+        is_first = members == _first_of_highest(by_group, members, 2, SIZE)
+        second = tl.max(tl.where(is_first, taken, by_group), axis=2)
+        # The value of a group is the sum of its two best scores.
+        worth = _ordered(_value(tl.max(by_group, axis=2)) + _value(second))
+        numbers = tl.arange(0, GROUPS)[None, :]
+        is_in = tl.zeros((TOKENS, GROUPS), tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            hit = numbers == _first_of_highest(worth, numbers, 1, GROUPS)
+            is_in = tl.where(hit, 1, is_in)
+            worth = tl.where(hit, taken, worth)
+        is_in = tl.broadcast_to(is_in[:, :, None], (TOKENS, GROUPS, SIZE))
+        is_in = tl.reshape(is_in, (TOKENS, BLOCK))
+        excluded = _ordered(tl.full((TOKENS, BLOCK), float("-inf"), tl.float32))
+        keys = tl.where(is_in != 0, keys, excluded)
+    place = tl.full((TOKENS, BLOCK), -1, tl.int32)
+    for choice in tl.static_range(K):
+        hit = columns == _first_of_highest(keys, columns, 1, BLOCK)
+        place = tl.where(hit, choice, place)
+        keys = tl.where(hit, taken, keys)
+    return place
+
+
+@triton.jit
+def _route_forward(
+    logits: tl.tensor, bias: tl.tensor, probabilities: tl.tensor, experts: tl.tensor,
+    loads: tl.tensor, sums: tl.tensor, num_tokens: tl.tensor, first_turn: tl.tensor,
+    scale: tl.tensor, HAS_BIAS: tl.constexpr, COUNTS_UNBIASED: tl.constexpr,
+    IS_FORCED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
+    columns = tl.arange(0, BLOCK)[None, :]
+    is_expert = columns < E
+    load = tl.zeros((TOKENS, BLOCK), tl.int32)
+    unbiased_load = tl.zeros((TOKENS, BLOCK), tl.int32)
+    share_sum = tl.zeros((TOKENS, BLOCK), tl.float32)
+    entropy_sum = tl.zeros((TOKENS,), tl.float32)
+    square_sum = tl.zeros((TOKENS,), tl.float32)
+    num_here = tl.cdiv(num_tokens - sequence, num_sequences)
+    for start in range(tl.program_id(0) * TOKENS, num_here, tl.num_programs(0) * TOKENS):
+        number = start + tl.arange(0, TOKENS)
+        token = number.to(tl.int64) * num_sequences + sequence
+        inside = (number < num_here)[:, None] & is_expert
+        x = tl.load(logits + token[:, None] * E + columns, mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(is_expert, x, float("-inf"))
+        peak = tl.max(x, axis=1)
+        powers = tl.exp(x - peak[:, None])
+        total = tl.sum(powers, axis=1)
+        normaliser = peak + tl.log(total)
+        square_sum += tl.where(number < num_here, normaliser * normaliser, 0.0)
+        if SOFTMAX:
+            scores = powers / total[:, None]
+            shares = scores
+        else:
+            scores = 1.0 / (1.0 + tl.exp(-x))
+            shares = scores / (tl.sum(scores, axis=1)[:, None] + 1e-20)
+        share_sum += tl.where(inside, shares, 0.0)
+        products = tl.where(inside & (shares != 0.0), shares * tl.log(shares), 0.0)
+        entropy_sum -= tl.sum(products, axis=1)
+        if IS_FORCED:
+            turn = (first_turn + token * K) % E
+            place = (columns - turn[:, None] + E).to(tl.int32) % E
+            place = tl.where(is_expert & (place < K), place, -1)
+        else:
+            biased = scores
+            if HAS_BIAS:
+                biased += tl.load(bias + columns, mask=is_expert, other=0.0)
+            if COUNTS_UNBIASED:
+                unbiased = _best(scores, columns, E, K, GROUPS, TOP_GROUPS, TOKENS, BLOCK)
+                unbiased_load += tl.where(inside & (unbiased >= 0), 1, 0)
+            place = _best(biased, columns, E, K, GROUPS, TOP_GROUPS, TOKENS, BLOCK)
+        is_chosen = place >= 0
+        load += tl.where(inside & is_chosen, 1, 0)
+        weights = scores
+        if NORMALIZE:
+            if SOFTMAX:
+                chosen = tl.where(is_chosen, x, float("-inf"))
+                weights = tl.exp(chosen - tl.max(chosen, axis=1)[:, None])
+                weights /= tl.sum(weights, axis=1)[:, None]
+            else:
+                weights /= tl.sum(tl.where(is_chosen, scores, 0.0), axis=1)[:, None] + 1e-20
+        at = token[:, None] * K + place
+        tl.store(probabilities + at, weights * scale, mask=inside & is_chosen)
+        expert = tl.broadcast_to(columns, (TOKENS, BLOCK)).to(tl.int64)
+        tl.store(experts + at, expert, mask=inside & is_chosen)
+    row = sequence * tl.num_programs(0) + tl.program_id(0)
+    numbers = tl.arange(0, BLOCK)
+    tl.store(loads + row * E + numbers, tl.sum(load, axis=0), mask=numbers < E)
+    if COUNTS_UNBIASED:
+        at = loads + (row + tl.num_programs(0) * num_sequences) * E + numbers
+        tl.store(at, tl.sum(unbiased_load, axis=0), mask=numbers < E)
+    target = sums + row * (E + 2)
+    tl.store(target + numbers, tl.sum(share_sum, axis=0), mask=numbers < E)
+    tl.store(target + E, tl.sum(square_sum, axis=0))
+    tl.store(target + E + 1, tl.sum(entropy_sum, axis=0))
+
+
+@triton.jit
+def _route_totals(
+    loads: tl.tensor, sums: tl.tensor, load: tl.tensor, total: tl.tensor, num_parts: tl.tensor,
+    KINDS: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Sum the partial sums of the programs, in their order."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
+    found = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, num_parts, ROWS):
+        part = start + tl.arange(0, ROWS)
+        at = sums + (sequence * num_parts + part)[:, None] * (E + 2) + columns[None, :]
+        inside = (part < num_parts)[:, None] & (columns < E + 2)[None, :]
+        found += tl.sum(tl.load(at, mask=inside, other=0.0), axis=0)
+    tl.store(total + sequence * (E + 2) + columns, found, mask=columns < E + 2)
+    for kind in tl.static_range(KINDS):
+        row = kind * num_sequences + sequence
+        count = tl.zeros((COLUMNS,), tl.int32)
+        for start in range(0, num_parts, ROWS):
+            part = start + tl.arange(0, ROWS)
+            at = loads + (row * num_parts + part)[:, None] * E + columns[None, :]
+            inside = (part < num_parts)[:, None] & (columns < E)[None, :]
+            count += tl.sum(tl.load(at, mask=inside, other=0), axis=0)
+        tl.store(load + row * E + columns, count, mask=columns < E)
+
+
+@triton.jit
+def _route_backward(
+    logits: tl.tensor, experts: tl.tensor, grad_probabilities: tl.tensor, grad_shares: tl.tensor,
+    grad_squares: tl.tensor, result: tl.tensor, num_tokens: tl.tensor, scale: tl.tensor,
+    HAS_WEIGHTS: tl.constexpr, HAS_SHARES: tl.constexpr, HAS_SQUARES: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    sequence, num_sequences = tl.program_id(1), tl.num_programs(1)
+    columns = tl.arange(0, BLOCK)[None, :]
+    is_expert = columns < E
+    number = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token = number.to(tl.int64) * num_sequences + sequence
+    is_token = token < num_tokens
+    inside = is_token[:, None] & is_expert
+    x = tl.load(logits + token[:, None] * E + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.where(is_expert, x, float("-inf"))
+    peak = tl.max(x, axis=1)
+    powers = tl.exp(x - peak[:, None])
+    total = tl.sum(powers, axis=1)
+    softmax = powers / total[:, None]
+    scores = softmax
+    if not SOFTMAX:
+        scores = 1.0 / (1.0 + tl.exp(-x))
+    change = tl.zeros((TOKENS, BLOCK), tl.float32)
+    grad_scores = tl.zeros((TOKENS, BLOCK), tl.float32)
+    if HAS_WEIGHTS:
+        is_chosen = tl.zeros((TOKENS, BLOCK), tl.int32)
+        outer = tl.zeros((TOKENS, BLOCK), tl.float32)
+        for choice in tl.static_range(K):
+            expert = tl.load(experts + token * K + choice, mask=is_token, other=-1)
+            grad = tl.load(grad_probabilities + token * K + choice, mask=is_token, other=0.0)
+            grad *= scale
+            hit = columns == expert[:, None]
+            is_chosen = tl.where(hit, 1, is_chosen)
+            outer = tl.where(hit, grad[:, None], outer)
+        if NORMALIZE and SOFTMAX:
+            chosen = tl.where((is_chosen != 0) & is_token[:, None], x, float("-inf"))
+            top = tl.where(is_token, tl.max(chosen, axis=1), 0.0)
+            weights = tl.exp(chosen - top[:, None])
+            weights /= tl.where(is_token, tl.sum(weights, axis=1), 1.0)[:, None]
+            change = weights * (outer - tl.sum(outer * weights, axis=1)[:, None])
+        elif NORMALIZE:
+            mass = (tl.sum(tl.where(is_chosen != 0, scores, 0.0), axis=1) + 1e-20)[:, None]
+            mean = tl.sum(outer * scores / mass, axis=1)[:, None]
+            grad_scores = tl.where(is_chosen != 0, (outer - mean) / mass, 0.0)
+        else:
+            grad_scores = outer
+    if HAS_SHARES:
+        share_grad = tl.load(grad_shares + sequence * E + columns, mask=is_expert, other=0.0)
+        if SOFTMAX:
+            grad_scores += share_grad
+        else:
+            mass = (tl.sum(scores, axis=1) + 1e-20)[:, None]
+            grad_scores += (share_grad - tl.sum(share_grad * scores / mass, axis=1)[:, None]) / mass
+    if SOFTMAX:
+        change += scores * (grad_scores - tl.sum(grad_scores * scores, axis=1)[:, None])
+    else:
+        change += grad_scores * scores * (1.0 - scores)
+    if HAS_SQUARES:
+        normaliser = peak + tl.log(total)
+        change += tl.load(grad_squares) * 2.0 * normaliser[:, None] * softmax
+    tl.store(result + token[:, None] * E + columns, change, mask=inside)

@@ -1,0 +1,110 @@
+"""SwiGLU, ``silu(gate) * up``, of a fused projection; forward and backward are one pass each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+
+from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
+
+_BLOCK = 2048
+
+
+def apply_swiglu(gate_up: Tensor) -> Tensor:
+    """Multiply the SiLU of the first half of the features by the second half.
+
+    Equal to ``silu(gate) * up`` with ``gate, up = gate_up.chunk(2, -1)``, computed in float32 and
+    rounded once. Only ``gate_up`` is kept for the backward pass.
+
+    Shapes: gate_up ``(..., 2 F)``; output ``(..., F)``.
+    Source: Shazeer 2020.
+    """
+    return _SwiGLU.apply(gate_up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        rows = as_rows(gate_up)
+        features = rows.shape[1] // 2
+        output = gate_up.new_empty((*gate_up.shape[:-1], features))
+        if output.numel():
+            block = min(_BLOCK, power_of_two(features))
+            with on_device_of(rows):
+                _forward[(rows.shape[0], ceil_div(features, block))](
+                    rows,
+                    output,
+                    rows.stride(0),
+                    features,
+                    BLOCK=block,
+                )
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        rows = as_rows(gate_up)
+        grad = as_rows(grads[0])
+        features = rows.shape[1] // 2
+        result = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+        if result.numel():
+            block = min(_BLOCK, power_of_two(features))
+            with on_device_of(rows):
+                _backward[(rows.shape[0], ceil_div(features, block))](
+                    rows,
+                    grad,
+                    result,
+                    rows.stride(0),
+                    grad.stride(0),
+                    features,
+                    BLOCK=block,
+                )
+        return result
+
+
+@triton.jit
+def _forward(
+    gate_up: tl.tensor,
+    output: tl.tensor,
+    row_stride: tl.tensor,
+    features: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < features
+    source = gate_up + row * row_stride + columns
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + features, mask=inside, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(output + row * features + columns, result.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    gate_up: tl.tensor,
+    grad: tl.tensor,
+    result: tl.tensor,
+    row_stride: tl.tensor,
+    grad_stride: tl.tensor,
+    features: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < features
+    source = gate_up + row * row_stride + columns
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + features, mask=inside, other=0.0).to(tl.float32)
+    outer = tl.load(grad + row * grad_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    silu = gate * sigmoid
+    target = result + row * (2 * features) + columns
+    grad_gate = outer * up * (sigmoid + silu * (1.0 - sigmoid))
+    tl.store(target, grad_gate.to(result.dtype.element_ty), mask=inside)
+    tl.store(target + features, (outer * silu).to(result.dtype.element_ty), mask=inside)

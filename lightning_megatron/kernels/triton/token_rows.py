@@ -1,0 +1,284 @@
+"""Permutation of tokens to the rows of their experts, and the sum of rows back to tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton import language as tl
+
+from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
+
+_BLOCK = 1024
+
+
+def permute_tokens(
+    hidden: Tensor,
+    probabilities: Tensor | None,
+    rows: Tensor,
+    ends: Tensor,
+    num_rows: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Copy every token, and the probabilities of its choices, into the rows of the choices.
+
+    Equal to ``result[rows[t, j]] = hidden[t]`` and ``scales[rows[t, j]] = probabilities[t, j]`` for
+    all rows before the last end. Rows past the last end are undefined. The gradient of a token is
+    summed in float32.
+
+    Shapes: hidden ``(T, D)``; probabilities and rows ``(T, k)``; ends ``(E)``; results ``(R, D)``
+        and ``(R)``.
+
+    Args:
+        hidden: Hidden states of the tokens.
+        probabilities: Probabilities of the choices; with None the second result is None.
+        rows: Row of every choice; past the last end for choices without a row.
+        ends: End (exclusive) of the rows of every expert, on the device.
+        num_rows: Number R of rows of the result (rows).
+    """
+    return _Permute.apply(hidden, probabilities, rows, ends, num_rows)
+
+
+def unpermute_rows(
+    values: Tensor,
+    probabilities: Tensor | None,
+    rows: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """Sum the rows of every token's choices in float32, weighted by their probabilities.
+
+    Shapes: values ``(R, D)``; probabilities and rows ``(T, k)``; ends ``(E)``; output ``(T, D)``.
+
+    Args:
+        values: Rows to sum; rows past the last end are not read.
+        probabilities: Factor of the row of every choice; None means 1.
+        rows: Row of every choice; past the last end for choices without a row.
+        ends: End (exclusive) of the rows of every expert, on the device.
+    """
+    return _Unpermute.apply(values, probabilities, rows, ends)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        probabilities: Tensor | None,
+        rows: Tensor,
+        ends: Tensor,
+        num_rows: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(rows, ends)
+        return _spread(hidden, probabilities, rows, ends, num_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ends = ctx.saved_tensors
+        grad_hidden, grad_probabilities = _collect(grads[0], rows, ends, scales=grads[1])
+        return grad_hidden, grad_probabilities, None, None, None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        probabilities: Tensor | None,
+        rows: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(None if probabilities is None else values, probabilities, rows, ends)
+        ctx.num_rows = values.shape[0]
+        return _collect(values, rows, ends, probabilities=probabilities)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        values, probabilities, rows, ends = ctx.saved_tensors
+        if probabilities is None:
+            return _spread(grads[0], None, rows, ends, ctx.num_rows)[0], None, None, None
+        grad = as_rows(grads[0])
+        values = as_rows(values)
+        width = values.shape[1]
+        grad_values = grad.new_empty((ctx.num_rows, width), dtype=values.dtype)
+        grad_probabilities = torch.empty(rows.shape, dtype=probabilities.dtype, device=rows.device)
+        if rows.numel():
+            with on_device_of(grad):
+                _weighed_rows_backward[(rows.shape[0],)](
+                    grad, values, probabilities.contiguous(), grad_values, grad_probabilities, rows,
+                    ends, grad.stride(0), values.stride(0), width, ctx.num_rows, ends.shape[0],
+                    K=rows.shape[1], BLOCK=_block(width),
+                )  # fmt: skip
+        return grad_values, grad_probabilities, None, None
+
+
+def _block(width: int) -> int:
+    return min(_BLOCK, power_of_two(width))
+
+
+def _spread(
+    source: Tensor,
+    probabilities: Tensor | None,
+    rows: Tensor,
+    ends: Tensor,
+    num_rows: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Copy tokens, and probabilities if given, to the rows of their choices."""
+    source = as_rows(source)
+    width = source.shape[1]
+    result = source.new_empty((num_rows, width))
+    scales = None if probabilities is None else probabilities.new_empty(num_rows)
+    if rows.numel():
+        with on_device_of(source):
+            _spread_rows[(rows.shape[0], ceil_div(width, _block(width)))](
+                source, result, rows if probabilities is None else probabilities.contiguous(),
+                result if scales is None else scales, rows, ends, source.stride(0), width, num_rows,
+                ends.shape[0], K=rows.shape[1], HAS_SCALES=scales is not None,
+                CHOICES=power_of_two(rows.shape[1]), BLOCK=_block(width),
+            )  # fmt: skip
+    return result, scales
+
+
+def _collect(
+    values: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    *,
+    probabilities: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum the rows of every token's choices, and gather the scales of the rows.
+
+    Rows are multiplied by probabilities if given. Scales are gathered if given.
+    """
+    values = as_rows(values)
+    width = values.shape[1]
+    result = values.new_empty((rows.shape[0], width))
+    gathered = None if scales is None else scales.new_empty(rows.shape)
+    if rows.numel():
+        with on_device_of(values):
+            _collect_rows[(rows.shape[0], ceil_div(width, _block(width)))](
+                values, result, rows if probabilities is None else probabilities.contiguous(),
+                result if scales is None else scales.contiguous(),
+                result if gathered is None else gathered, rows, ends, values.stride(0), width,
+                values.shape[0], ends.shape[0], K=rows.shape[1],
+                IS_WEIGHED=probabilities is not None, HAS_SCALES=scales is not None,
+                CHOICES=power_of_two(rows.shape[1]), BLOCK=_block(width),
+            )  # fmt: skip
+    return result, gathered
+
+
+@triton.jit
+def _spread_rows(
+    source: tl.tensor,
+    result: tl.tensor,
+    probabilities: tl.tensor,
+    scales: tl.tensor,
+    rows: tl.tensor,
+    ends: tl.tensor,
+    source_stride: tl.tensor,
+    width: tl.tensor,
+    num_rows: tl.tensor,
+    num_experts: tl.tensor,
+    K: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
+    x = tl.load(source + token * source_stride + columns, mask=inside)
+    if HAS_SCALES:
+        choices = tl.arange(0, CHOICES)
+        is_first = (choices < K) & (tl.program_id(1) == 0)
+        row = tl.load(rows + token * K + choices, mask=is_first, other=0)
+        probability = tl.load(probabilities + token * K + choices, mask=is_first)
+        tl.store(scales + row, probability, mask=is_first & (row < end))
+    for choice in tl.static_range(K):
+        row = tl.load(rows + token * K + choice)
+        tl.store(result + row * width + columns, x, mask=inside & (row < end))
+
+
+@triton.jit
+def _collect_rows(
+    values: tl.tensor,
+    result: tl.tensor,
+    probabilities: tl.tensor,
+    scales: tl.tensor,
+    gathered: tl.tensor,
+    rows: tl.tensor,
+    ends: tl.tensor,
+    value_stride: tl.tensor,
+    width: tl.tensor,
+    num_rows: tl.tensor,
+    num_experts: tl.tensor,
+    K: tl.constexpr,
+    IS_WEIGHED: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
+    if HAS_SCALES:
+        choices = tl.arange(0, CHOICES)
+        is_first = (choices < K) & (tl.program_id(1) == 0)
+        row = tl.load(rows + token * K + choices, mask=is_first, other=0)
+        scale = tl.load(scales + row, mask=is_first & (row < end), other=0.0)
+        tl.store(gathered + token * K + choices, scale, mask=is_first)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(K):
+        row = tl.load(rows + token * K + choice)
+        x = tl.load(values + row * value_stride + columns, mask=inside & (row < end), other=0.0).to(
+            tl.float32,
+        )
+        if IS_WEIGHED:
+            x *= tl.load(probabilities + token * K + choice)
+        total += x
+    tl.store(result + token * width + columns, total.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _weighed_rows_backward(
+    grad: tl.tensor,
+    values: tl.tensor,
+    probabilities: tl.tensor,
+    grad_values: tl.tensor,
+    grad_probabilities: tl.tensor,
+    rows: tl.tensor,
+    ends: tl.tensor,
+    grad_stride: tl.tensor,
+    value_stride: tl.tensor,
+    width: tl.tensor,
+    num_rows: tl.tensor,
+    num_experts: tl.tensor,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
+    for choice in tl.static_range(K):
+        row = tl.load(rows + token * K + choice)
+        probability = tl.load(probabilities + token * K + choice)
+        total = tl.zeros((BLOCK,), tl.float32)
+        # The token's gradient is read once per choice, from the cache after the first time.
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            inside = (columns < width) & (row < end)
+            outer = tl.load(grad + token * grad_stride + columns, mask=inside, other=0.0).to(
+                tl.float32,
+            )
+            x = tl.load(values + row * value_stride + columns, mask=inside, other=0.0).to(
+                tl.float32,
+            )
+            total += outer * x
+            change = (outer * probability).to(grad_values.dtype.element_ty)
+            tl.store(grad_values + row * width + columns, change, mask=inside)
+        tl.store(grad_probabilities + token * K + choice, tl.sum(total, axis=0))

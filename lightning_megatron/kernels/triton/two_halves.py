@@ -1,0 +1,54 @@
+"""Float32 numbers as sums of two half-type numbers, for precise matrix products of half types."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton import language as tl
+
+from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of
+
+_BLOCK = 1024
+
+
+def split_rows(values: Tensor, parts: Tensor) -> Tensor:
+    """Fill ``parts`` with the rounded numbers and the rounding errors, and return it.
+
+    Equal to ``parts[:, 0] = values; parts[:, 1] = values - parts[:, 0]``.
+
+    Shapes: values ``(N, D)`` float32; parts ``(N, 2, D)``, contiguous.
+
+    Args:
+        values: Numbers to split.
+        parts: Destination, of a half type.
+    """
+    values = values.contiguous()
+    num_elements = values.numel()
+    if num_elements:
+        with on_device_of(values):
+            _split_rows[(ceil_div(num_elements, _BLOCK),)](
+                values,
+                parts,
+                num_elements,
+                values.shape[1],
+                BLOCK=_BLOCK,
+            )
+    return parts
+
+
+@triton.jit
+def _split_rows(
+    values: tl.tensor,
+    parts: tl.tensor,
+    num_elements: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_elements
+    x = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+    high = x.to(parts.dtype.element_ty)
+    # Row n of the values fills the rows 2 n and 2 n + 1 of the parts.
+    target = parts + at + at // width * width
+    tl.store(target, high, mask=inside)
+    tl.store(target + width, (x - high.to(tl.float32)).to(parts.dtype.element_ty), mask=inside)

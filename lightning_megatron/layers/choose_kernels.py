@@ -1,0 +1,69 @@
+"""Choice between the fused kernels and the operators of torch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+_KERNELS = "lightning_megatron.kernels.triton"
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernels that a device uses, with the reason for the choice.
+
+    Args:
+        kernels: The module ``lightning_megatron.kernels.triton``; None means the operators of torch.
+        reason: Reason for the choice, for the log.
+    """
+
+    kernels: ModuleType | None
+    reason: str
+
+
+def fused_kernels(tensor: Tensor) -> ModuleType | None:
+    """Return the fused kernels if they support a tensor; None means the operators of torch."""
+    return choose_kernels(tensor.device).kernels if is_served(tensor) else None
+
+
+def is_served(tensor: Tensor) -> bool:
+    """Return whether the fused kernels support a tensor: half types and integers on a GPU.
+
+    Floating-point tensors are not supported under autocast, which chooses the dtype of every
+    operator of torch. Inside ``torch.compile`` the compiler fuses the operators itself.
+    """
+    if torch.compiler.is_compiling() or not tensor.is_cuda:
+        return False
+    if tensor.is_floating_point():
+        return tensor.dtype in _HALF_TYPES and not torch.is_autocast_enabled("cuda")
+    return True
+
+
+@cache
+def choose_kernels(device: torch.device) -> KernelChoice:
+    """Choose the kernels for half types on a GPU, and log the choice once."""
+    choice = _choose(torch.cuda.get_device_capability(device))
+    _log.info("%s: %s", "fused kernels" if choice.kernels else "operators of torch", choice.reason)
+    return choice
+
+
+def _choose(capability: tuple[int, int]) -> KernelChoice:
+    if torch.version.hip is not None:
+        return KernelChoice(None, "the fused kernels were not tried on ROCm")
+    if capability < (8, 0):
+        return KernelChoice(
+            None,
+            f"compute capability {capability[0]}.{capability[1]} is below 8.0",
+        )
+    try:
+        return KernelChoice(import_module(_KERNELS), "half type on a GPU, and Triton is there")
+    except ImportError as error:
+        return KernelChoice(None, f"Triton cannot be imported ({error})")

@@ -1,0 +1,302 @@
+"""Table of estimated and measured memory for every pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.compute.choose_backend import choose_product
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.layers.attention_core import choose_core
+from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.stage import pipelined_modules
+from lightning_megatron.plan.budget import (
+    GIB,
+    StageMemory,
+    TrainingShape,
+    align_columns,
+    estimate_memory,
+    static_bytes,
+)
+from lightning_megatron.plan.kept_activations import KeptActivations, eager_activations, fused_activations
+from lightning_megatron.plan.settings import Count, settled_arguments
+from lightning_megatron.strategy.model_strategy import ModelStrategy
+
+_STATIC = ("parameters", "gradients", "mains", "optimizer")
+_RUNNING = ("activations", "loss", "workspace", "communication", "libraries")
+#: cuBLAS keeps one workspace for the forward pass's thread and one for the backward pass's (bytes).
+_WORKSPACE = 32 * 2**20
+#: The same before Hopper (bytes).
+_OLDER_WORKSPACE = 8 * 2**20 + 128 * 2**10
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """Estimated and measured memory of one pipeline stage.
+
+    Args:
+        stage: Index on the pp axis.
+        estimate: Estimate by part; static parts only if the module has no GPT.
+        held: Maximum over ranks of measured static memory, by part: ``parameters``, ``gradients``,
+            ``mains`` (main parameters) and ``optimizer`` (bytes).
+        peak: Maximum over ranks of the allocator's peak (bytes); None on CPU.
+    """
+
+    stage: int
+    estimate: StageMemory
+    held: dict[str, int]
+    peak: int | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the estimated peak over the measured one."""
+        if self.peak is None or not self.estimate.activations:
+            return None
+        return self.estimate.peak / self.peak
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Return the static memory per parameter of the rank (bytes)."""
+        return sum(self.held.values()) / self.estimate.num_parameters
+
+    def table(self) -> str:
+        """Format estimate and measurement as a table, in GiB or MiB."""
+        estimate, whole = self.estimate, self.estimate.activations > 0
+        unit = "GiB" if max(estimate.peak, self.peak or 0) >= GIB else "MiB"
+        scale = GIB if unit == "GiB" else 2**20
+
+        def size(value: int | None) -> str:
+            return "n/a" if value is None else f"{value / scale:.3f}"
+
+        running = None if self.peak is None else self.peak - sum(self.held.values())
+        rows = [(f"stage {self.stage} ({unit} a rank)", "estimate", "held")]
+        rows += [(name, size(getattr(estimate, name)), size(self.held[name])) for name in _STATIC]
+        rows += [(name, size(getattr(estimate, name) if whole else None), "") for name in _RUNNING]
+        rows.append(("  these together", size(estimate.peak - estimate.static if whole else None), size(running)))
+        rows.append(("peak", size(estimate.peak if whole else None), size(self.peak)))
+        rows.append(("estimate / held", f"{self.ratio:.3f}" if self.ratio else "n/a", ""))
+        each = estimate.static / estimate.num_parameters
+        rows.append(("bytes a parameter", f"{each:.2f}", f"{self.bytes_per_parameter:.2f}"))
+        peak = f"the peak is in {estimate.moment}, with {estimate.in_flight} microbatches held"
+        return align_columns(rows) + (f"\n{peak}" if whole else "")
+
+
+class MemoryReport(Callback):
+    """Print estimated and measured memory of every stage after the first optimizer steps.
+
+    The report measures parameters, gradients, main parameters and optimizer state. On GPUs it also
+    measures the peak of torch's allocator, whose statistics it resets when training starts. The
+    estimate comes from :func:`~lightning_megatron.plan.budget.estimate_memory`, and includes
+    activations for modules with a :class:`GPT`.
+
+    Args:
+        after_steps: Optimizer steps before the report; the first creates optimizer state (steps).
+
+    Raises:
+        UnsupportedError: If the strategy is not a :class:`MegatronStrategy`.
+
+    Communication: one gather of numbers over all ranks.
+    """
+
+    def __init__(self, after_steps: Count = 2) -> None:
+        self.after_steps: int = settled_arguments(MemoryReport.__init__, locals())["after_steps"]
+        #: Printed reports by stage, on every rank.
+        self.reports: tuple[StageReport, ...] = ()
+        self._first_step = 0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(trainer.strategy, ModelStrategy):
+            raise UnsupportedError(
+                f"MemoryReport counts what MegatronStrategy holds: the strategy is {type(trainer.strategy).__name__}. "
+                "Use strategy=MegatronStrategy(...), or leave the callback out."
+            )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first_step = trainer.global_step
+        self.reports = ()
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.reports or trainer.global_step - self._first_step < self.after_steps:
+            return
+        strategy = trainer.strategy
+        assert isinstance(strategy, ModelStrategy), "setup has checked the strategy"
+        cuda = strategy.root_device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(strategy.root_device) if cuda else None
+        held = held_bytes(strategy, trainer.optimizers)
+        mine = StageReport(
+            strategy.mesh.pp.rank, estimate_of(strategy, pl_module, trainer.optimizers, batch), held, peak
+        )
+        self.reports = merge_ranks(all_gather_objects(mine, strategy.mesh.world_cpu))
+        for report in self.reports:
+            pl_module.print(report.table())
+
+
+def held_bytes(strategy: ModelStrategy, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """Return the static memory of this rank, by part (bytes)."""
+    assert strategy._state is not None, "setup has run"
+    states = [value for o in optimizers for state in o.state.values() for value in state.values()]
+    return strategy._state.main.memory() | {"optimizer": sum(v.nbytes for v in states if isinstance(v, Tensor))}
+
+
+def estimate_of(
+    strategy: ModelStrategy, module: LightningModule, optimizers: Sequence[Optimizer], batch: Any
+) -> StageMemory:
+    """Estimate the memory of this rank's stage.
+
+    Args:
+        strategy: Strategy of the run.
+        module: The user's module.
+        optimizers: Optimizers of the run.
+        batch: A batch of this data-parallel rank.
+    """
+    assert strategy._state is not None, "setup has run"
+    layout, stage = strategy.layout, strategy.mesh.pp.rank
+    training = training_shape(strategy, module, optimizers)
+    models = [part for _, part in pipelined_modules(module) if isinstance(part, GPT)]
+    tokens = tokens_shape(batch)
+    if len(models) == 1 and tokens is not None:
+        model, (num_samples, seq_length) = models[0], tokens
+        rule = strategy.options.microbatches(layout)
+        training = replace(
+            training,
+            seq_length=seq_length,
+            microbatch_size=min(rule.size_for(num_samples), num_samples),
+            num_microbatches=rule.count_for(num_samples),
+            recompute=model.recompute,
+        )
+        layers = [[len(chunk) for chunk in chunks] for chunks in model.config.stage_layers(layout)]
+        shape, table = model.config.memory_shape(), kept_by(model)
+        return estimate_memory(shape, layout, training, table=table, stage_layers=layers)[stage]
+    main = strategy._state.main
+    counts = {strategy.mesh.data.size: 0, strategy.mesh.edp.size: 0}
+    for name in main.names:
+        axis = strategy.mesh.edp if main.spec(name).is_expert else strategy.mesh.data
+        counts[axis.size] += main.parameter(name).numel()
+    parts = [static_bytes(count, num_ranks, training) for num_ranks, count in counts.items()]
+    static = {part: sum(held[part] for held in parts) for part in _STATIC}
+    return StageMemory(stage=stage, moment="", in_flight=0, num_parameters=sum(counts.values()), **static)
+
+
+def training_shape(strategy: ModelStrategy, module: LightningModule, optimizers: Sequence[Optimizer]) -> TrainingShape:
+    """Return the dtypes and options of a run as a training shape, with step sizes of 1."""
+    options, dtypes = strategy.options, strategy.precision_plugin.dtypes
+    mains = dtypes.mains or dtypes.parameters
+    gradients = torch.bfloat16 if dtypes.mains and options.gradient_dtype == "bfloat16" else mains
+    moments = torch.bfloat16 if options.moments_dtype == "bfloat16" else mains
+    device = strategy.root_device
+    return TrainingShape(
+        seq_length=1,
+        schedule=options.schedule_name,
+        microbatch_group_size=options.microbatch_group_size,
+        sequence_parallel=strategy.mesh.sequence_parallel,
+        expert_transport=options.expert_transport if strategy._experts is None else strategy._experts.transport,
+        zero=options.zero,
+        parameter_bytes=dtypes.parameters.itemsize,
+        gradient_bytes=gradients.itemsize,
+        main_bytes=mains.itemsize if dtypes.mains else 0,
+        state_bytes=max((state_copies(optimizer) for optimizer in optimizers), default=0) * moments.itemsize,
+        activation_bytes=dtypes.parameters.itemsize,
+        step_bytes=0 if device.type != "cuda" or all(map(_is_in_place, optimizers)) else mains.itemsize,
+        library_bytes=_library_bytes(device),
+    )
+
+
+def kept_by(model: GPT) -> KeptActivations:
+    """Return which activations a model's layers keep on its device: fused kernels keep less."""
+    parameter = next(model.parameters())
+    make = fused_activations if fused_kernels(parameter) is not None else eager_activations
+    table = make(model.config.memory_shape(), parameter.element_size())
+    shares = model.config.kv_heads < model.config.num_heads
+    repeats = shares and choose_core(parameter.device, parameter.dtype, model.config.attention_dropout).expand_kv
+    return replace(table, expanded_copies=int(repeats), expert_gradients=int(_makes_expert_gradients(model)))
+
+
+def _makes_expert_gradients(model: GPT) -> bool:
+    """Return whether new gradients of all experts exist before they are accumulated."""
+    for layer in model.mixtures().values():
+        first, *others = layer.experts.weights("down")
+        kind = choose_product(first.device, first.dtype, 1 + len(others), first.shape[1], first.shape[0])
+        return kind.backend == "grouped_mm"
+    return False
+
+
+def state_copies(optimizer: Optimizer) -> int:
+    """Return how many tensors of a main parameter's size an optimizer keeps for it.
+
+    Returns:
+        The known number for torch's optimizers; for others, the maximum over current states.
+    """
+    groups = optimizer.param_groups
+    if isinstance(optimizer, (Adam, AdamW)):
+        return 3 if any(group.get("amsgrad") for group in groups) else 2
+    if isinstance(optimizer, SGD):
+        return int(any(group.get("momentum") for group in groups))
+    if isinstance(optimizer, Adagrad):
+        return 1
+    states = optimizer.state.items()
+    counts = [sum(isinstance(v, Tensor) and v.shape == p.shape for v in s.values()) for p, s in states if p.ndim]
+    return max(counts, default=0)
+
+
+def tokens_shape(batch: Any) -> tuple[int, int] | None:
+    """Return (samples, tokens per sample) of a batch's first 2-D integer tensor, if any."""
+    if isinstance(batch, Tensor):
+        is_tokens = batch.ndim == 2 and not batch.is_floating_point()
+        return (batch.shape[0], batch.shape[1]) if is_tokens else None
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    parts = batch if isinstance(batch, (list, tuple)) else ()
+    return next((shape for part in parts if (shape := tokens_shape(part)) is not None), None)
+
+
+def merge_ranks(reports: Sequence[StageReport]) -> tuple[StageReport, ...]:
+    """Merge the reports of all ranks by stage, with the maximum over ranks for each part."""
+    stages: dict[int, StageReport] = {}
+    for report in reports:
+        if report.stage not in stages:
+            stages[report.stage] = report
+            continue
+        before = stages[report.stage]
+        held = {name: max(size, before.held[name]) for name, size in report.held.items()}
+        peak = None if before.peak is None or report.peak is None else max(before.peak, report.peak)
+        stages[report.stage] = replace(before, held=held, peak=peak)
+    return tuple(stages[stage] for stage in sorted(stages))
+
+
+def as_figures(report: StageReport) -> dict[str, Any]:
+    """Return a report as a dictionary of plain numbers."""
+    return {
+        "stage": report.stage,
+        "estimate": asdict(report.estimate) | {"peak": report.estimate.peak},
+        "held": report.held,
+        "peak": report.peak,
+        "ratio": report.ratio,
+        "bytes_per_parameter": report.bytes_per_parameter,
+    }
+
+
+def _is_in_place(optimizer: Optimizer) -> bool:
+    # torch's foreach updates allocate temporaries as large as the parameters.
+    return all(group.get("fused") or group.get("foreach") is False for group in optimizer.param_groups)
+
+
+def _library_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return 2 * (_WORKSPACE if torch.cuda.get_device_capability(device) >= (9, 0) else _OLDER_WORKSPACE)

@@ -1,0 +1,132 @@
+"""Parameter order of a single process, by which torch numbers optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+
+T = TypeVar("T")
+
+#: Name of the container whose numbered parts come in descending order: see ``experts.compute.grouped_mlp``.
+_DESCENDING = "experts"
+
+
+def gather_parts(part: T, mesh: ParallelMesh) -> list[T]:
+    """Return one value per pipeline stage and expert shard, from the ranks with distinct names.
+
+    Args:
+        part: Value of this rank; the same on all ranks with the same stage and expert shard.
+        mesh: Process groups of this rank.
+
+    Communication: one gather of objects over pp, or over the world if ep is above 1.
+    """
+    if mesh.layout.ep == 1:
+        return all_gather_objects(part, mesh.pp_cpu)
+    speaks = mesh.edp.is_first and mesh.etp.is_first
+    place = (mesh.pp.rank, mesh.ep.rank)
+    found = all_gather_objects((place, part) if speaks else None, mesh.world_cpu)
+    return [one[1] for one in sorted((one for one in found if one is not None), key=lambda one: one[0])]
+
+
+def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> list[str]:
+    """Merge names from all stages and expert-parallel ranks into the whole model's order.
+
+    Numbered parts are sorted by number: layers in ascending order, experts in descending order.
+    Other parts keep the order of their stage. A part that only a later stage has follows the part
+    that precedes it on that stage.
+
+    Args:
+        stages: Names on each stage, first to last, in module order, such as
+            ``layers.3.mlp.weight``.
+        descends: Whether numbered parts come in descending order.
+    """
+    if len(stages) == 1:
+        return list(dict.fromkeys(stages[0]))
+    parts = [list(dict.fromkeys(name.partition(".")[0] for name in names)) for names in stages]
+    heads = _merge_parts(parts, descends)
+    merged = []
+    for head in heads:
+        inner = [[name for name in names if name.partition(".")[0] == head] for names in stages]
+        if any(name == head for names in inner for name in names):
+            merged.append(head)
+            continue
+        rests = [[name.partition(".")[2] for name in names] for names in inner if names]
+        merged += [f"{head}.{rest}" for rest in merge_orders(rests, descends or head == _DESCENDING)]
+    return merged
+
+
+def _merge_parts(stages: Sequence[Sequence[str]], descends: bool) -> list[str]:
+    found = {part for parts in stages for part in parts}
+    if all(part.isdecimal() for part in found):
+        return sorted(found, key=int, reverse=descends)
+    merged: list[str] = []
+    for parts in stages:
+        place = 0
+        for part in parts:
+            # A new part goes after its predecessor on the same stage.
+            if part in merged:
+                place = merged.index(part) + 1
+            else:
+                merged.insert(place, part)
+                place += 1
+    return merged
+
+
+def order_groups(stages: Sequence[Sequence[Sequence[str]]], order: Iterable[str]) -> list[list[str]]:
+    """Return the parameters of each optimizer group in the order of a single process.
+
+    Args:
+        stages: Names in each optimizer group, in the optimizer's order, for each stage and each
+            expert shard.
+        order: Names of the whole model, in module order.
+
+    Raises:
+        CheckpointMismatchError: If a group of a pipelined or expert-parallel model is not in the
+            model's order. The order in a single process is then unknown.
+    """
+    if len(stages) == 1:
+        return [list(names) for names in stages[0]]
+    place = {name: number for number, name in enumerate(order)}
+    for groups in stages:
+        for number, names in enumerate(groups):
+            places = [place.get(name, -1) for name in names]
+            if places != sorted(places) or -1 in places:
+                raise CheckpointMismatchError(
+                    f"parameters of an optimizer group must be in the model's order to be numbered as in one process: "
+                    f"those of group {number} on one of {len(stages)} stages are not. How one process would mix the "
+                    "stages' parameters is not known. Build the group from self.named_parameters() without sorting "
+                    "it, or use pp=1."
+                )
+    num_groups = max(len(one) for one in stages)
+    return [
+        sorted({name for one in stages for name in (one[number] if number < len(one) else ())}, key=place.__getitem__)
+        for number in range(num_groups)
+    ]
+
+
+def named_numbers(group: Mapping[str, object], names: Sequence[str]) -> list[str]:
+    """Return the names of the parameters of a saved optimizer group, number by number.
+
+    Args:
+        group: Entry of ``param_groups`` in a torch optimizer's state dict.
+        names: Current parameter names of the group, in the order of a single process.
+
+    Raises:
+        CheckpointMismatchError: If the saved group has more or fewer parameters.
+    """
+    numbers = group["params"]
+    assert isinstance(numbers, Sequence), "torch lists the parameters of a group by number"
+    written = group.get("param_names")
+    if isinstance(written, Sequence) and set(written) == set(names):
+        return [str(name) for name in written]
+    if len(numbers) != len(names):
+        raise CheckpointMismatchError(
+            f"an optimizer group must have the parameters that were saved: {len(numbers)} were saved, the group has "
+            f"{len(names)} ({', '.join(names[:3])}, ...). torch numbers parameters, so each state would go to another "
+            "one. Restore configure_optimizers as it was, or load the weights alone."
+        )
+    return list(names)

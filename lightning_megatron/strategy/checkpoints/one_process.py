@@ -1,0 +1,105 @@
+"""Description of the single-process model, for exporting a checkpoint without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.plan.shards import padded_vocab_size
+from lightning_megatron.strategy.checkpoints.name_order import gather_parts, merge_orders, order_groups
+from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors, in_class_order
+from lightning_megatron.training.main_parameters import MainParameters
+
+#: Tensors of a GPT or an Encoder that have one row per token of the vocabulary.
+_VOCABULARY = ("embedding.word.weight", "head.weight", "head.bias")
+
+
+def describe_for_one_process(
+    module: nn.Module, optimizers: Sequence[Optimizer], main: MainParameters, mesh: ParallelMesh
+) -> dict[str, Any]:
+    """Collect names and order of the tensors in a single process.
+
+    Args:
+        module: Module to describe.
+        optimizers: Optimizers of the module.
+        main: Main parameters of the module.
+        mesh: Process groups of this rank.
+
+    Returns:
+        A dictionary with these keys:
+
+        - ``order``: Names of the state dict, in order.
+        - ``aliases``: Names that share a tensor, each with the name that owns it.
+        - ``padded_rows``: Row counts of the tables that have padding rows in one process (rows).
+        - ``empty``: Shapes of the tensors without elements.
+        - ``numbering``: Names in each group of each optimizer, or the reason why they are unknown.
+
+    Communication: that of :func:`gather_parts`.
+    """
+    first_name: dict[int, str] = {}
+    names: list[str] = []
+    aliases: dict[str, str] = {}
+    empty: dict[str, list[int]] = {}
+    own = tuple(
+        f"{prefix}." if prefix else "" for prefix, part in module.named_modules() if isinstance(part, LayeredModule)
+    )
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        tied_to = main.spec(name).tied_to if main.holds(name) else None
+        # In a single process a model of this package has one name for tied tensors, and any other
+        # module has both.
+        if not isinstance(tensor, Tensor) or (tied_to is not None and name.startswith(own)):
+            continue
+        names.append(name)
+        shape = main.spec(name).full_shape if main.holds(name) else tuple(tensor.shape)
+        if 0 in shape:
+            empty[name] = list(shape)
+        if tied_to is not None:
+            aliases[name] = tied_to
+            continue
+        original = first_name.setdefault(id(tensor), name)
+        if original != name:
+            aliases[name] = original
+    groups = [
+        [[name for name in group if main.spec(name).tied_to is None] for group in main.names_of(optimizer)]
+        for optimizer in optimizers
+    ]
+    stages = gather_parts((names, aliases, padded_rows(module), groups, empty), mesh)
+    order = in_class_order(ClassTensors.all_of(module), merge_orders([stage[0] for stage in stages]))
+    return {
+        "order": order,
+        "aliases": _merged([stage[1] for stage in stages]),
+        "padded_rows": _merged([stage[2] for stage in stages]),
+        "empty": _merged([stage[4] for stage in stages]),
+        "numbering": [_numbering([stage[3][index] for stage in stages], order) for index in range(len(optimizers))],
+    }
+
+
+def padded_rows(module: nn.Module) -> dict[str, int]:
+    """Return the padded row counts of vocabulary tables in a single process (rows)."""
+    rows: dict[str, int] = {}
+    for prefix, part in module.named_modules():
+        if isinstance(part, (GPT, Encoder)):
+            size = padded_vocab_size(part.config.vocab_size, 1, part.config.vocab_multiple)
+            if size > part.config.vocab_size:
+                held = dict(part.named_parameters())
+                rows |= {f"{prefix}.{name}" if prefix else name: size for name in _VOCABULARY if name in held}
+    return rows
+
+
+def _numbering(stages: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> list[list[str]] | str:
+    try:
+        return order_groups(stages, order)
+    except CheckpointMismatchError as error:
+        return str(error)
+
+
+def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}

@@ -1,0 +1,194 @@
+"""Loading of shards and optimizers from checkpoint files of one process or ``ddp``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megatron.checkpoint import copy_full_tensors, model_placements, model_tensors
+from lightning_megatron.checkpoint.hyperparameters import check_hyperparameters
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.checkpoints.name_order import gather_parts, named_numbers, order_groups
+from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors, class_name_in, own_state, owner_of
+from lightning_megatron.training.main_parameters import MainParameters, MainSlice
+from lightning_megatron.training.shared_gradients import original_name
+
+PREFIX = "state_dict."
+
+#: Group entries that are not loaded. All but the parameters select an implementation of the step,
+#: which depends on the device.
+_NOT_TAKEN = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+
+
+def load_state_dict(
+    full: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh, strict: bool
+) -> None:
+    """Load this rank's parameters and buffers from full tensors.
+
+    Args:
+        full: Full tensors of the checkpoint by name.
+        module: Module to fill.
+        main: Main parameters of the module.
+        mesh: Process groups of this rank.
+        strict: Whether the names in the checkpoint must equal those of the module.
+
+    Raises:
+        CheckpointMismatchError: On all ranks, naming tensors and shapes.
+
+    Communication: gathers of names over pp and over tp x pp, then that of ``main.publish``.
+    """
+    wanted, expected = model_tensors(module, main), model_placements(module, main)
+    own = {f"{PREFIX}{name}" for name in module.state_dict()}
+    given = {f"{PREFIX}{name}": tensor for name, tensor in full.items() if isinstance(tensor, Tensor)}
+    # The file has one entry for each name of a shared parameter, but there is one main parameter.
+    given = {name: tensor for name, tensor in given.items() if name in expected or name not in own}
+    here = {name: (placement.full_shape, placement.tied_to) for name, placement in expected.items()}
+    # A tied copy is filled from its original on another stage; the file may contain both names.
+    known = {name: place for stage in all_gather_objects(here, mesh.pp_cpu) for name, place in stage.items()}
+    shapes = {name: shape for name, (shape, _) in known.items()}
+    for copy, tied_to in ((name, tied_to) for name, (_, tied_to) in known.items() if tied_to and name in given):
+        original = original_name(copy, tied_to, given.keys())
+        if original is not None and torch.equal(given[copy], given[original]):
+            del given[copy]
+    given = {name: without_padding(tensor, shapes.get(name, ())) for name, tensor in given.items()}
+    copy_full_tensors(given, wanted, mesh, strict, PREFIX, expected)
+    main.publish()
+
+
+def load_optimizer(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    full: Mapping[str, Any],
+    module: LightningModule,
+    main: MainParameters,
+    mesh: ParallelMesh,
+) -> None:
+    """Load an optimizer from its torch state dict, which numbers the parameters.
+
+    Args:
+        optimizer: Optimizer of the main parameters.
+        saved: State dict of a torch optimizer, with ``state`` and ``param_groups``.
+        full: Full tensors of the module in the file, by name, in module order.
+        module: Module that is trained. For a Hugging Face model that has been replaced, the file
+            contains the tensors of the original class.
+        main: Main parameters of this rank.
+        mesh: Process groups of this rank.
+
+    Raises:
+        CheckpointMismatchError: If groups, parameter counts or shapes do not match.
+        UnsupportedError: If a state tensor cannot be sharded like its parameter.
+
+    Communication: one gather of names over pp, or over the world if ep is above 1, and one gather
+    of failures over the world.
+    """
+    models = ClassTensors.all_of(module)
+    untied = [[name for name in names if main.spec(name).tied_to is None] for names in main.names_of(optimizer)]
+    names_here = [list(dict.fromkeys(class_name_in(models, name) for name in names)) for names in untied]
+    names = order_groups(gather_parts(names_here, mesh), full)
+    groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
+    if len(groups) != len(names):
+        raise CheckpointMismatchError(
+            f"an optimizer must have the parameter groups that were saved: {len(groups)} were saved, it has "
+            f"{len(names)}. Restore configure_optimizers as it was, or load the weights alone."
+        )
+    state_of: dict[str, Mapping[str, Any]] = {}
+    for group, group_names in zip(groups, names, strict=True):
+        for number, name in zip(group["params"], named_numbers(group, group_names), strict=True):
+            state_of[name] = saved["state"].get(number, {})
+            _check_shapes(name, state_of[name], full)
+    complaints = []
+    for piece, on_device in _pieces_of(optimizer, main):
+        tied_to = main.spec(piece.name).tied_to
+        name = piece.name if tied_to is None else original_name(piece.name, tied_to, state_of.keys()) or piece.name
+        before = optimizer.state.get(piece.main, {})
+        model = owner_of(models, name)
+        whole = class_name_in(models, name)
+        try:
+            state = {}
+            for key, value in state_of[whole].items():
+                own = own_state(model, name, key, value, full[whole].shape)
+                state[key] = _cut(piece, name, key, own, before.get(key), on_device)
+        except UnsupportedError as error:
+            complaints.append(str(error))
+            continue
+        # State that was not saved must not persist, such as the momentum of a learning-rate search.
+        optimizer.state.pop(piece.main, None)
+        if state:
+            optimizer.state[piece.main] = state
+    # Data ranks own different parameters: a failure on one rank must not leave the others waiting.
+    everywhere = [complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part]
+    if everywhere:
+        raise UnsupportedError(everywhere[0])
+    check_hyperparameters(optimizer.param_groups, groups)
+    for group, taken in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in taken.items() if key not in _NOT_TAKEN})
+
+
+def without_padding(full: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
+    """Remove the padding rows of a vocabulary table if ``shape`` has fewer rows."""
+    if not shape or full.dim() != len(shape) or full.shape[dim] <= shape[dim]:
+        return full
+    return full.narrow(dim, 0, shape[dim])
+
+
+def translate_precision(checkpoint: dict[str, Any]) -> None:
+    """Convert the loss scale of Lightning's mixed precision, in place."""
+    scaler = checkpoint.get("MixedPrecision")
+    if isinstance(scaler, Mapping) and "scale" in scaler:
+        counts = {"clean_steps": int(scaler.get("_growth_tracker", 0)), "hysteresis_left": 1}
+        checkpoint.setdefault(
+            "MegatronPrecision", {"loss_scale": {"scale": float(scaler["scale"]), **counts}, "skipped_steps": 0}
+        )
+
+
+def _pieces_of(optimizer: Optimizer, main: MainParameters) -> Iterator[tuple[MainSlice, bool]]:
+    """Yield every local optimizer parameter, and whether its step count is on the device."""
+    piece_of = {id(piece.main): piece for piece in main.slices.values()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            # The groups also contain frozen parameters and those that other data ranks update.
+            if id(parameter) in piece_of:
+                yield piece_of[id(parameter)], bool(group.get("fused") or group.get("capturable"))
+
+
+def _check_shapes(name: str, state: Mapping[str, Any], full: Mapping[str, Any]) -> None:
+    """Refuse optimizer states whose shapes do not fit the parameter."""
+    shape = tuple(full[name].shape)
+    large = [value for value in state.values() if isinstance(value, Tensor) and value.dim() == len(shape)]
+    wrong = [tuple(value.shape) for value in large if value.numel() > 1 and tuple(value.shape) != shape]
+    if wrong:
+        raise CheckpointMismatchError(
+            f"an optimizer's state must be shaped like its parameter: what was saved with the number of {name!r} has "
+            f"shape {wrong[0]}, the parameter {shape}. The parameters were numbered in another order. Restore "
+            "configure_optimizers as it was, or load the weights alone."
+        )
+
+
+def _cut(piece: MainSlice, name: str, key: str, value: Any, before: Any, on_device: bool) -> Any:
+    """Return this rank's shard of a state value, in torch's dtype and on torch's device."""
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":
+        return value.to(piece.main.device, torch.float32) if on_device else value.clone()
+    dtype = before.dtype if isinstance(before, Tensor) else piece.main.dtype
+    dtype = dtype if value.is_floating_point() else value.dtype
+    shape = piece.placement.full_shape
+    full = without_padding(value, shape)
+    if tuple(full.shape) == shape:
+        local = torch.zeros(piece.main.shape, dtype=dtype, device=piece.main.device)
+        piece.placement.copy_from_full(local, full)
+        return local
+    if value.numel() > 1 and tuple(piece.main.shape) != shape:
+        raise UnsupportedError(
+            f"optimizer state must be shaped like its parameter or be a scalar to be cut: {key!r} of {name!r} has "
+            f"shape {tuple(value.shape)}, the parameter {shape}. How such state is cut is not known. Use an "
+            "element-wise optimizer such as AdamW, or load the weights alone."
+        )
+    return value.to(piece.main.device, dtype)

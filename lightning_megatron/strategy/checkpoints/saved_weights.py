@@ -1,0 +1,225 @@
+"""Weights that ``on_save_checkpoint`` has removed, changed or added in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_megatron.checkpoint import model_tensors
+from lightning_megatron.checkpoint.entries import Entry
+from lightning_megatron.checkpoint.model import STATE_DICT
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import ShardSpec, whole_spec
+from lightning_megatron.strategy.checks.run_checks import digest_of
+from lightning_megatron.training.main_parameters import MainParameters
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Weights of a model that are saved.
+
+    Args:
+        tensors: Entries that this rank saves.
+        removed: Names that no rank saves.
+        added: Names of tensors that are not in the model.
+    """
+
+    tensors: dict[str, Entry]
+    removed: frozenset[str] = frozenset()
+    added: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """Differences between a rank's ``state_dict`` and its module; ``added`` has digests.
+
+    Changes of experts are kept apart from all others, because experts are replicated on other
+    ranks, and the first rank with the same shard decides.
+    """
+
+    removed: frozenset[str] = frozenset()
+    changed: frozenset[str] = frozenset()
+    added: Mapping[str, str] = field(default_factory=dict)
+    complaints: tuple[str, ...] = ()
+
+
+class _Place(NamedTuple):
+    """Ranks that hold the same shard of experts, or of all other parameters."""
+
+    is_expert: bool
+    pp: int
+    ep: int
+    part: int
+
+
+def _places(rank: int, mesh: ParallelMesh) -> tuple[_Place, _Place]:
+    where, experts = mesh.layout.coordinates(rank), mesh.layout.expert_coordinates(rank)
+    pp = where["pp"]
+    return _Place(False, pp, 0, where["tp"]), _Place(True, pp, experts["ep"], experts["etp"])
+
+
+def weights_to_save(
+    given: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh
+) -> SavedWeights:
+    """Return the weights to save, from a checkpoint's ``state_dict`` and the module's own.
+
+    Unchanged tensors are saved from the main parameters, in full precision. Changed tensors are
+    saved as they are on the first data-parallel rank, and changed experts as they are on the first
+    rank with the same experts. Lightning's other strategies save the values of rank 0 in the same
+    way.
+
+    Args:
+        given: ``state_dict`` of the checkpoint after all hooks.
+        module: Module that is saved.
+        main: Main parameters of the module.
+        mesh: Process groups of this rank.
+
+    Raises:
+        UnsupportedError: On all ranks, for values whose place in the full tensors is unknown.
+
+    Communication: one gather of names over the world.
+    """
+    own = module.state_dict()
+    _warn_of_extra_states(own)
+    changes = _compare(given, own, main, mesh)
+    reports = all_gather_objects(changes, mesh.world_cpu)
+    first: dict[_Place, _Changes] = {}
+    for rank, report in zip(mesh.world.ranks, reports, strict=True):
+        for place, part in zip(_places(rank, mesh), report, strict=True):
+            first.setdefault(place, part)
+    _check(reports, first)
+    decided = [first[place] for place in _places(mesh.rank, mesh)]
+    changed = frozenset().union(*(part.changed for part in decided))
+    kept_out = changed.union(*(part.removed for part in decided))
+    tensors = {
+        name: entry
+        for name, entry in model_tensors(module, main).items()
+        if name.removeprefix(STATE_DICT) not in kept_out
+    }
+    for name, first_name in first_names(own).items():
+        if name in changed and name in given and name == first_name:
+            placement = _placement(name, given[name], own[name], main)
+            if mesh.copies(placement.is_expert).is_first:
+                tensors[f"{STATE_DICT}{name}"] = Entry(given[name].detach(), placement, is_exclusive=True)
+    added = {name: place for place, report in reversed(first.items()) for name in report.added}
+    for name, place in added.items():
+        # Several stages may have added the same tensor: only one of them saves it.
+        if place.pp == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
+            tensors[f"{STATE_DICT}{name}"] = Entry(given[name].detach(), whole_spec(given[name]), is_exclusive=True)
+    removed = frozenset().union(*(report.removed for report in first.values()))
+    return SavedWeights(tensors, removed, tuple(sorted(added)))
+
+
+def _warn_of_extra_states(own: Mapping[str, Any]) -> None:
+    names = [name for name, value in own.items() if not isinstance(value, Tensor)]
+    if names:
+        rank_zero_warn(
+            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} of the module's state_dict ({len(names)} in "
+            "all) cannot be saved: only tensors can. Put such values into the checkpoint in on_save_checkpoint, under "
+            "a key of their own."
+        )
+
+
+def _compare(
+    given: Mapping[str, Any], own: Mapping[str, Any], main: MainParameters, mesh: ParallelMesh
+) -> tuple[_Changes, _Changes]:
+    """Return the changes of expert weights and of all other weights separately."""
+    changed = set()
+    added = {}
+    complaints = []
+    experts = frozenset(name for name in own if main.holds(name) and main.spec(name).is_expert)
+    first_name = first_names(own)
+    for name, value in given.items():
+        now = own.get(name)
+        if name in own and not isinstance(now, Tensor):
+            continue
+        if not isinstance(value, Tensor):
+            complaints.append(
+                f"what on_save_checkpoint puts into checkpoint['state_dict'] must be tensors: {name!r} is a "
+                f"{type(value).__name__}. The state_dict is saved as tensors that every layout can load. Put other "
+                "values into the checkpoint under a key of their own."
+            )
+        elif now is None:
+            added[name] = digest_of(value) if mesh.model.size > 1 else ""
+        elif main.written.is_apart(name) or not _is_same(
+            value, now, main.main(name).dtype if main.holds(name) else now.dtype
+        ):
+            changed.add(name)
+            axis = mesh.etp if name in experts else mesh.tp
+            if axis.size > 1 and value.shape != now.shape:
+                complaints.append(
+                    f"with {axis.name} ({axis.size}) above 1 on_save_checkpoint may replace a tensor of "
+                    f"checkpoint['state_dict'] by one of its shape alone: {name!r} was {tuple(now.shape)} and is "
+                    f"{tuple(value.shape)}. It is not known which part of the full tensor each rank has. Keep the "
+                    "shape, put the tensor into the checkpoint under a key of its own, or change it in the file that "
+                    "'lightning-megatron checkpoint consolidate' writes."
+                )
+            elif not _is_equal(value, given.get(first_name[name])):
+                complaints.append(
+                    f"names that share one parameter must have one value: on_save_checkpoint has changed {name!r} "
+                    "otherwise than the first of its names. They are saved once. Change all of them alike."
+                )
+    removed = own.keys() - given.keys()
+    return (
+        _Changes(frozenset(removed - experts), frozenset(changed - experts), added, tuple(complaints)),
+        _Changes(experts & removed, experts & changed),
+    )
+
+
+def _check(reports: Iterable[tuple[_Changes, ...]], first: Mapping[_Place, _Changes]) -> None:
+    """Refuse changes that cannot be merged, on all ranks."""
+    complaints = [complaint for report in reports for part in report for complaint in part.complaints]
+    by_name: dict[str, str] = {}
+    for place, report in first.items():
+        # Tensor-parallel ranks hold shards of the same tensors, so all must agree with the first.
+        whole = first[place._replace(part=0)]
+        odd = (report.removed ^ whole.removed) | (report.changed ^ whole.changed) | (report.added.keys() ^ whole.added)
+        complaints += [
+            f"on_save_checkpoint must change checkpoint['state_dict'] alike on all tensor-parallel ranks: {name!r} is "
+            "changed, added or left out on some of them. Each has a part of the full tensor. Do it on every rank."
+            for name in sorted(odd)
+        ]
+        complaints += [
+            f"a tensor that on_save_checkpoint adds to checkpoint['state_dict'] must be the same on all tensor and "
+            f"pipeline-parallel ranks: {name!r} is not. It is not known how parts lie in a full tensor. Add whole "
+            "tensors, or use a key of their own in the checkpoint."
+            for name, digest in report.added.items()
+            if by_name.setdefault(name, digest) != digest
+        ]
+    if complaints:
+        raise UnsupportedError(complaints[0])
+
+
+def _is_same(value: Tensor, now: Tensor, main_dtype: torch.dtype) -> bool:
+    """Return whether a tensor is the module's own or a copy, possibly of main parameters."""
+    if value.shape != now.shape or value.dtype not in (now.dtype, main_dtype):
+        return False
+    alike = value.dtype == now.dtype and value.device == now.device and value.stride() == now.stride()
+    return (alike and value.data_ptr() == now.data_ptr()) or torch.equal(value, now.to(value.device, value.dtype))
+
+
+def first_names(own: Mapping[str, Any]) -> dict[str, str]:
+    """Return the name under which each tensor is saved: the first of its names."""
+    seen: dict[tuple[Any, ...], str] = {}
+    return {
+        name: seen.setdefault((one.data_ptr(), one.shape, one.stride()), name) if one.numel() else name
+        for name, one in own.items()
+        if isinstance(one, Tensor)
+    }
+
+
+def _is_equal(value: Tensor, other: Any) -> bool:
+    return isinstance(other, Tensor) and other.shape == value.shape and torch.equal(other, value.to(other))
+
+
+def _placement(name: str, value: Tensor, now: Tensor, main: MainParameters) -> ShardSpec:
+    spec = main.spec(name) if main.holds(name) else whole_spec(now)
+    return spec if value.shape == now.shape else replace(whole_spec(value), is_expert=spec.is_expert)

@@ -1,0 +1,166 @@
+"""Support for ``WeightAveraging`` callbacks, with averages in full precision."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+
+from lightning_megatron.checkpoint import model_placements, model_tensors
+from lightning_megatron.checkpoint.consolidate import CURRENT
+from lightning_megatron.checkpoint.entries import Entry
+from lightning_megatron.checkpoint.load import load_tensors, saved_tensors
+from lightning_megatron.checkpoint.model import STATE_DICT
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import FlatSlice, whole_spec
+from lightning_megatron.strategy.checkpoints.saved_weights import first_names
+from lightning_megatron.strategy.optimization.parameter_data import memory_of
+from lightning_megatron.strategy.private.lightning_callbacks import average_as_before, average_by
+from lightning_megatron.training.main_parameters import MainParameters
+
+
+def averaging_callback(trainer: Trainer) -> WeightAveraging | None:
+    """Return the callback that averages weights; None without one."""
+    found = (one for one in trainer.callbacks if isinstance(one, WeightAveraging))  # type: ignore[attr-defined]
+    return next(found, None)
+
+
+def load_averages(
+    path: str | os.PathLike[str], metadata: dict[str, Any], module: LightningModule, main: MainParameters, mesh: Any
+) -> None:
+    """Load averages into the callback and current weights into the model.
+
+    Args:
+        path: Path of a sharded checkpoint. The model must already have loaded its ``state_dict``,
+            which contains the averages if they were saved.
+        metadata: Checkpoint that the callback receives; this function sets ``state_dict`` and
+            ``current_model_state``.
+        module: Module that is trained.
+        main: Main parameters of the module.
+        mesh: Process groups of this rank.
+
+    Raises:
+        CheckpointMismatchError: On all ranks, naming tensors and shapes.
+
+    Communication: that of ``load_model``.
+    """
+    own, saved = module.state_dict(), saved_tensors(path)
+    entries: dict[str, Entry] = {}
+    names = first_names(own)
+    for name, first in names.items():
+        if name == first and f"{STATE_DICT}{name}" in saved:
+            average = own[name].detach().to(saved[f"{STATE_DICT}{name}"].dtype, copy=True)
+            spec = main.spec(name) if main.holds(name) else whole_spec(average)
+            entries[f"{STATE_DICT}{name}"] = Entry(average, spec)
+    load_tensors(path, entries, mesh, strict=False, prefix=STATE_DICT)
+    metadata["state_dict"] = {
+        name: entries[f"{STATE_DICT}{names[name]}"].tensor if f"{STATE_DICT}{names.get(name)}" in entries else value
+        for name, value in own.items()
+    }
+    if any(name.startswith(CURRENT) for name in saved):
+        current = {_current(name): entry for name, entry in model_tensors(module, main).items()}
+        expected = {_current(name): place for name, place in model_placements(module, main).items()}
+        load_tensors(path, current, mesh, module.strict_loading, CURRENT, expected)
+        main.publish()
+        # The model already has the current weights: the callback copies them onto themselves.
+        metadata["current_model_state"] = module.state_dict()
+
+
+def current_weights(weights: dict[str, Entry]) -> dict[str, Entry]:
+    """Return a model's entries under the names used next to its averages."""
+    return {_current(name): entry for name, entry in weights.items()}
+
+
+def _current(name: str) -> str:
+    return f"{CURRENT}{name.removeprefix(STATE_DICT)}"
+
+
+def average_mains(trainer: Trainer, module: LightningModule, main: MainParameters, mesh: ParallelMesh) -> None:
+    """Let the callback average main parameters if the model has half-precision parameters.
+
+    Args:
+        trainer: Trainer whose averaging callback is changed, if it has one.
+        module: Module that is trained.
+        main: Main parameters of the module.
+        mesh: Process groups of this rank.
+    """
+    callback = averaging_callback(trainer)
+    if callback is not None and any(main.main(name).dtype != main.parameter(name).dtype for name in main.trained):
+        average_by(callback, _FullMains(module, main, mesh), _Swap())
+
+
+def average_models(trainer: Trainer) -> None:
+    """Undo :func:`average_mains`."""
+    callback = averaging_callback(trainer)
+    if callback is not None:
+        average_as_before(callback)
+
+
+class _FullMains:
+    """Module whose ``parameters`` are full main parameters."""
+
+    def __init__(self, module: nn.Module, main: MainParameters, mesh: ParallelMesh) -> None:
+        self._module = module
+        self._main = main
+        self._mesh = mesh
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Return the full parameters of the module, in full precision where they are trained.
+
+        Communication: one all-reduce per dtype over the data ranks.
+        """
+        full = {id(self._main.parameter(name)): name for name in self._main.trained}
+        mains = self._gathered()
+        for parameter in self._module.parameters():
+            yield mains[full[id(parameter)]] if id(parameter) in full else parameter
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Return the buffers of the module."""
+        return self._module.buffers()
+
+    def _gathered(self) -> dict[str, Tensor]:
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name in self._main.trained:
+            by_dtype.setdefault(self._main.main(name).dtype, []).append(name)
+        found: dict[str, Tensor] = {}
+        for dtype, names in by_dtype.items():
+            parameters = [self._main.parameter(name) for name in names]
+            sizes = [parameter.numel() for parameter in parameters]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
+            for name, parameter, part in zip(names, parameters, flat.split(sizes), strict=True):
+                self._write_own(name, part)
+                found[name] = part.view(parameter.shape)
+            # Exactly one rank writes each element and the others have zeros, so the sum is exact.
+            all_reduce_(flat, self._mesh.data)
+        return found
+
+    def _write_own(self, name: str, flat: Tensor) -> None:
+        one = self._main.slices.get(name)
+        if one is None or not (one.is_exclusive or self._mesh.data.is_first):
+            return
+        place = one.placement
+        start, stop = (place.start, place.stop) if isinstance(place, FlatSlice) else (0, flat.numel())
+        flat[start:stop].copy_(one.main.detach().reshape(-1))
+
+
+class _Swap:
+    """Swap of averages and weights, without rounding the averages."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] | None = None
+
+    def __call__(self, module: nn.Module, average: nn.Module) -> None:
+        # The first call applies the averages and keeps the weights, the second restores the
+        # weights. The averages stay in ``average``; their copy in the model is rounded.
+        kept, self._kept = self._kept, None
+        current = [*module.parameters(), *module.buffers()]
+        if kept is None:
+            kept, self._kept = [*average.parameters(), *average.buffers()], [memory_of(one).clone() for one in current]
+        for one, value in zip(current, kept, strict=True):
+            memory_of(one).copy_(value)

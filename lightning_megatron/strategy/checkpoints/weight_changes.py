@@ -1,0 +1,40 @@
+"""Check for code other than optimizer steps that may change checkpointed weights."""
+
+from __future__ import annotations
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+from lightning_megatron.strategy.private.lightning import is_overridden
+
+#: Hooks that run between a save and the end of the next backward pass.
+_HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"),
+    *("on_validation_epoch_end", "on_validation_end", "on_before_zero_grad", "optimizer_zero_grad"),
+    *("on_after_backward", "on_before_backward"),
+)
+_OURS = ("lightning_megatron", "lightning")
+
+
+def only_steps_change_weights(module: LightningModule, trainer: Trainer) -> bool:
+    """Return whether only optimizer steps can change weights and optimizer states.
+
+    If so, a GPU may run forward and backward passes while a save still copies weights and states.
+    User hooks may change anything, so a hook in between makes the step wait for the copies.
+
+    Args:
+        module: Module that is trained.
+        trainer: Trainer of the module.
+    """
+    if not module.automatic_optimization:
+        return False
+    if not _is_ours(module) and any(is_overridden(hook, module, LightningModule) for hook in _HOOKS):
+        return False
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    changing = (StochasticWeightAveraging, WeightAveraging)
+    return all(_is_ours(one) and not isinstance(one, changing) for one in callbacks)
+
+
+def _is_ours(part: object) -> bool:
+    return type(part).__module__.partition(".")[0] in _OURS

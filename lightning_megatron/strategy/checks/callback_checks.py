@@ -1,0 +1,115 @@
+"""Checks and updates of Lightning callbacks that hold references to the user's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.private.lightning_callbacks import (
+    average_what_is_trained,
+    group_on_every_stage,
+    pruned_modules,
+    resets_weights,
+    traces_graph,
+)
+
+#: Callbacks that need the whole model, and the part of the error message that names the reason.
+_KEEPS = {
+    WeightAveraging: "makes its copy of the model",
+    StochasticWeightAveraging: "makes its copy of the model",
+    ModelPruning: "chooses the weights that it prunes",
+}
+
+
+def check_callbacks(trainer: Trainer, layout: ParallelLayout) -> None:
+    """Refuse callbacks and loggers that need the whole model if each rank has only a part.
+
+    Args:
+        trainer: The Trainer of the run.
+        layout: Sizes of the axes.
+
+    Raises:
+        UnsupportedError: If the Trainer has such a callback or logger and tp, pp or ep is above 1.
+    """
+    if (layout.tp, layout.pp, layout.ep) == (1, 1, 1):
+        return
+    for logger in trainer.loggers:
+        if traces_graph(logger):
+            raise UnsupportedError(
+                f"{type(logger).__name__}(log_graph=True) cannot be used with tp ({layout.tp}), pp ({layout.pp}) or ep "
+                f"({layout.ep}) above 1, because it runs the module on rank 0 alone, which would wait for the ranks "
+                "that hold the rest. Use log_graph=False."
+            )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, keeps in _KEEPS.items():
+            if isinstance(callback, kind):
+                raise UnsupportedError(
+                    f"{type(callback).__name__} needs the whole model on every rank: tp is {layout.tp}, pp {layout.pp} "
+                    f"and ep {layout.ep}. Lightning's callback {keeps} before it is cut. Use tp=1, pp=1 and ep=1, with "
+                    "any number of data-parallel ranks, or leave the callback out."
+                )
+
+
+@contextmanager
+def without_example(module: LightningModule) -> Iterator[None]:
+    """Hide ``example_input_array``, with which summaries would call a single pipeline stage.
+
+    Args:
+        module: The user's module.
+    """
+    example, module.example_input_array = module.example_input_array, None
+    if example is not None:
+        rank_zero_info(
+            "Summaries show no sizes of inputs and outputs with pp above 1: a stage cannot run example_input_array."
+        )
+    try:
+        yield
+    finally:
+        module.example_input_array = example
+
+
+def take_callbacks_along(trainer: Trainer, module: LightningModule, layout: ParallelLayout) -> None:
+    """Point callbacks at the modules that replaced those they reference.
+
+    Args:
+        trainer: The Trainer of the run.
+        module: The user's module, in which layers have been replaced.
+        layout: Sizes of the axes.
+
+    Raises:
+        UnsupportedError: For the reasons of :func:`check_callbacks`; if a callback prunes weights
+            of replaced modules; or if a callback resets parameters by replacing their memory.
+    """
+    check_callbacks(trainer, layout)
+    if layout.pp > 1:
+        group_on_every_stage(trainer)
+    average_what_is_trained(trainer, module)
+    known = {id(part) for part in module.modules()}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if resets_weights(callback):
+            raise UnsupportedError(
+                f"{type(callback).__name__} cannot be used with use_lottery_ticket_hypothesis=True: Lightning's "
+                "callback puts other memory under the parameters, and optimizers here train parts of buffers. Use "
+                "use_lottery_ticket_hypothesis=False."
+            )
+        gone = [part for part in pruned_modules(callback) if id(part) not in known]
+        if gone:
+            raise UnsupportedError(
+                f"{type(callback).__name__} prunes weights of {type(gone[0]).__name__}, which this strategy has "
+                "replaced by a layer of its own before the first step. The mask would change nothing. Leave the "
+                "callback out, or train with strategy='ddp'."
+            )
+
+
+def saves_optimizers(trainer: Trainer) -> bool:
+    """Return whether a callback will save optimizer states."""
+    return any(
+        isinstance(callback, ModelCheckpoint) and not callback.save_weights_only
+        for callback in trainer.checkpoint_callbacks
+    )

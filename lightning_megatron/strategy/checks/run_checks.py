@@ -1,0 +1,181 @@
+"""Checks before training: unsupported modules, batch sizes and differences between ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.optimization.parameter_readers import backward_observer
+from lightning_megatron.strategy.options.sizes import check_batch_size, check_last_batch, check_optimization
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.strategy.private.lightning import train_dataloaders
+from lightning_megatron.swap.decide.stages import suggested_plan
+
+log = logging.getLogger(__name__)
+
+#: Trainer settings that decide how many steps run and what they compute.
+_TRAINER_FIELDS = (
+    "accumulate_grad_batches",
+    "check_val_every_n_epoch",
+    "fast_dev_run",
+    "gradient_clip_algorithm",
+    "gradient_clip_val",
+    "limit_predict_batches",
+    "limit_test_batches",
+    "limit_train_batches",
+    "limit_val_batches",
+    "max_epochs",
+    "max_steps",
+    "min_epochs",
+    "min_steps",
+    "num_sanity_val_steps",
+    "overfit_batches",
+    "precision",
+    "val_check_interval",
+)
+
+
+def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedModule | None:
+    """Return the module that is cut into stages; None with one stage.
+
+    Raises:
+        UnsupportedError: If pp > 1 and the module has no pipelined model, or several.
+    """
+    if mesh.pp.size == 1:
+        return None
+    found = list(pipelined_modules(module))
+    if len(found) != 1:
+        names = ", ".join(name for name, _ in found) or "none"
+        raise UnsupportedError(
+            f"pp ({mesh.pp.size}) above 1 needs exactly one model that can be cut into stages: "
+            f"{type(module).__name__} has {names}. {_way_out(module, mesh) if not found else 'Use pp=1.'}"
+        )
+    return found[0][1]
+
+
+def _way_out(module: LightningModule, mesh: ParallelMesh) -> str:
+    """Describe how the user can cut a module into stages."""
+    plan = suggested_plan(module, mesh.layout)
+    if plan is None:
+        return (
+            f"Other modules have stages where their blocks are in a list: no nn.ModuleList or nn.Sequential here has "
+            f"{mesh.layout.pp * mesh.layout.vpp} blocks of one kind, so that no pipeline_plan would do. Use pp=1 with "
+            "tp or dp, or a model of such blocks, such as lightning_megatron.GPT with mesh=self.device_mesh."
+        )
+    return f"Its blocks are in a list: use the pipeline_plan {plan}, or pp=1."
+
+
+def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
+    """Refuse modules and hooks that a pipeline does not support.
+
+    Raises:
+        UnsupportedError: With pp > 1, for manual optimization, for trained parameters outside the
+            stages, and for hooks that receive the loss.
+    """
+    if mesh.pp.size == 1:
+        return
+    check_optimization(module, mesh.pp.size)
+    pipelined = pipelined_module(module, mesh)
+    inside = {id(parameter) for parameter in (pipelined.stage_parameters() if pipelined is not None else ())}
+    outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
+    if outside:
+        raise UnsupportedError(
+            f"with pp ({mesh.pp.size}) above 1 all trained parameters must be inside the pipelined model: "
+            f"{', '.join(outside[:5])} "
+            "would be trained on the last stage alone. Move them into the model, freeze them, or use pp=1."
+        )
+    observer = backward_observer(module.trainer) if module.trainer.state.fn == TrainerFn.FITTING else None
+    if observer is not None:
+        raise UnsupportedError(
+            f"{observer} cannot be called with pp ({mesh.pp.size}) above 1, because it takes the loss, and each stage "
+            "but the last runs its backward passes from what the next stage has sent. Change the loss in "
+            "training_step, look at gradients in on_after_backward or on_before_optimizer_step, or use pp=1."
+        )
+
+
+def check_train_loaders(trainer: Trainer, options: StrategyOptions, layout: ParallelLayout) -> None:
+    """Refuse training dataloaders whose batches cannot be cut for the schedule.
+
+    Raises:
+        ParallelPlanError: If a batch size does not fit.
+    """
+    for loader in train_dataloaders(trainer):
+        # Any iterable may have a batch_size, not only a DataLoader.
+        batch_size = getattr(loader, "batch_size", None)
+        if isinstance(batch_size, int):
+            check_batch_size(batch_size, options, layout)
+            if isinstance(loader, DataLoader) and trainer.num_training_batches == _length(loader):
+                check_last_batch(_samples_of_last_batch(loader, batch_size), options, layout)
+
+
+def _samples_of_last_batch(loader: DataLoader, batch_size: int) -> int:
+    num_samples = _length(loader.sampler)
+    return 0 if loader.drop_last or num_samples is None else num_samples % batch_size
+
+
+def configuration_fields(arguments: Mapping[str, Any], trainer: Trainer) -> dict[str, str]:
+    """Return the settings and versions that must be equal on all ranks, by name."""
+    settings = {f"strategy.{name}": repr(value) for name, value in arguments.items()}
+    settings |= {f"trainer.{name}": repr(getattr(trainer, name, None)) for name in _TRAINER_FIELDS}
+    versions = {name: version(name) for name in ("torch", "lightning", "lightning-megatron")}
+    return {
+        "world_size": str(trainer.world_size),
+        **settings,
+        **versions,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def data_fields(trainer: Trainer) -> dict[str, str]:
+    """Return the lengths of the training data, which must be equal on all ranks, by name."""
+    return {
+        f"train dataloader {number}: {what}": str(_length(part))
+        for number, loader in enumerate(train_dataloaders(trainer))
+        for what, part in (("batches", loader), ("samples", getattr(loader, "dataset", None)))
+    }
+
+
+def _length(part: Any) -> int | None:
+    try:
+        return len(part)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def digest_of(batch: Any) -> str:
+    """Hash all tensors of a batch."""
+    digest = hashlib.sha1(usedforsecurity=False)
+    for tensor in _tensors(batch):
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{tuple(values.shape)}{values.dtype}".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _tensors(node: Any) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, Mapping):
+        for value in node.values():
+            yield from _tensors(value)
+    elif isinstance(node, Sequence) and not isinstance(node, str):
+        for value in node:
+            yield from _tensors(value)
+    elif is_dataclass(node) and not isinstance(node, type):
+        for item in fields(node):
+            yield from _tensors(getattr(node, item.name))

@@ -1,0 +1,1 @@
+"""Log calls and outputs of microbatches, merged for the whole batch."""

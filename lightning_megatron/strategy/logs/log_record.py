@@ -1,0 +1,250 @@
+"""Recorder of the user's log calls during the microbatches of a batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from numbers import Number
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_megatron.models.absent import AbsentTensor
+from lightning_megatron.strategy.logs.merge import Weight, stack_scalars, total_weight, weighted_mean
+
+_REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+
+
+@dataclass(frozen=True)
+class LogCall:
+    """Arguments of a log call except the value.
+
+    Args:
+        name: Name of the value.
+        options: Arguments of ``LightningModule.log``, sorted by name.
+        is_double: Whether the value is logged in float64.
+        batch_size: Weight in a mean over batches if ``has_weight`` is false (samples).
+        has_weight: Whether a scalar weight is sent with the value, usually its token count.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    is_double: bool = False
+    batch_size: float = 0
+    has_weight: bool = False
+
+    @property
+    def reduction(self) -> str:
+        """Return the reduction over microbatches: mean, sum, max or min."""
+        fx = dict(self.options).get("reduce_fx", "mean")
+        return _REDUCTIONS.get(fx if isinstance(fx, str) else getattr(fx, "__name__", ""), "mean")
+
+    def times(self, is_training: bool) -> tuple[bool, bool]:
+        """Return whether to log by step and by epoch; the defaults depend on the hook."""
+        options = dict(self.options)
+        on_step, on_epoch = options.get("on_step"), options.get("on_epoch")
+        if on_step is None:
+            on_step = is_training
+        if on_epoch is None:
+            on_epoch = not is_training
+        return on_step, on_epoch
+
+
+@dataclass(frozen=True)
+class MetricCall:
+    """Arguments of a log call of a metric, and the metric's location in the module.
+
+    Args:
+        name: Name under which the metric is logged.
+        path: Qualified name of the metric in the module.
+        options: Arguments of ``LightningModule.log``, sorted by name.
+        dtype: Dtype of the value of this step; None if the metric was only updated.
+    """
+
+    name: str
+    path: str
+    options: tuple[tuple[str, Any], ...]
+    dtype: torch.dtype | None = None
+
+    @property
+    def has_value(self) -> bool:
+        """Return whether the metric has a value of this step."""
+        return self.dtype is not None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A logged value, its weight, and the index of its microbatch.
+
+    Args:
+        value: Scalar that was logged.
+        weight: Weight in a mean over microbatches.
+        run: Index of the microbatch; -1 outside of a step.
+    """
+
+    value: Tensor
+    weight: Weight
+    run: int
+
+
+@dataclass
+class Recorder:
+    """Log calls of one batch.
+
+    Args:
+        microbatch_size: Size of the current microbatch (samples).
+        is_muted: Whether log calls are dropped, because the step runs now only up to the model and
+            will run again.
+        run: Index of the current run of the step, counting only runs that are not muted.
+        calls: First log call of each value, by name.
+        values: Logged values, by name.
+        metrics: Logged metrics with the arguments of their log calls, by name.
+        metric_values: Values of metrics in this step, by name.
+    """
+
+    microbatch_size: int = 1
+    is_muted: bool = False
+    run: int = -1
+    calls: dict[str, LogCall] = field(default_factory=dict)
+    values: dict[str, list[_Entry]] = field(default_factory=dict)
+    metrics: dict[str, tuple[Metric, dict[str, Any]]] = field(default_factory=dict)
+    metric_values: dict[str, list[_Entry]] = field(default_factory=dict)
+
+    def begin(self, microbatch_size: int, *, is_muted: bool) -> None:
+        """Start recording the next microbatch.
+
+        Args:
+            microbatch_size: Size of the microbatch (samples).
+            is_muted: Whether log calls of this run are dropped.
+        """
+        self.microbatch_size, self.is_muted = microbatch_size, is_muted
+        self.run += not is_muted
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Record one call of ``LightningModule.log``.
+
+        Raises:
+            ValueError: If the value is not a scalar.
+        """
+        bound = _log_signature().bind(None, *args, **kwargs)
+        options = dict(bound.arguments)
+        options.pop("self")
+        name, value = options.pop("name"), options.pop("value")
+        if isinstance(value, Metric):
+            options.pop("metric_attribute", None)
+            self._keep_metric(name, value, options)
+            return
+        if isinstance(value, AbsentTensor):
+            value = value.read_at_end("it is logged")
+        if self.is_muted:
+            return
+        tensor = _scalar(name, value)
+        weight = options.pop("batch_size", None)
+        if not isinstance(weight, Tensor):
+            weight = weight or self.microbatch_size
+        call = LogCall(
+            name,
+            tuple(sorted(options.items())),
+            is_double=tensor.dtype == torch.float64,
+            has_weight=isinstance(weight, Tensor),
+        )
+        self.calls.setdefault(name, call)
+        self.values.setdefault(name, []).append(_Entry(tensor, weight, self.run))
+
+    def merged(self, counts: Sequence[Weight] | None = None) -> tuple[list[LogCall], list[Tensor], list[Weight]]:
+        """Reduce the values of each name over the microbatches; means are over samples or tokens.
+
+        Args:
+            counts: Token count of each microbatch, the weights of means; None means weights in
+                samples (tokens).
+
+        Returns:
+            The log calls; the reduced values in float64; and the total weights of the calls with
+            ``has_weight``.
+        """
+        calls = []
+        values = []
+        totals = []
+        for name, call in self.calls.items():
+            entries = self.values[name]
+            # Values logged outside of the step belong to no microbatch.
+            by_tokens = counts is not None and call.reduction == "mean" and entries[0].run >= 0
+            weights = [counts[entry.run] if by_tokens else entry.weight for entry in entries]  # type: ignore[index]
+            values.append(_merge(stack_scalars([entry.value for entry in entries]), weights, call.reduction))
+            total = total_weight(weights)
+            if by_tokens or isinstance(total, Tensor):
+                totals.append(total)
+                calls.append(replace(call, has_weight=True))
+            else:
+                calls.append(replace(call, batch_size=total))
+        return calls, values, totals
+
+    def merged_metrics(self, path_of: Callable[[Metric], str | None]) -> tuple[list[MetricCall], list[Tensor]]:
+        """Return the log calls of metrics, and their float64 values of this step, if any.
+
+        Args:
+            path_of: Function that returns the qualified name of a metric in the module, or None.
+
+        Raises:
+            ValueError: If a metric is not a submodule of the module.
+        """
+        calls, values = [], []
+        for name, (metric, options) in self.metrics.items():
+            path = path_of(metric)
+            if path is None:
+                raise ValueError(
+                    f"`self.log({name!r}, metric)` takes a torchmetrics.Metric that the LightningModule holds: "
+                    f"{type(metric).__name__} is not among its modules. Set it as an attribute in `__init__`."
+                )
+            call, entries = MetricCall(name, path, tuple(sorted(options.items()))), self.metric_values[name]
+            if entries:
+                call = replace(call, dtype=entries[0].value.dtype)
+                weights = [entry.weight for entry in entries]
+                values.append(weighted_mean(stack_scalars([entry.value for entry in entries]), weights))
+            calls.append(call)
+        return calls, values
+
+    def _keep_metric(self, name: str, metric: Metric, options: dict[str, Any]) -> None:
+        if self.is_muted:
+            return
+        self.metrics[name] = (metric, options)
+        entries, value = self.metric_values.setdefault(name, []), metric._forward_cache
+        if isinstance(value, Tensor) and value.numel() == 1:
+            entries.append(_Entry(value.detach().reshape(()), self.microbatch_size, self.run))
+
+
+def _merge(values: Tensor, weights: Sequence[Weight], reduction: str) -> Tensor:
+    if reduction == "sum":
+        return values.sum()
+    if reduction == "max":
+        return values.max()
+    if reduction == "min":
+        return values.min()
+    return weighted_mean(values, weights)
+
+
+def _scalar(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"`self.log({name!r}, ...)` takes a tensor with one element: shape {tuple(value.shape)}. Only "
+                "scalars can be "
+                "logged. Reduce it first, as in value.mean()."
+            )
+        return value.detach().reshape(())
+    if isinstance(value, Number):
+        return torch.tensor(value)
+    raise ValueError(
+        f"`self.log({name!r}, ...)` takes a number, a tensor with one element or a torchmetrics.Metric: "
+        f"{type(value).__name__}. Use `self.log_dict` for several values."
+    )
+
+
+@cache
+def _log_signature() -> inspect.Signature:
+    return inspect.signature(LightningModule.log)

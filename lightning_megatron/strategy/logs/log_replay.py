@@ -1,0 +1,232 @@
+"""Transfer of log calls from the last stage's microbatches to every rank, once per batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_megatron.groups.collectives import all_reduce_, broadcast_, broadcast_object
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.logs.log_record import LogCall, MetricCall, Recorder
+from lightning_megatron.strategy.logs.merge import Weight, scalar_on
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Message of the last stage: arguments of log calls, and the step's output.
+
+    Args:
+        calls: Log calls of values.
+        metrics: Log calls of metrics.
+        is_counted: Whether the step returned token counts.
+        returns_more: Whether the step returned a mapping.
+    """
+
+    calls: tuple[LogCall, ...]
+    metrics: tuple[MetricCall, ...]
+    is_counted: bool
+    returns_more: bool
+
+    @property
+    def weighted(self) -> list[int]:
+        """Indices of the calls whose weights are sent after all values."""
+        return [index for index, call in enumerate(self.calls) if call.has_weight]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Values that all stages have received from the last stage.
+
+    Args:
+        extra: Additional scalars such as the loss, in float64.
+        is_counted: Whether the step returned token counts.
+        returns_more: Whether the step returned a mapping.
+    """
+
+    extra: list[Tensor]
+    is_counted: bool
+    returns_more: bool
+
+
+class DeferredReader(ABC):
+    """Progress bar that reads logged values only when it is drawn."""
+
+    @abstractmethod
+    def keep(self, name: str, value: Tensor) -> None:
+        """Store a scalar on its device until the bar is drawn.
+
+        Args:
+            name: Name under which the value is logged.
+            value: Scalar.
+        """
+
+
+class LogReplay:
+    """Broadcast of the loss and recorded values from the last stage to all ranks.
+
+    Args:
+        mesh: The groups of this rank.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        self._forms: dict[Any, _Form] = {}
+        self._paths: dict[int, str] = {}
+
+    @contextmanager
+    def record(self, module: LightningModule, recorder: Recorder | None = None) -> Iterator[Recorder]:
+        """Redirect ``module.log`` to a recorder inside the block; None creates a new one."""
+        recorder = Recorder() if recorder is None else recorder
+        module.log = recorder.log  # type: ignore[method-assign]
+        try:
+            yield recorder
+        finally:
+            del module.log
+
+    def replay(
+        self,
+        module: LightningModule,
+        recorder: Recorder,
+        key: tuple[Any, ...],
+        extra: Sequence[Weight] = (),
+        counts: Sequence[Weight] | None = None,
+        returns_more: bool = False,
+    ) -> Replayed:
+        """Log the merged values on this rank as if the whole batch had run here.
+
+        Args:
+            module: The user's module, whose ``log`` is called.
+            recorder: Log calls of this stage; only those of the last stage are used.
+            key: Name of the hook and index of the dataloader. Calls with the same key usually log
+                the same names.
+            extra: Additional scalars of the last stage, such as the loss. All ranks give the same
+                number of scalars.
+            counts: Token count of each microbatch on the last stage, the weights of means over
+                microbatches, ranks and the batches of an epoch. None means weights in samples
+                (tokens).
+            returns_more: Whether the step returned a mapping on the last stage.
+
+        Returns:
+            The additional scalars and flags of the last stage.
+
+        Communication: one broadcast over pp; one broadcast of a flag over pp on the CPU, and one of
+        the calls' arguments if they changed; one all-reduce over the data axis for each kind of
+        reduction of the values that are logged by step with ``sync_dist``.
+        """
+        calls, values, weights = recorder.merged(counts)
+        metrics, steps = recorder.merged_metrics(lambda metric: self._path_of(metric, module))
+        form = self._agree(key, _Form(tuple(calls), tuple(metrics), counts is not None, returns_more))
+        num_calls, weighted = len(form.calls), form.weighted
+        end = num_calls + len(weighted)
+        last = end + sum(call.has_value for call in form.metrics)
+        vector = self._from_last_stage([*values, *weights, *steps, *extra], last + len(extra))
+        by_index = dict(zip(weighted, vector[num_calls:end], strict=True))
+        is_training = key[0] == "training_step"
+        reduced = self._reduce_by_step(form.calls, vector, by_index, is_training)
+        for index, call in enumerate(form.calls):
+            options = dict(call.options)
+            if index in reduced:
+                # The value is already reduced. ``sync_dist`` stays set, because the Trainer warns
+                # without it; ``rank_zero_only`` keeps the Trainer from reducing again.
+                options["rank_zero_only"] = True
+            value = vector[index] if call.is_double else vector[index].to(torch.float32)
+            if options.get("prog_bar"):
+                by_step_only = is_training and call.times(is_training) == (True, False)
+                options["prog_bar"] = self._is_read_after_every_batch(module, call.name, value, by_step_only)
+            # A float, because the Trainer would round the mean of integer batch sizes down.
+            module.log(call.name, value, batch_size=by_index.get(index, float(call.batch_size)), **options)
+        self._log_metrics(module, form.metrics, iter(vector[end:last]))
+        return Replayed(list(vector[last:]), form.is_counted, form.returns_more)
+
+    def _path_of(self, metric: Metric, module: LightningModule) -> str | None:
+        if id(metric) not in self._paths:
+            self._paths = {id(part): path for path, part in module.named_modules() if isinstance(part, Metric)}
+        return self._paths.get(id(metric))
+
+    def _log_metrics(self, module: LightningModule, calls: Sequence[MetricCall], values: Iterator[Tensor]) -> None:
+        """Log metrics; their states are equal on all stages when the Trainer reads the results."""
+        for call in calls:
+            metric, options = module.get_submodule(call.path), dict(call.options)
+            if call.has_value:
+                # The Trainer reads the value of this step from this attribute.
+                metric._forward_cache = next(values).to(call.dtype)
+            if self._mesh.rank != 0:
+                options["prog_bar"] = False
+            module.log(call.name, metric, **options)  # type: ignore[arg-type]
+
+    def _agree(self, key: Any, form: _Form) -> _Form:
+        axis = self._mesh.pp_cpu
+        if axis.size == 1:
+            return form
+        last = axis.size - 1
+        changed = torch.tensor([int(self._forms.get(key) != form)])
+        if broadcast_(changed, axis, last).item():
+            self._forms[key] = broadcast_object(form, axis, last)
+        return self._forms[key]
+
+    def _from_last_stage(self, values: Sequence[Weight], count: int) -> Tensor:
+        device, axis = self._mesh.device, self._mesh.pp
+        if axis.is_last and values:
+            vector = torch.stack([scalar_on(value, device) for value in values])
+        else:
+            vector = torch.zeros(count, dtype=torch.float64, device=device)
+        return broadcast_(vector, axis, axis.size - 1) if count else vector
+
+    def _reduce_by_step(
+        self, calls: Sequence[LogCall], vector: Tensor, weights: Mapping[int, Tensor], is_training: bool
+    ) -> set[int]:
+        """Reduce values over the data axis, one message per kind; return the reduced indices.
+
+        Values that are logged only by step are reduced as the Trainer would reduce them. Weighted
+        means by step become means over all ranks, and their weights become sums over all ranks.
+        """
+        by_reduction: dict[str, list[int]] = {}
+        for index, call in enumerate(calls):
+            options, (on_step, on_epoch) = dict(call.options), call.times(is_training)
+            if not (on_step and options.get("sync_dist")) or options.get("sync_dist_group") is not None:
+                continue
+            if index in weights:
+                by_reduction.setdefault("weighted mean", []).append(index)
+            elif not on_epoch:
+                by_reduction.setdefault(call.reduction, []).append(index)
+        if self._mesh.data.size > 1:
+            for reduction, indices in by_reduction.items():
+                # Indexing with a list would copy the list to the device and block the host.
+                values = [vector[index] for index in indices]
+                if reduction == "weighted mean":
+                    self._average(values, [weights[index] for index in indices])
+                    continue
+                reduced = all_reduce_(torch.stack(values), self._mesh.data, reduction)  # type: ignore[arg-type]
+                for value, result in zip(values, reduced, strict=True):
+                    value.copy_(result)
+        return {index for indices in by_reduction.values() for index in indices}
+
+    def _average(self, values: list[Tensor], weights: list[Tensor]) -> None:
+        """Replace values by weighted means over the data axis, and weights by sums, in place."""
+        pairs = [torch.stack([value * weight, weight]) for value, weight in zip(values, weights, strict=True)]
+        sums = all_reduce_(torch.stack(pairs), self._mesh.data)
+        for value, weight, (total, weight_of_all) in zip(values, weights, sums, strict=True):
+            value.copy_(total / torch.where(weight_of_all > 0, weight_of_all, 1.0))
+            weight.copy_(weight_of_all)
+
+    def _is_read_after_every_batch(self, module: LightningModule, name: str, value: Tensor, by_step_only: bool) -> bool:
+        """Return whether the progress bar reads a value, which makes the host wait for the device.
+
+        Only rank 0 has a progress bar. A :class:`DeferredReader` reads values that are logged by
+        step only when it is drawn; other bars read them after every batch.
+        """
+        if self._mesh.rank != 0 or not by_step_only:
+            return self._mesh.rank == 0
+        bar = getattr(getattr(module, "trainer", None), "progress_bar_callback", None)
+        if isinstance(bar, DeferredReader):
+            bar.keep(name, value)
+            return False
+        return bar is not None

@@ -1,0 +1,1 @@
+"""Modules of the user during a fit: their state, buffers and attributes."""

@@ -1,0 +1,240 @@
+"""Module attributes set by steps on the last stage, copied to the other stages."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_megatron.groups.collectives import broadcast_object
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.absent import AbsentTensor
+from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.strategy.modules.parcel import pack, unpack
+from lightning_megatron.strategy.modules.state_digest import ListDigest, digest, num_kept
+from lightning_megatron.strategy.optimization.parameter_readers import first_overridden
+from lightning_megatron.strategy.private.lightning import is_overridden
+from lightning_megatron.swap.hugging_face.shells import Shell
+
+log = logging.getLogger(__name__)
+
+#: Module hooks between a step and the next one, which may read attributes that the step has set.
+_HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
+    "training_step": (
+        *("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step"),
+        *("on_before_zero_grad", "lr_scheduler_step", "on_train_batch_end"),
+    ),
+    "validation_step": ("on_validation_batch_end",),
+    "test_step": ("on_test_batch_end",),
+    "predict_step": ("on_predict_batch_end",),
+}
+#: Location of a value: name of the module, whether the value is a buffer, name of the attribute.
+_Place = tuple[str, bool, str]
+
+
+#: Exceptions of pickling for objects that cannot be sent, such as locks, generators and open files.
+_NOT_SENDABLE = (
+    *(pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, RecursionError),
+    *(OSError, KeyError),
+)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A new value of an attribute, or the items appended to a list.
+
+    Args:
+        value: The new value, or the appended items.
+        num_kept: Number of unchanged items at the start of the list; 0 replaces the whole value.
+    """
+
+    value: Any
+    num_kept: int = 0
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """Changes that the last stage sends.
+
+    Args:
+        changed: New values by location.
+        removed: Locations of deleted attributes.
+    """
+
+    changed: dict[_Place, _Change]
+    removed: tuple[_Place, ...]
+
+
+class KeptState:
+    """Module attributes outside the model that steps change, kept equal over the stages.
+
+    Step code after the call of a pipelined model runs only on the last stage. Values that it stores
+    in the module, such as lists of outputs or metric states, are missing on the other stages.
+    Hooks run on all stages, because they may call collectives, save a checkpoint or generate text.
+    Before such a hook runs, the last stage therefore sends all changes to the stages with the same
+    data.
+
+    This covers attributes and buffers of the LightningModule and of modules without parameters,
+    such as metrics.
+
+    Args:
+        module: The user's module.
+        mesh: The groups of this rank.
+    """
+
+    def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:
+        self._module, self._mesh = module, mesh
+        self._is_here = mesh.pp.size > 1 and mesh.pp.is_last
+        self._before: dict[_Place, bytes | ListDigest | None] | None = None
+        # Digests contain object ids. A reference to each object keeps its id from being reused.
+        self._alive: list[Any] = []
+        self._warned: set[_Place] = set()
+
+    def begin(self) -> None:
+        """Record the state before a step, unless steps have run since the last exchange."""
+        if self._is_here and self._before is None:
+            values = self._values()
+            self._before = {place: digest(value) for place, value in values.items()}
+            self._alive = list(values.values())
+
+    def share(self) -> None:
+        """Send all changes since the last exchange from the last stage to all stages.
+
+        Communication: one broadcast of an object over pp on the CPU.
+        """
+        axis = self._mesh.pp_cpu
+        if axis.size == 1:
+            return
+        data = broadcast_object(self._packed() if self._is_here else None, axis, axis.size - 1)
+        self._before, self._alive = None, []
+        if data is not None and not self._is_here:
+            self._take(unpack(data, self._module, self._mesh.device))
+
+    def share_after(self, step: str) -> None:
+        """Send a step's changes at once if the module has a hook that runs before the next step.
+
+        Args:
+            step: Name of the step, such as ``training_step``.
+
+        Communication: that of :meth:`share`.
+        """
+        if self._mesh.pp.size > 1 and any(is_overridden(hook, self._module) for hook in _HOOKS_AFTER.get(step, ())):
+            self.share()
+
+    def outputs_after(self, step: str, outputs: Any) -> Any:
+        """Return the last stage's step output if a hook receives it, else the argument.
+
+        Args:
+            step: Name of the step, such as ``training_step``.
+            outputs: Output of the step on this stage.
+
+        Communication: one broadcast of an object over pp on the CPU, if a hook receives the output.
+        """
+        axis, hook = self._mesh.pp_cpu, f"on_{step.removesuffix('_step')}_batch_end".replace("training", "train")
+        if axis.size == 1 or first_overridden(self._module.trainer, (hook,)) is None:
+            return outputs
+        data = broadcast_object(pack(outputs, self._module) if self._is_here else None, axis, axis.size - 1)
+        return outputs if self._is_here else unpack(data, self._module, self._mesh.device)
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Undo attributes that the block sets and list items that it adds, after a trial step."""
+        held = vars(self._module)
+        before = dict(held)
+        lengths = {name: len(value) for name, value in before.items() if type(value) is list}
+        try:
+            yield
+        finally:
+            for name in held.keys() - before.keys():
+                del held[name]
+            held.update(before)
+            for name, length in lengths.items():
+                del before[name][length:]
+
+    def _packed(self) -> bytes | None:
+        if self._before is None:
+            return None
+        values, before = self._values(), self._before
+        changed = {
+            place: _Change(value[kept:], kept) if (kept := num_kept(value, before.get(place))) else _Change(value)
+            for place, value in values.items()
+            if place not in before or digest(value) != before[place]
+        }
+        removed = tuple(place for place in before if place not in values)
+        if not changed and not removed:
+            return None
+        try:
+            return pack(_Changes(changed, removed), self._module)
+        except _NOT_SENDABLE:
+            # The error does not name the value, so each value is tried separately.
+            sendable = {place: change for place, change in changed.items() if self._is_sendable(place, change)}
+            return pack(_Changes(sendable, removed), self._module)
+
+    def _is_sendable(self, place: _Place, change: _Change) -> bool:
+        try:
+            pack(change, self._module)
+        except _NOT_SENDABLE as error:
+            if place not in self._warned:
+                self._warned.add(place)
+                log.warning(
+                    "%s has changed in the steps of the last pipeline stage and cannot be sent to the others: %s: %s. "
+                    "Hooks on other ranks see their own. Keep tensors, numbers and plain containers in the module.",
+                    ".".join(("self", *place[0].split(".")[bool(not place[0]) :], place[2])),
+                    type(error).__name__,
+                    error,
+                )
+            return False
+        return True
+
+    def _take(self, changes: _Changes) -> None:
+        holders = dict(self._module.named_modules())
+        for (holder, is_buffer, name), change in changes.changed.items():
+            if holder in holders:
+                _put(_held(holders[holder], is_buffer), name, change)
+        for holder, is_buffer, name in changes.removed:
+            if holder in holders:
+                _held(holders[holder], is_buffer).pop(name, None)
+
+    def _values(self) -> dict[_Place, Any]:
+        values: dict[_Place, Any] = {}
+        for name, part in self._module.named_modules():
+            if part is not self._module and (
+                isinstance(part, (PipelinedModule, Shell)) or any(True for _ in part.parameters())
+            ):
+                continue
+            skipped = _MODULE_ATTRIBUTES if part is self._module else _PART_ATTRIBUTES
+            values |= {
+                (name, False, key): value
+                for key, value in vars(part).items()
+                if key not in skipped and not isinstance(value, AbsentTensor)
+            }
+            values |= {(name, True, key): value for key, value in part._buffers.items()}
+        return values
+
+
+def _held(part: nn.Module, is_buffer: bool) -> dict[str, Any]:
+    return part._buffers if is_buffer else part.__dict__
+
+
+def _put(held: dict[str, Any], name: str, change: _Change) -> None:
+    """Set a value; containers are updated in place, because other code may reference them."""
+    value: Any = change.value
+    old: Any = held.get(name)
+    if type(value) is type(old) and isinstance(old, list):
+        old[change.num_kept :] = value
+    elif type(value) is type(old) and isinstance(old, (dict, set)):
+        old.clear()
+        old.update(value)
+    else:
+        held[name] = value
+
+
+#: Attributes that every module has, which the strategy and the Trainer manage.
+_PART_ATTRIBUTES = frozenset({*vars(nn.Module()), "update", "compute", "_update_signature", "process_group"})
+_MODULE_ATTRIBUTES = frozenset({*vars(LightningModule()), "_device_mesh"})

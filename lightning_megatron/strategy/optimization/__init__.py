@@ -1,0 +1,1 @@
+"""Gradients, main parameters and precision of a fit."""

@@ -1,0 +1,106 @@
+"""Mixture-of-experts layers during a run: loss weights, bias updates and statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.experts.routing.attached_loss import LossWeight
+from lightning_megatron.experts.routing.statistics import StepStatistics, clear_statistics_, step_statistics
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config_checks import check_expert_axes
+from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.plan.experts import ExpertsConfig, Transport
+from lightning_megatron.plan.layout import ParallelLayout
+
+
+class ExpertsOfRun:
+    """Mixture-of-experts layers of this rank during a run.
+
+    Args:
+        models: Models that are trained; layer indices run through all of them.
+        mesh: The groups of this rank.
+        transport: Transport of tokens over the ranks of ep.
+    """
+
+    def __init__(self, models: Sequence[LayeredModule], mesh: ParallelMesh, transport: Transport) -> None:
+        self._mesh, self._transport = mesh, transport
+        self._layers: dict[int, MixtureOfExperts] = {}
+        first = 0
+        for model in models:
+            self._layers.update({first + index: layer for index, layer in model.mixtures().items()})
+            first += model.config.num_layers
+        #: Weight that is shared by all layers with router losses, the same on all stages; None if
+        #: no model has router losses.
+        self.loss_weight: LossWeight | None = None
+        if any(model.config.experts is not None and model.config.experts.has_losses for model in models):
+            self.loss_weight = LossWeight()
+        for layer in self._layers.values():
+            layer.transport = transport
+            layer.loss_weight = self.loss_weight or LossWeight()
+        clear_statistics_([layer.statistics for layer in self._layers.values()])
+        #: Token counts of this stage's routers in the last step, by layer index.
+        self.statistics: Mapping[int, StepStatistics] | None = None
+
+    def warn_of_evaluation(self) -> None:
+        """Warn before training that routers in evaluation mode are not balanced."""
+        idle = sorted(n for n, layer in self._layers.items() if not layer.training and _is_balanced(layer.config))
+        if idle:
+            rank_zero_warn(
+                f"layers with experts are in evaluation mode ({', '.join(map(str, idle[:5]))}"
+                f"{', ...' if len(idle) > 5 else ''}): their routers have no losses of their own, and count no "
+                "tokens to change biases by. Hugging Face's from_pretrained gives a model so; call its train() in "
+                "configure_model."
+            )
+
+    def finish_step(self) -> None:
+        """Update the routers with the token counts of this step, and start the next step.
+
+        Communication: that of :func:`step_statistics`.
+        """
+        if not self._layers:
+            return
+        self.statistics = step_statistics({n: layer.statistics for n, layer in self._layers.items()}, self._mesh)
+        for number, layer in self._layers.items():
+            if layer.router.follows_load:
+                layer.router.update_(self.statistics[number].load)
+        clear_statistics_([layer.statistics for layer in self._layers.values()])
+
+    @property
+    def transport(self) -> Transport:
+        """Return ``one_sided`` if a layer uses it, else the configured transport."""
+        is_put = any(layer.choice.transport == "one_sided" for layer in self._layers.values())
+        return "one_sided" if is_put else self._transport
+
+    def notes(self) -> list[str]:
+        """Return log lines that name the token transport and the reason for it."""
+        return sorted({f"experts: {layer.choice.reason}." for layer in self._layers.values()})
+
+
+def _is_balanced(config: ExpertsConfig) -> bool:
+    return config.has_losses or bool(config.expert_bias_rate)
+
+
+def check_experts(models: Sequence[LayeredModule], layout: ParallelLayout, recompute: str | None) -> None:
+    """Refuse expert options if no model has experts.
+
+    Args:
+        models: The models of this package in the user's module.
+        layout: Sizes of the axes.
+        recompute: Recomputation option of the strategy.
+
+    Raises:
+        ParallelPlanError: If ep or etp is set.
+        UnsupportedError: If ``recompute`` is ``experts``.
+    """
+    if any(model.config.experts is not None for model in models):
+        return
+    check_expert_axes(layout, None)
+    if recompute == "experts":
+        raise UnsupportedError(
+            "recompute ('experts') needs a model with experts: this one has none. It is about what experts make of "
+            "their rows. Use 'selective', 'full' or 'none'."
+        )

@@ -1,0 +1,173 @@
+"""Search for hooks that may read parameters or gradients outside the step itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_megatron.strategy.private.lightning import is_overridden
+
+#: Hooks between a step and the next forward pass in which the strategy itself does not wait for
+#: updated parameters.
+_HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
+    *("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_model_eval"),
+    *("on_before_batch_transfer", "on_after_batch_transfer"),
+)
+#: Warning about a hook that reads gradients of a sharded model.
+SEES_PARTS = (
+    "finds in parameter.grad the gradients of what this rank holds of the model, which are parts with tp, pp or ep "
+    "above 1; norms and other numbers of a parameter are those of the whole one. "
+    "trainer.precision_plugin.last_grad_norm is the norm over all ranks, where the Trainer clips by norm."
+)
+#: Hooks in which user code commonly reads gradients.
+_GRADIENT_HOOKS = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "on_before_zero_grad",
+)
+#: Hooks with mostly other purposes, which count only if their code names gradients.
+_OTHER_HOOKS = ("optimizer_step", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end")
+#: Names that contain "grad" but only clear gradients or control the recording of graphs.
+_NO_READERS = frozenset(
+    {
+        *("zero_grad", "requires_grad", "requires_grad_", "no_grad", "enable_grad", "autograd"),
+        *("set_grad_enabled", "is_grad_enabled"),
+    }
+)
+#: Maximum depth of function calls that the search follows.
+_DEPTH = 4
+#: Callbacks that read only counters, logged values and clocks, or save through the strategy.
+_HARMLESS = ("lightning_megatron.", "lightning.pytorch.callbacks.progress")
+_HARMLESS_NAMES = frozenset(
+    {
+        *("ModelCheckpoint", "OnExceptionCheckpoint", "EarlyStopping", "LearningRateMonitor", "Timer", "ModelSummary"),
+        *("RichModelSummary", "DeviceStatsMonitor", "GradientAccumulationScheduler", "ThroughputMonitor"),
+    }
+)
+
+
+def parameter_reader(trainer: Trainer) -> str | None:
+    """Return a hook that may read the model's parameters after a step; None without one.
+
+    Every hook counts, whatever its code does, except those of callbacks that are known not to read
+    parameters.
+    """
+    return first_overridden(trainer, _HOOKS)
+
+
+def backward_observer(trainer: Trainer) -> str | None:
+    """Return a hook that receives the loss or replaces the backward pass; None without one."""
+    return first_overridden(trainer, ("backward", "on_before_backward"))
+
+
+def gradient_reader(trainer: Trainer) -> str | None:
+    """Return a hook that may read ``parameter.grad``; None without one.
+
+    A callback whose class sets ``reads_gradients = False`` does not count.
+    """
+    return first_overridden(trainer, _GRADIENT_HOOKS, _may_read_gradients) or first_overridden(
+        trainer, _OTHER_HOOKS, _names_gradients
+    )
+
+
+def first_overridden(
+    trainer: Trainer, hooks: tuple[str, ...], counts: Callable[[Any], bool] = lambda hook: True
+) -> str | None:
+    """Return the first given hook that the module or a callback overrides, if not harmless.
+
+    Args:
+        trainer: Trainer with the module and the callbacks.
+        hooks: Names of hooks.
+        counts: Predicate on an overridden hook; the search skips a hook for which it returns False.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if _is_harmless(type(callback)):
+            continue
+        for hook in hooks:
+            if _overrides(callback, hook) and counts(getattr(callback, hook)):
+                return f"{type(callback).__name__}.{hook}"
+    module = trainer.lightning_module
+    for hook in hooks:
+        is_own = hasattr(LightningModule, hook) and hook != "on_validation_model_eval" and is_overridden(hook, module)
+        if is_own and counts(getattr(module, hook)):
+            return f"{type(module).__name__}.{hook}"
+    return None
+
+
+def _overrides(callback: Callback, hook: str) -> bool:
+    """Return whether a callback overrides a hook, by a method or (LambdaCallback) an attribute."""
+    method = getattr(callback, hook, None)
+    return getattr(method, "__func__", method) is not getattr(Callback, hook, None)
+
+
+def _may_read_gradients(hook: Any) -> bool:
+    return bool(getattr(getattr(hook, "__self__", None), "reads_gradients", True))
+
+
+def _names_gradients(hook: Any) -> bool:
+    """Return whether a hook or a function it calls uses gradients other than to clear them."""
+    function = getattr(hook, "__func__", hook)
+    if getattr(function, "__code__", None) is None:
+        # A callable without Python code cannot be inspected, so it may read gradients.
+        return True
+    if any("grad" in name and name not in _NO_READERS for code in _codes(function) for name in code.co_names):
+        return True
+    return any("grad" in code.co_names for called in _called(hook) for code in _codes(called))
+
+
+def _called(hook: Any) -> Iterator[FunctionType]:
+    """Yield the functions that a hook may call, directly or through other functions.
+
+    Attribute names are resolved only on the hook's owner (a module or a callback). On arbitrary
+    objects the same names would match unrelated methods.
+    """
+    waiting, seen = [(hook, 0)], set[int]()
+    while waiting:
+        function, depth = waiting.pop()
+        owner, function = getattr(function, "__self__", None), getattr(function, "__func__", function)
+        if not isinstance(function, FunctionType) or id(function) in seen or function.__name__ == "zero_grad":
+            continue
+        seen.add(id(function))
+        yield function
+        if depth < _DEPTH:
+            waiting += [(found, depth + 1) for found in _named_by(function, owner)]
+
+
+def _named_by(function: FunctionType, owner: object) -> Iterator[object]:
+    """Yield the objects behind a function's names: globals, closures and attributes."""
+    names = {name for code in _codes(function) for name in code.co_names}
+    found = [function.__globals__[name] for name in names if name in function.__globals__]
+    found += [value for cell in function.__closure__ or () if (value := _content(cell)) is not None]
+    yield from found
+    for one in found:
+        if isinstance(one, ModuleType) and one.__name__.partition(".")[0] != "torch":
+            yield from (vars(one)[name] for name in names if name in vars(one))
+    own = {} if owner is None else {name: getattr(type(owner), name, None) for name in names}
+    yield from (method.__get__(owner) for method in own.values() if isinstance(method, FunctionType))
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        # The variable has no value yet.
+        return None
+
+
+def _codes(function: FunctionType) -> Iterator[CodeType]:
+    """Yield the code of a function and of the functions nested in it."""
+    codes = [function.__code__]
+    while codes:
+        yield (code := codes.pop())
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _is_harmless(kind: type) -> bool:
+    home = kind.__module__
+    return home.startswith(_HARMLESS) or (home.startswith("lightning.") and kind.__name__ in _HARMLESS_NAMES)

@@ -1,0 +1,324 @@
+"""Precision plugin: dtypes of parameters and main parameters, without autocast."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.strategy.optimization.training_state import TrainingState
+from lightning_megatron.strategy.private.lightning import MixedPrecision
+from lightning_megatron.training.clip import clip_by_value_, clip_coefficient, scale_gradients_
+from lightning_megatron.training.loss_scale import DynamicLossScale
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Dtypes of the parameters and main parameters of one precision.
+
+    Args:
+        parameters: Dtype of the model's parameters and activations.
+        mains: Dtype of the main parameters; None means that the optimizer trains the model's own.
+        is_default: Whether ``parameters`` is also torch's default dtype in user code.
+        scales_loss: Whether the loss is scaled so that gradients do not vanish.
+    """
+
+    parameters: torch.dtype
+    mains: torch.dtype | None = None
+    is_default: bool = False
+    scales_loss: bool = False
+
+
+PRECISIONS: Mapping[str, Dtypes] = {
+    "32-true": Dtypes(torch.float32),
+    "64-true": Dtypes(torch.float64, is_default=True),
+    "bf16-true": Dtypes(torch.bfloat16, is_default=True),
+    "bf16-mixed": Dtypes(torch.bfloat16, mains=torch.float32),
+    "16-mixed": Dtypes(torch.float16, mains=torch.float32, scales_loss=True),
+}
+
+
+class MegatronPrecision(Precision):
+    """Precision plugin with half-precision parameters and float32 main parameters.
+
+    * ``32-true``, ``64-true``, ``bf16-true``: parameters of that type, trained as they are.
+    * ``bf16-mixed``: bfloat16 parameters and activations; the optimizer trains float32 main
+      parameters with float32 gradients. There is no autocast: the whole module computes in
+      bfloat16, except code with explicit casts, such as this package's losses.
+    * ``16-mixed``: the same with float16 and a dynamic loss scale. All ranks skip the same steps.
+
+    Floating-point inputs are converted to the parameters' dtype. Modules with a model of this
+    package are an exception: their inputs are token ids.
+
+    Args:
+        precision: One of the names above.
+        loss_scale: Dynamic loss scale of ``16-mixed``; None means the default one.
+    """
+
+    def __init__(self, precision: str = "32-true", loss_scale: DynamicLossScale | None = None) -> None:
+        if precision not in PRECISIONS:
+            raise UnsupportedError(
+                f"precision must be one of {', '.join(PRECISIONS)}: {precision!r}. Each is a pair of types for "
+                "parameters and main parameters. Pass one of them to Trainer(precision=...)."
+            )
+        self.precision: Any = precision
+        self.dtypes = PRECISIONS[precision]
+        self.loss_scale = (loss_scale or DynamicLossScale()) if self.dtypes.scales_loss else None
+        self.converts_inputs = True
+        #: Whether modules wait for their parameters in the next forward pass, not after the step.
+        self.gathers_late = False
+        self.skipped_steps = 0
+        self.last_grad_norm: Tensor | None = None
+        self._state: TrainingState | None = None
+        # The fused update applies the clipping factor itself; it is stored here until then.
+        self._clips_later = False
+        self._coefficient: Tensor | None = None
+
+    @classmethod
+    def from_lightning(cls, plugin: Precision | None) -> MegatronPrecision:
+        """Convert the plugin that the Trainer has chosen for its ``precision`` argument.
+
+        Raises:
+            UnsupportedError: If the plugin has no counterpart here.
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        if plugin is None or type(plugin) is Precision:
+            return cls("32-true")
+        if isinstance(plugin, (HalfPrecision, DoublePrecision, MixedPrecision)):
+            return cls(str(plugin.precision))
+        raise UnsupportedError(
+            f"precision plugins of other strategies cannot be used: {type(plugin).__name__}. This strategy keeps main "
+            f"parameters itself. Use Trainer(precision=...) with one of {', '.join(PRECISIONS)}."
+        )
+
+    def bind(self, state: TrainingState | None) -> None:
+        """Set the training state that the next steps update."""
+        self._state = state
+
+    @property
+    def loss_factor(self) -> float:
+        """Factor of every loss before its backward pass."""
+        return self.loss_scale.scale if self.loss_scale is not None else 1.0
+
+    def values_to_log(self) -> dict[str, float]:
+        """Return the loss scale and the number of skipped steps, by name."""
+        if self.loss_scale is None:
+            return {}
+        return {"loss_scale": self.loss_scale.scale, "skipped_steps": float(self.skipped_steps)}
+
+    # ---- types
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module if self.dtypes.parameters is torch.float32 else module.to(dtype=self.dtypes.parameters)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        if self.dtypes.parameters is torch.float32 or not self.converts_inputs:
+            return data
+        if isinstance(data, Sequence) and data and all(isinstance(part, Microbatch) for part in data):
+            return [replace(part, data=self.convert_input(part.data)) for part in data]
+        return apply_to_collection(data, Tensor, self._converted)
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtypes.parameters) if tensor.is_floating_point() else tensor
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager:
+        return _default_dtype(self.dtypes.parameters) if self.dtypes.is_default else nullcontext()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager:
+        return self.tensor_init_context()
+
+    @override
+    def forward_context(self) -> AbstractContextManager:
+        return self.tensor_init_context()
+
+    # ---- steps
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Run a backward pass of manual optimization."""
+        assert self._state is not None, "modules step while they are trained"
+        self._state.note("loss", tensor)
+        if self._state.replicas.inspector is not None:
+            self._state.replicas.inspector(tensor.grad_fn, True)
+        with self._state.backward_by_hand(self.loss_scale):
+            scaled = tensor * self.loss_factor if self.loss_scale else tensor
+            super().backward(scaled, model, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure, then reduce and clip gradients and update the parameters.
+
+        Adam and AdamW of torch run as one fused kernel if possible, which also clips gradients and
+        writes the model's parameters.
+        """
+        assert self._state is not None, "optimizers step after the strategy has set them up"
+        state = self._state
+        calls = 0
+        stored = False
+        is_fused = state.fused_update.serves(state.main, optimizer)
+        # User code that reads gradients expects clipped ones, so clipping cannot be deferred.
+        self._clips_later = is_fused and not state.main.lent.is_on
+
+        def with_gradients() -> Any:
+            nonlocal calls
+            if calls:
+                # Optimizers such as LBFGS move main parameters between two evaluations of the loss.
+                state.main.publish()
+            calls += 1
+            result = closure()
+            self.finish_gradients(optimizer)
+            self._after_closure(model, optimizer)
+            state.take_over()
+            state.main.written.take()
+            return result
+
+        try:
+            if self.loss_scale is not None:
+                result, stored = self._scaled_step(optimizer, with_gradients, self.loss_scale, kwargs)
+            elif is_fused:
+                result = with_gradients()
+                stored = self._step(optimizer, kwargs)
+            else:
+                result = optimizer.step(closure=with_gradients, **kwargs)
+        finally:
+            self._clips_later = False
+            self._coefficient = None
+        state.main.publish(wait=not self.gathers_late, stored=stored)
+        state.check_values()
+        return result
+
+    def _step(self, optimizer: Any, kwargs: dict[str, Any]) -> bool:
+        """Update main parameters; return whether the model's parameters are updated, too."""
+        assert self._state is not None, "optimizers step after the strategy has set them up"
+        main = self._state.main
+        fused = self._state.fused_update
+        stored = False
+        # The closure may have changed the optimizer's parameters.
+        if fused.serves(main, optimizer):
+            stored = fused.update(main, optimizer, self._coefficient)
+        else:
+            self._clip_now(optimizer)
+        optimizer.step(**kwargs)
+        return stored
+
+    def _scaled_step(
+        self, optimizer: Any, with_gradients: Callable[[], Any], loss_scale: DynamicLossScale, kwargs: dict[str, Any]
+    ) -> tuple[Any, bool]:
+        if isinstance(optimizer, LBFGS):
+            raise UnsupportedError(
+                "precision 16-mixed cannot be used with LBFGS, because it evaluates the loss several times in a "
+                "step, and each "
+                f"could overflow. Use one of {', '.join(name for name in PRECISIONS if name != '16-mixed')}."
+            )
+        result = with_gradients()
+        assert self._state is not None, "with_gradients has used the state"
+        overflowed = self._state.has_overflowed(optimizer)
+        scale = loss_scale.scale
+        stored = False
+        if overflowed:
+            self.skipped_steps += 1
+            if self._state.mesh.rank == 0:
+                log.info(
+                    "Step skipped: gradients overflowed at loss scale %g (%d skipped so far).",
+                    scale,
+                    self.skipped_steps,
+                )
+        else:
+            stored = self._step(optimizer, kwargs)
+        loss_scale.update(overflowed)
+        self._state.rescale(loss_scale.scale / scale)
+        return result, stored
+
+    def finish_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Reduce and unscale gradients, once after the last backward pass.
+
+        Args:
+            optimizer: Optimizer whose gradients are finished; None means all optimizers.
+        """
+        if self._state is not None:
+            self._state.finish(self.loss_scale, optimizer)
+
+    # ---- clipping
+
+    @override
+    def clip_gradients(self, optimizer: Optimizer, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        self.finish_gradients(optimizer)
+        if self._state is not None:
+            self._state.take_over()
+        super().clip_gradients(optimizer, 0.0 if clip_val is None else clip_val, gradient_clip_algorithm)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        assert self._state is not None, "gradients are clipped while training"
+        self._clip_now(optimizer)
+        clip_by_value_(self._state.main, float(clip_val), self._state.names_of(optimizer))
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the global norm, which counts each element of each full tensor once."""
+        assert self._state is not None, "gradients are clipped while training"
+        main, names = self._state.main, self._state.names_of(optimizer)
+        self._clip_now(optimizer)
+        self.last_grad_norm, coefficient = clip_coefficient(main, float(clip_val), names)
+        self._state.note("gradient norm", self.last_grad_norm)
+        if self._clips_later:
+            self._coefficient = coefficient
+        else:
+            scale_gradients_(main, coefficient, names)
+
+    def _clip_now(self, optimizer: Optimizer) -> None:
+        """Apply a deferred clipping factor to the gradients."""
+        if self._coefficient is not None and self._state is not None:
+            scale_gradients_(self._state.main, self._coefficient, self._state.names_of(optimizer))
+        self._coefficient = None
+
+    # ---- checkpoints
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self.loss_scale is None:
+            return {}
+        return {"loss_scale": self.loss_scale.state_dict(), "skipped_steps": self.skipped_steps}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.loss_scale is not None and "loss_scale" in state_dict:
+            self.loss_scale.load_state_dict(state_dict["loss_scale"])
+            self.skipped_steps = int(state_dict["skipped_steps"])
+
+    @override
+    def teardown(self) -> None:
+        self._state = None
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,1 @@
+"""Options of the strategy and checks of sizes."""

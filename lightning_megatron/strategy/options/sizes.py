@@ -1,0 +1,138 @@
+"""Checks of model, layout and batch sizes, before other processes start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.swap.families import find_family
+
+
+def check_sizes(
+    module: LightningModule, options: StrategyOptions, layout: ParallelLayout, arguments: Mapping[str, Any]
+) -> None:
+    """Refuse sizes that cannot run, as far as they are known when the Trainer is called.
+
+    Sizes of the model come from the module's ``config`` if that is a :class:`GPTConfig`, or from
+    the folder that the module loads. Batch sizes come from the ``batch_size`` of a dataloader or
+    from the ``tokens_shape`` (samples, tokens per sample) of a data module.
+
+    Args:
+        module: Module that will run.
+        options: Arguments of the strategy.
+        layout: Sizes of the axes.
+        arguments: Arguments of ``fit``, ``validate``, ``test`` or ``predict``, by name.
+
+    Raises:
+        ParallelPlanError: If sizes are incompatible.
+        UnsupportedError: If pp is above 1 with manual optimization, or if a GPT cannot represent
+            the model in the folder.
+    """
+    check_optimization(module, layout.pp)
+    loader = arguments.get("train_dataloaders")
+    data = loader if isinstance(loader, LightningDataModule) else arguments.get("datamodule")
+    batch_size, seq_length = getattr(data, "tokens_shape", (getattr(loader, "batch_size", None), None))
+    config = getattr(module, "config", None)
+    if isinstance(config, GPTConfig):
+        config.check_layout(layout, options.shards_sequence, seq_length)
+    elif isinstance(module, HuggingFaceCausalLM) and not options.tensor_parallel_plan:
+        family = find_family(module.architecture or "")
+        if family is not None:
+            # The replacement of the model pads sequences that are not divisible among its ranks.
+            family.config(module.config.to_dict()).check_layout(layout, False, seq_length)
+    if "train_dataloaders" in arguments and module.automatic_optimization and isinstance(batch_size, int):
+        check_batch_size(batch_size, options, layout)
+
+
+def check_hosts(options: StrategyOptions, layout: ParallelLayout, ranks_per_host: int) -> None:
+    """Refuse to share memory among tensor-parallel ranks of several hosts.
+
+    Args:
+        options: Arguments of the strategy.
+        layout: Sizes and order of the axes.
+        ranks_per_host: Number of processes on every host (ranks).
+
+    Raises:
+        ParallelPlanError: If ``overlap_tensor_parallel`` is on and a tp group spans several hosts.
+    """
+    if not options.overlap_tensor_parallel:
+        return
+    for ranks in layout.groups("tp"):
+        if len({rank // ranks_per_host for rank in ranks}) > 1:
+            raise ParallelPlanError(
+                f"with overlap_tensor_parallel the tensor-parallel ranks must be on one host: with {ranks_per_host} "
+                f"ranks on a host, tp ({layout.tp}) and order {options.order!r}, ranks {ranks} are not. They read each "
+                f"other's memory. Use a tp that divides {ranks_per_host} and an order that begins with tp, or leave "
+                "overlap_tensor_parallel out."
+            )
+
+
+def check_optimization(module: LightningModule, pp: int) -> None:
+    """Refuse manual optimization of a model in several stages.
+
+    Args:
+        module: Module that will run.
+        pp: Number of pipeline stages (stages).
+
+    Raises:
+        UnsupportedError: If the module uses manual optimization and pp is above 1.
+    """
+    if pp > 1 and not module.automatic_optimization:
+        raise UnsupportedError(
+            f"manual optimization cannot be used with pp ({pp}) above 1, because the schedule runs the backward "
+            "passes itself, while later forward passes are still to come. Use automatic optimization, or pp=1."
+        )
+
+
+def check_batch_size(batch_size: int, options: StrategyOptions, layout: ParallelLayout) -> None:
+    """Refuse a batch that cannot be cut into equal microbatches, or into too few for the schedule.
+
+    Args:
+        batch_size: Size of a full batch of one data-parallel rank (samples).
+        options: Arguments of the strategy.
+        layout: Sizes of the axes.
+
+    Raises:
+        ParallelPlanError: If the batch size is not a multiple of the microbatch size, or gives too
+            few microbatches for the schedule.
+    """
+    rule, size = options.microbatches(layout), options.microbatch_size
+    if isinstance(size, int) and batch_size % size:
+        legal = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        raise ParallelPlanError(
+            f"batch_size ({batch_size}) of the training dataloader must be a multiple of microbatch_size ({size}), "
+            "because a step is cut into equal microbatches; only the last batch of an epoch may be smaller. Use a "
+            f"microbatch_size of {', '.join(map(str, legal))}, or a batch_size of {-(-batch_size // size) * size}."
+        )
+    rule.check(batch_size)
+
+
+def check_last_batch(num_samples: int, options: StrategyOptions, layout: ParallelLayout) -> None:
+    """Refuse, before the epoch, a smaller last batch that the schedule cannot run.
+
+    Args:
+        num_samples: Size of the last batch of one data-parallel rank, or 0 if there is none
+            (samples).
+        options: Arguments of the strategy.
+        layout: Sizes of the axes.
+
+    Raises:
+        ParallelPlanError: If the schedule cannot run the number of microbatches of the last batch.
+    """
+    if not num_samples:
+        return
+    rule = options.microbatches(layout)
+    try:
+        rule.check(num_samples)
+    except ParallelPlanError as error:
+        raise ParallelPlanError(
+            f"the last batch of an epoch must fit the schedule, too: it has {num_samples} samples, which are "
+            f"{rule.count_for(num_samples)} microbatches. Use drop_last=True in the training dataloader. {error}"
+        ) from error

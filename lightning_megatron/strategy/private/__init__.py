@@ -1,0 +1,1 @@
+"""Private names of Lightning that this project uses."""

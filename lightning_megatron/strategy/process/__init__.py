@@ -1,0 +1,1 @@
+"""Processes of a job: launch, rendezvous, failures, hangs, signals and random states."""

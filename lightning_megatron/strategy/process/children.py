@@ -1,0 +1,120 @@
+"""Supervision of launched processes, whose failures end the launcher."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from lightning_megatron.strategy.process.signals import EXIT_CODE
+
+_POLL_SECONDS = 0.25
+#: Time that this process may continue after another one failed, long enough to raise the same error
+#: (seconds).
+_GRACE_SECONDS = 5.0
+#: Time that other processes may run after this process has finished, before they are killed
+#: (seconds).
+_PATIENCE_SECONDS = 300.0
+
+
+class Children:
+    """Launched processes: the launcher waits for them and exits if one of them fails.
+
+    Without this supervision a script would report success if another rank fails late, such as in
+    the ``teardown`` hook.
+
+    Args:
+        processes: Launched processes, in the order of their ranks.
+        first_rank: Global rank of the first launched process.
+        end: Function that exits this process with an exit code.
+    """
+
+    def __init__(self, processes: Sequence[subprocess.Popen], first_rank: int, end: Callable[[int], None]) -> None:
+        self._processes = list(processes)
+        self._first_rank = first_rank
+        self._end = end
+        self._is_over = threading.Event()
+        self._said: set[int] = set()
+
+    def watch(self) -> None:
+        """Start watching, until this process exits."""
+        threading.Thread(target=self._look, daemon=True, name="children-watch").start()
+        # Exit handlers run in reverse order of registration: this one runs after the script, and
+        # before the handlers of modules that were imported earlier.
+        atexit.register(self._wait)
+
+    def forget(self) -> None:
+        """Stop treating exits as failures, because this process is about to kill its children."""
+        self._is_over.set()
+
+    def wait_for_end(self) -> None:
+        """Wait for the killed processes to exit."""
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_SECONDS)
+
+    def failed(self) -> int | None:
+        """Return the shell exit code of the first process that failed; None if none did."""
+        codes = [process.poll() for process in self._processes]
+        return next((code if code > 0 else 128 - code for code in codes if code), None)
+
+    def _look(self) -> None:
+        while not self._is_over.wait(_POLL_SECONDS):
+            code = self.failed()
+            if code is not None:
+                self._say_killed()
+                if not self._is_over.wait(_grace(code)):
+                    self._finish(code)
+            elif all(process.poll() == 0 for process in self._processes):
+                return
+
+    def _wait(self) -> None:
+        """Wait for the processes when this one exits, and adopt the exit code of a failed one."""
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while any(process.poll() is None for process in self._processes):
+            code = self.failed()
+            if code is not None:
+                deadline = min(deadline, time.monotonic() + _grace(code))
+            if time.monotonic() > deadline:
+                self._finish(code or 1)
+            time.sleep(0.02)
+        code = self.failed()
+        if code is not None:
+            self._finish(code)
+
+    def _say_killed(self) -> None:
+        for number, process in enumerate(self._processes):
+            code = process.poll()
+            if code is not None and code < 0 and number not in self._said:
+                self._said.add(number)
+                name, rank = signal.Signals(-code).name, self._first_rank + number
+                sys.stderr.write(f"[rank {rank}] was ended by {name}; the other ranks will be stopped.\n")
+
+    def _finish(self, code: int) -> None:
+        """Kill the running processes and exit.
+
+        Args:
+            code: Exit code of this process.
+        """
+        self._say_killed()
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        logging.shutdown()
+        self._end(code)
+
+
+def _grace(code: int) -> float:
+    # Ranks that save and exit after a signal have not failed, and exit at different times.
+    return _PATIENCE_SECONDS if code == EXIT_CODE else _GRACE_SECONDS

@@ -1,0 +1,79 @@
+"""Samplers and seeds of dataloaders: equal within a data-parallel rank, different between them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from lightning_megatron.groups.random import derive_seed
+from lightning_megatron.strategy.private.lightning import seed_worker
+
+
+def needs_distributed_sampler(dataloader: DataLoader, num_data: int) -> bool:
+    """Return whether Lightning should replace a dataloader's sampler by a distributed one.
+
+    With one data rank, only a dataloader with plain shuffling needs one. The order of a distributed
+    sampler depends only on seed and epoch, so that it is the same on all ranks and after a resume.
+    Any other sampler is the user's choice and stays.
+
+    Args:
+        dataloader: The user's dataloader.
+        num_data: Number of ranks that read different data (ranks).
+    """
+    if num_data > 1:
+        return True
+    sampler = dataloader.sampler
+    if type(sampler) is not RandomSampler or sampler.generator is not None or sampler.replacement:
+        return False
+    return sampler.num_samples == len(sampler.data_source)
+
+
+def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
+    """Seed a dataloader's generators and workers by the data-parallel rank only.
+
+    Generators that the user has set stay. By default, workers are seeded from the global rank and
+    the default generator, whose state differs between pipeline stages. The stages of a pipeline
+    would then read different batches.
+
+    Args:
+        dataloader: Any iterable of batches; only a torch DataLoader is changed.
+        seed: Seed of the run, equal on all ranks.
+        data_rank: Index of this rank among the ranks that read different data.
+
+    Returns:
+        The dataloader.
+    """
+    if not isinstance(dataloader, DataLoader):
+        return dataloader
+    sampler = dataloader.sampler
+    if isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)) and sampler.generator is None:
+        # Equal on all data ranks: each rank reads its part of one common order.
+        sampler.generator = torch.Generator().manual_seed(derive_seed(seed, "sampler"))
+    if dataloader.generator is None:
+        dataloader.generator = torch.Generator().manual_seed(derive_seed(seed, "dataloader", data_rank))
+    if dataloader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+        dataloader.worker_init_fn = partial(seed_worker, rank=data_rank)
+    if dataloader.num_workers > 0 and getattr(dataloader.worker_init_fn, "func", None) is not _start_worker:
+        dataloader.worker_init_fn = partial(_start_worker, dataloader.worker_init_fn)
+    return dataloader
+
+
+def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    survive_one_sigterm()
+    if then is not None:
+        then(worker)
+
+
+def survive_one_sigterm() -> None:
+    """Ignore the first SIGTERM in a dataloader worker; the second one ends it.
+
+    A scheduler signals all processes of a job. The main process finishes the current batch and then
+    saves a checkpoint, for which it still needs its workers. The second signal comes from torch, if
+    a worker does not exit on request.
+    """
+    signal.signal(signal.SIGTERM, lambda signum, _: signal.signal(signum, signal.SIG_DFL))

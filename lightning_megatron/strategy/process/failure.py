@@ -1,0 +1,281 @@
+"""Failure detection: one failed rank ends the whole job, with its traceback printed first."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lightning_megatron.groups.notices import Notices
+from lightning_megatron.strategy.private.lightning import SIGTERMException, TunerExitException
+from lightning_megatron.strategy.process.job_folder import JobFolder
+from lightning_megatron.strategy.process.parent_watch import watch_launcher
+from lightning_megatron.strategy.process.positions import Position, birth_of
+
+#: Exceptions that end a run without a failure of this rank.
+_ORDERLY = (KeyboardInterrupt, SystemExit, SIGTERMException, TunerExitException)
+
+_POLL_SECONDS = 0.25
+#: Interval at which one rank of each machine checks the job's store for failures of other machines
+#: (seconds).
+_POLL_NOTICES_SECONDS = 2.0
+_FAILED = "failed"
+#: Time that a rank may continue after another rank failed. It is long enough to raise the same
+#: error or to finish a log file (seconds).
+_GRACE_SECONDS = 4.0
+#: Time for the callbacks and clean-up of a failed rank while other ranks have not failed (seconds).
+_CLEANUP_SECONDS = 10.0
+
+
+class FailureWatch:
+    """Failure detection over the ranks of one job.
+
+    The first rank that raises prints its traceback and writes its name to a file that the other
+    ranks of its machine poll. Ranks of other machines are notified through the job's store. A rank
+    that fails later reports its error in one line, because most of these errors are connections
+    that the first rank closed.
+
+    A rank that still waits in a collective after a grace period exits. If all ranks raise within
+    that period, their exceptions reach the user's code as usual. A rank also exits when the process
+    that launched it has ended.
+
+    Args:
+        rank: Global rank of this process.
+        num_local: Number of ranks on this machine (ranks).
+    """
+
+    def __init__(self, rank: int, num_local: int = 1) -> None:
+        self.rank, self._num_local = rank, num_local
+        self._joined: JobFolder | None = None
+        self._notices: Notices | None = None
+        self._failed: BaseException | None = None
+        self._stop = threading.Event()
+        self._stop.set()
+        self._cleanup_timer: threading.Timer | None = None
+        self._watches_launcher = False
+        self._left: JobFolder | None = None
+
+    @property
+    def _folder(self) -> Path | None:
+        return None if self._joined is None else self._joined.path
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether this rank has raised in the last run."""
+        return self._failed is not None
+
+    def join_job(self, job: str, notices: Notices | None = None) -> Path | None:
+        """Start watching the ranks that share ``job``, a unique job name; only inside ``guard``.
+
+        Args:
+            job: Name of the job, which no other job has.
+            notices: Messages in the job's store, for jobs on several machines; None on one machine.
+
+        Returns:
+            The folder that the ranks of this machine share; None outside of ``guard``.
+        """
+        if self._stop.is_set():
+            return None
+        self._notices, self._joined = notices, JobFolder(job, self.rank)
+        return self._folder
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Watch while the block runs, and report an exception before it propagates."""
+        self.leave()
+        self._failed = None
+        self._notices = None
+        self._stop = threading.Event()
+        if not self._watches_launcher:
+            self._watches_launcher = True
+            watch_launcher(self._end_after_launcher)
+        threading.Thread(target=self._look, args=(self._stop,), daemon=True, name="failure-watch").start()
+        try:
+            yield
+        except _ORDERLY:
+            raise
+        except BaseException as error:
+            self.report(error)
+            raise
+        finally:
+            self._stop.set()
+            if self._failed is None:
+                self.leave()
+
+    def leave(self) -> None:
+        """Remove the files of this rank."""
+        joined, self._joined = self._joined, None
+        if joined is not None:
+            self._left = joined
+            joined.leave()
+
+    def leave_after_others(self) -> None:
+        """Remove the files of all ranks of this machine after they have been killed."""
+        if self._left is not None:
+            self._left.leave()
+
+    def end(self, code: int) -> None:
+        """Exit this process immediately."""
+        self.leave()
+        os._exit(code)
+
+    def cleanup_done(self) -> None:
+        """Record that the callbacks and clean-up of this rank have finished."""
+        if self._cleanup_timer is not None:
+            self._cleanup_timer.cancel()
+
+    def report(self, error: BaseException) -> None:
+        """Report a failure of this rank: a traceback from the first failed rank, else one line."""
+        self._failed = error
+        # Other ranks read the name of the failed rank from these files until this process exits.
+        atexit.register(self.leave)
+        if self._claim():
+            text = "".join(traceback.format_exception(error))
+            self._say(f"failed; the other ranks will be stopped.\n{text}")
+            if self._folder is not None:
+                (self._folder / "told").touch()
+        elif self._first_name() != f"rank {self.rank}":
+            self._wait_for_first()
+            summary = str(error).strip().partition("\n")[0][:200]
+            self._say(
+                f"stops after {self._first_name()} failed, whose report is above: {type(error).__name__}: {summary}"
+            )
+        self._replace_excepthook()
+        self._cleanup_timer = _daemon_timer(_CLEANUP_SECONDS, self._end_if_alone)
+
+    def report_hang(self, text: str, silent: Sequence[Position]) -> None:
+        """Report that this rank hangs, and end the job.
+
+        Args:
+            text: Report that names the ranks for which this rank waits.
+            silent: Last positions of ranks that do not respond; those of this machine are killed.
+        """
+        if not self._claim():
+            return
+        self._say(text)
+        if self._folder is not None:
+            (self._folder / "told").touch()
+        for position in silent:
+            _kill(position)
+
+    def _claim(self) -> bool:
+        """Return whether this rank is the first to fail; True without other ranks.
+
+        The job folder has three kinds of marker files: ``failed_<rank>`` for each failed rank,
+        ``first`` with the name of the first one, and ``told`` after its report has been printed.
+        """
+        folder = self._folder
+        if folder is None:
+            return True
+        folder.mkdir(exist_ok=True)
+        (folder / f"failed_{self.rank}").touch()
+        if not self._write_first(f"rank {self.rank}"):
+            return False
+        if self._notices is not None:
+            # A rank of another machine may have failed before, which this machine has not yet read.
+            elsewhere = self._notices.read([_FAILED])
+            if elsewhere:
+                (folder / "first").write_text(elsewhere[_FAILED], encoding="utf-8")
+                (folder / "told").touch()
+                return False
+            self._notices.post(_FAILED, f"rank {self.rank}")
+        return True
+
+    def _write_first(self, name: str) -> bool:
+        """Write the name of the first failed rank for this machine's ranks, if none is written."""
+        folder = self._folder
+        try:
+            if folder is None:
+                return False
+            with (folder / "first").open("x", encoding="utf-8") as file:
+                file.write(name)
+        except (FileExistsError, FileNotFoundError):
+            return False
+        return True
+
+    def _wait_for_first(self) -> None:
+        """Wait for the first failed rank to print its traceback."""
+        deadline = time.monotonic() + _GRACE_SECONDS / 2
+        while self._folder is not None and not (self._folder / "told").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _first_report(self) -> Path | None:
+        path = None if self._folder is None else self._folder / "first"
+        return path if path is not None and path.exists() else None
+
+    def _first_name(self) -> str:
+        path = self._first_report()
+        return (path.read_text(encoding="utf-8") if path is not None else "") or "another rank"
+
+    def _replace_excepthook(self) -> None:
+        """Install an excepthook that does not print a reported exception again."""
+        before, failed = sys.excepthook, self._failed
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if error is not failed:
+                before(kind, error, trace)
+            # Clean-up at exit may wait for ranks that no longer exist.
+            _daemon_timer(_GRACE_SECONDS, lambda: self.end(1))
+
+        sys.excepthook = hook
+
+    def _end_if_alone(self) -> None:
+        """Exit this process if its clean-up waits for ranks that will never arrive."""
+        if self._folder is not None and len(list(self._folder.glob("failed_*"))) < self._num_local:
+            self.end(1)
+
+    def _look(self, stop: threading.Event) -> None:
+        asked = time.monotonic()
+        while not stop.wait(_POLL_SECONDS):
+            if self._first_report() is not None and not stop.wait(_GRACE_SECONDS):
+                if self._first_name() != f"rank {self.rank}":
+                    self._say(f"waits for other ranks and is stopped, because {self._first_name()} failed.")
+                self.end(1)
+            if time.monotonic() - asked >= _POLL_NOTICES_SECONDS:
+                asked = time.monotonic()
+                self._look_elsewhere()
+
+    def _end_after_launcher(self) -> None:
+        self._say("stops because the process that launched it has ended.")
+        self.end(1)
+
+    def _look_elsewhere(self) -> None:
+        """Notify the ranks of this machine of a failure on another machine."""
+        # Only one rank of each machine reads the store, which limits its load in a large job.
+        if self._notices is None or self.rank % self._num_local or self._first_report() is not None:
+            return
+        elsewhere = self._notices.read([_FAILED])
+        folder = self._folder
+        if elsewhere and self._write_first(elsewhere[_FAILED]) and folder is not None:
+            (folder / "told").touch()
+
+    def _say(self, text: str) -> None:
+        # A single write keeps the lines of different ranks apart. A closed stderr must not keep
+        # this rank from exiting.
+        with suppress(OSError):
+            sys.stderr.write(f"[rank {self.rank}] {text}\n")
+            sys.stderr.flush()
+
+
+def _daemon_timer(seconds: float, function: Callable[[], Any]) -> threading.Timer:
+    timer = threading.Timer(seconds, function)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _kill(position: Position) -> None:
+    """Kill a stopped process of this machine, which cannot exit by itself."""
+    if position.host == socket.gethostname() and position.birth and birth_of(position.pid) == position.birth:
+        with suppress(OSError):
+            os.kill(position.pid, signal.SIGKILL)

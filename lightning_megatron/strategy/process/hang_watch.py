@@ -1,0 +1,198 @@
+"""Hang detection that names the missing rank before collectives time out."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from lightning.pytorch import LightningModule
+
+from lightning_megatron.groups.journal import Journal
+from lightning_megatron.groups.notices import Notices
+from lightning_megatron.strategy.process.positions import Position, hang_report, is_ahead, missing_ranks
+
+#: Fractions of the timeout after which a waiting rank reads the positions of the others, and after
+#: which it reports a hang. Both precede torch's own timeout error, which names no rank.
+_ASK_AT, _REPORT_AT = 0.8, 0.9
+#: Number of times a rank publishes its position within the timeout, and the longest period between
+#: two publications (seconds).
+_PARTS, _LONGEST = 40, 30.0
+#: Number of periods, and minimum time (seconds), without a publication after which a rank counts as
+#: silent.
+_SILENT_PERIODS, _SILENT_SECONDS = 4.0, 1.0
+_CLAIM = "hang"
+
+
+class HangWatch:
+    """Watcher of one rank's main thread, which reports its position to the other ranks.
+
+    Every rank writes its position to a folder of its machine and, with several machines, to the
+    job's store. A rank that has waited in one collective for most of the timeout reads the
+    positions of all ranks and reports those that have not arrived. The host does not wait in
+    collectives on a GPU. A rank then counts as waiting if it makes no progress and has started a
+    collective that other ranks have not started.
+
+    Args:
+        rank: Global rank of this process.
+        num_ranks: Number of ranks of the job (ranks).
+        journal: Record of the collectives that this rank has started.
+        timeout: Timeout of collectives on the CPU (seconds).
+        device_timeout: Timeout of collectives on a GPU; None without a GPU (seconds).
+        folder: Folder that the ranks of this machine share.
+        notices: Messages in the job's store; None if all ranks are on this machine.
+        place: Function that names the Trainer's current stage.
+        fail: Function that ends the job, called with the report and the positions of silent ranks,
+            which cannot exit by themselves.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        journal: Journal,
+        timeout: float,
+        device_timeout: float | None,
+        folder: Path,
+        notices: Notices | None,
+        place: Callable[[], str],
+        fail: Callable[[str, Sequence[Position]], None],
+    ) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._journal = journal
+        self._timeout, self._device_timeout = timeout, device_timeout
+        self._folder = folder
+        self._notices = notices
+        self._place = place
+        self._fail = fail
+        self._period = min(min(timeout, device_timeout or timeout) / _PARTS, _LONGEST)
+        self._stop = threading.Event()
+        self._number = 0
+
+    def start(self) -> None:
+        """Start watching, in threads of this process."""
+        # A rank that stops before its first period can be named and killed only if its position,
+        # which contains its process id, is known.
+        self._publish()
+        threading.Thread(target=self._watch, daemon=True, name="hang-watch").start()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._stop.set()
+
+    def _watch(self) -> None:
+        since, before = time.monotonic(), None
+        # Ranks often start to wait at the same time. The delay grows with the rank, so that the
+        # lowest waiting rank usually reports.
+        ask_at = _ASK_AT + (_REPORT_AT - _ASK_AT) / 2 * self._rank / self._num_ranks
+        while not self._stop.wait(self._period):
+            own = self._publish()
+            # The host waits for the results of a GPU's collectives at any line, not inside them, so
+            # that ``waits`` is set only for collectives on the CPU.
+            timeout = self._timeout if own.waits else self._device_timeout
+            if own.progress != before:
+                before, since = own.progress, time.monotonic()
+            elif timeout is not None and time.monotonic() - since >= ask_at * timeout:
+                self._ask(own, since, timeout)
+
+    def _publish(self) -> Position:
+        self._number += 1
+        own = Position.observe(self._rank, self._number, self._place(), self._journal)
+        text = own.to_text()
+        with suppress(OSError):  # a full or vanished temporary folder must not stop the training
+            written = self._path(self._rank).with_suffix(".new")
+            written.write_text(text, encoding="utf-8")
+            os.replace(written, self._path(self._rank))
+        if self._notices is not None:
+            self._notices.post(str(self._rank), text)
+        return own
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"position_{rank}.json"
+
+    def _ask(self, own: Position, since: float, timeout: float) -> None:
+        """Read all positions twice, and report a hang if this rank made no progress in between.
+
+        A rank whose position has the same number in both readings is silent: its process has
+        probably stopped.
+
+        Args:
+            own: Last position of this rank.
+            since: Time at which this rank last made progress, on the monotonic clock (seconds).
+            timeout: Timeout of the collective for which this rank waits (seconds).
+        """
+        if not self._claim():
+            return
+        first, first_at = self._read(), time.monotonic()
+        silence = max(_SILENT_PERIODS * self._period, _SILENT_SECONDS)
+        while time.monotonic() < max(since + timeout * _REPORT_AT, first_at + silence):
+            if self._stop.wait(self._period):
+                return
+            now = self._publish()
+            if now.progress != own.progress:
+                self._release()
+                return
+        positions = {**self._read(), self._rank: now}
+        if not now.waits:
+            if not is_ahead(now, positions):
+                self._release()
+                return
+            positions = _device_waits(positions)
+        ages = {
+            rank: max(time.monotonic() - first_at, now.time - position.time)
+            for rank, position in positions.items()
+            if rank in first and position.number == first[rank].number
+        }
+        missing = missing_ranks(positions, ages, self._num_ranks)
+        self._fail(
+            f"has waited for {time.monotonic() - since:.0f} s of a timeout of {timeout:.0f} s; the job is stopped.\n"
+            f"{hang_report(positions, missing, ages)}\n",
+            [positions[rank] for rank in ages],
+        )
+        self._stop.set()
+
+    def _claim(self) -> bool:
+        """Return whether this rank is the only one of the job that reads all positions."""
+        try:
+            (self._folder / _CLAIM).open("x").close()
+        except OSError:
+            return False
+        return self._notices is None or self._notices.claim(_CLAIM)
+
+    def _release(self) -> None:
+        (self._folder / _CLAIM).unlink(missing_ok=True)
+        if self._notices is not None:
+            self._notices.give_up(_CLAIM)
+
+    def _read(self) -> dict[int, Position]:
+        """Read the positions of all ranks; those of this machine come from its folder."""
+        texts: dict[int, str] = {}
+        for rank in range(self._num_ranks):
+            with suppress(OSError):
+                texts[rank] = self._path(rank).read_text(encoding="utf-8")
+        elsewhere = [str(rank) for rank in range(self._num_ranks) if rank not in texts]
+        if self._notices is not None and elsewhere:
+            texts |= {int(name): text for name, text in self._notices.read(elsewhere).items()}
+        return {rank: Position.from_text(text) for rank, text in texts.items()}
+
+
+def _device_waits(positions: Mapping[int, Position]) -> dict[int, Position]:
+    """Count ranks that are ahead of others as waiting, since hosts run ahead of their devices."""
+    return {
+        rank: replace(position, waits=position.waits or is_ahead(position, positions))
+        for rank, position in positions.items()
+    }
+
+
+def place_of(module: LightningModule | None) -> str:
+    """Return the Trainer's current stage and step as text; safe to call in another thread."""
+    trainer = None if module is None else module._trainer
+    if trainer is None:
+        return "no run"
+    stage = trainer.state.stage or trainer.state.fn
+    return f"{stage.value if stage else 'setup'}, global_step {trainer.global_step}"

@@ -1,0 +1,70 @@
+"""Temporary folder shared by the ranks of a job on one machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_megatron.strategy.process.positions import birth_of
+
+#: Age after its last change at which any job folder is removed, even if its processes are not
+#: visible from this machine. Running ranks write to their folder all the time (seconds).
+_OLD_SECONDS = 7 * 24 * 3600.0
+#: Age after its last change up to which a folder is kept, because its ranks may still be joining
+#: (seconds).
+_YOUNG_SECONDS = 60.0
+
+
+class JobFolder:
+    """Folder of a job in the system's temporary directory, removed by the last rank that leaves.
+
+    Every rank writes a file that identifies its process. A rank that leaves removes this file, and
+    the folder if the processes of all other ranks have ended. If all ranks were killed, the next
+    job on this machine removes the folder.
+
+    Args:
+        job: Name of the job, which no other job has.
+        rank: Global rank of this process.
+    """
+
+    def __init__(self, job: str, rank: int) -> None:
+        prefix = f"lightning_megatron_{os.getuid()}_"
+        self.path = Path(tempfile.gettempdir()) / f"{prefix}{job}"
+        _remove_forgotten(self.path.parent, prefix)
+        self.path.mkdir(exist_ok=True)
+        self._own = self.path / f"process_{rank}"
+        self._own.write_text(f"{os.getpid()} {birth_of(os.getpid())} {socket.gethostname()}", encoding="utf-8")
+
+    def leave(self) -> None:
+        """Remove this rank's file, and the folder if no other rank is left."""
+        with suppress(OSError):
+            self._own.unlink(missing_ok=True)
+            if not any(_may_live(file) for file in self.path.glob("process_*")):
+                shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _may_live(file: Path) -> bool:
+    """Return whether a file's process may be alive; True for processes of other machines."""
+    try:
+        pid, birth, host = file.read_text(encoding="utf-8").split(" ", 2)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        # The file is incomplete: another rank is still writing it.
+        return True
+    return host != socket.gethostname() or not birth or birth_of(int(pid)) == birth
+
+
+def _remove_forgotten(parent: Path, prefix: str) -> None:
+    """Remove the folders of jobs whose ranks were all killed."""
+    with suppress(OSError):
+        for folder in parent.glob(f"{prefix}*"):
+            age, files = time.time() - folder.stat().st_mtime, list(folder.glob("process_*"))
+            is_dead = age > _YOUNG_SECONDS and files and not any(map(_may_live, files))
+            if is_dead or age > _OLD_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,76 @@
+"""Rendezvous of the processes of a job, with a comparison of their configurations."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.agent_store import open_store
+from lightning_megatron.groups.fingerprint import check_same_in_store
+from lightning_megatron.groups.mesh import DEFAULT_TIMEOUTS
+from lightning_megatron.strategy.private.lightning import default_backend, init_process_group
+
+#: Environment variable that torchrun sets if ranks should use the store of its agent.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+def check_backend(backend: str | None, device: torch.device) -> None:
+    """Refuse NCCL for processes without GPUs.
+
+    Args:
+        backend: Backend of the process groups; None means the default of the device.
+        device: Device of this process.
+
+    Raises:
+        UnsupportedError: If the backend is ``nccl`` and the device is not a GPU.
+    """
+    if backend == "nccl" and device.type != "cuda":
+        raise UnsupportedError(
+            f"process_group_backend 'nccl' needs GPUs, because NCCL sends their memory alone: the Trainer's device is "
+            f"{device.type}. Use Trainer(accelerator='gpu'), or leave process_group_backend out."
+        )
+
+
+def join_processes(
+    environment: ClusterEnvironment | None,
+    rank: int,
+    size: int,
+    device: torch.device,
+    backend: str | None,
+    timeout: timedelta | None,
+    configuration: Mapping[str, str | int],
+) -> None:
+    """Compare the configurations of all ranks and create their process group if none exists.
+
+    Args:
+        environment: Cluster environment, which knows the address of the first rank.
+        rank: Global rank of this process.
+        size: Number of ranks of the job (ranks).
+        device: Device of this process.
+        backend: ``nccl`` or ``gloo``; None means the default of the device.
+        timeout: Timeout of collectives; None means torch's default.
+        configuration: Settings that must be equal on all ranks, by name.
+
+    Raises:
+        RankMismatchError: On every rank, if configurations differ or ranks do not join in time.
+
+    Communication: collective over all ranks.
+    """
+    assert environment is not None, "the Trainer sets the cluster environment"
+    # Start times of processes differ more than arrival times at collectives. A short timeout is
+    # therefore raised to the default here; the groups of the mesh use it unchanged.
+    patience = DEFAULT_TIMEOUTS[device.type]
+    patience = max(timeout or patience, patience)
+    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    of_agent = os.environ.get(AGENT_STORE) == "True"
+    store = open_store(environment.main_address, environment.main_port, rank, size, patience, of_agent)
+    # Ranks with different configurations might create groups with different backends and hang, so
+    # that the comparison comes first.
+    check_same_in_store(store, rank, range(size), configuration, patience)
+    init_process_group(environment, backend or default_backend(device), store=store, timeout=patience, **options)

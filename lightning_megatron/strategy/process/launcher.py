@@ -1,0 +1,88 @@
+"""Launcher that starts one process per device from a plain ``python train.py``."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from typing_extensions import override
+
+from lightning_megatron.strategy.private.lightning import SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_megatron.strategy.process.children import Children
+from lightning_megatron.strategy.process.failure import FailureWatch
+from lightning_megatron.strategy.process.parent_watch import LAUNCHER, launcher_mark
+
+
+class MegatronLauncher(SubprocessScriptLauncher):
+    """Subprocess launcher like that of ``ddp``, which reports failures before clean-up runs.
+
+    Args:
+        cluster_environment: Cluster environment, which knows the ranks and whether an external
+            launcher starts the processes.
+        num_processes: Number of processes on this node (processes).
+        num_nodes: Number of nodes of the job (nodes).
+        watch: Function that returns the failure watch of this rank.
+        check: Function that raises an error for runs that are not supported. It receives the
+            arguments of ``fit``, ``validate``, ``test`` or ``predict``, and ``trainer``, by name.
+    """
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        watch: Callable[[], FailureWatch],
+        check: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._watch, self._check = watch, check
+        self._children: Children | None = None
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        # Check before other processes start, so that an error prints only one traceback.
+        arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments
+        self._check({**arguments, "trainer": trainer})
+
+        def guarded(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            # A single process has no other ranks to notify.
+            if self.num_processes * self.num_nodes == 1:
+                return function(*inner_args, **inner_kwargs)
+            with self._watch().guard():
+                return function(*inner_args, **inner_kwargs)
+
+        # The same as Lightning's launcher, except that ``Children`` supervises the processes.
+        # Lightning polls them every five seconds, and stops when this process exits.
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            self._call_children_scripts()
+            first = environment.node_rank() * self.num_processes + 1
+            self._children = Children(self.procs, first, lambda code: self._watch().end(code))
+            self._children.watch()
+        set_num_threads_if_needed(num_processes=self.num_processes)
+        return guarded(*args, **kwargs)
+
+    @override
+    def kill(self, signum: Any) -> None:
+        if self._children is None or signum != signal.SIGKILL:
+            super().kill(signum)
+            return
+        # After Ctrl-C this process has already left the job folder. Killed ranks cannot remove
+        # their files, so this process removes them.
+        self._children.forget()
+        super().kill(signum)
+        self._children.wait_for_end()
+        self._watch().leave_after_others()
+
+    @override
+    def _call_children_scripts(self) -> None:
+        os.environ[LAUNCHER] = launcher_mark()
+        try:
+            super()._call_children_scripts()
+        finally:
+            del os.environ[LAUNCHER]

@@ -1,0 +1,63 @@
+"""Exit of a rank whose launcher has died."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Mapping
+
+from lightning_megatron.strategy.process.positions import birth_of
+
+#: Environment variable with PID and start time of this package's launcher, set for its processes.
+LAUNCHER = "LIGHTNING_MEGATRON_LAUNCHER"
+#: Environment variable that torchrun sets for its workers.
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_POLL_SECONDS = 0.25
+
+
+def launcher_mark() -> str:
+    """Return a mark that identifies this process as a launcher."""
+    return f"{os.getpid()} {birth_of(os.getpid())}"
+
+
+def launcher_is_gone(environment: Mapping[str, str]) -> Callable[[], bool] | None:
+    """Return a check of whether this process's launcher has ended; None without a launcher.
+
+    A launcher is the one of this package, torchrun's agent or a parent of ``multiprocessing``.
+
+    Args:
+        environment: Environment variables of this process.
+    """
+    parent, spawner = os.getppid(), multiprocessing.parent_process()
+    if spawner is not None:
+        return lambda: not spawner.is_alive()
+    pid, _, birth = environment.get(LAUNCHER, "").partition(" ")
+    if pid and pid != str(parent):
+        # The launcher has already ended, or it is an indirect parent of this process.
+        return lambda: bool(birth) and birth_of(int(pid)) != birth
+    if pid or (environment.get(_TORCHRUN) and parent != 1):
+        return lambda: os.getppid() != parent
+    return None
+
+
+def watch_launcher(end: Callable[[], None]) -> None:
+    """Call a function soon after the launcher has ended, from a daemon thread.
+
+    A kill signal from the operating system at the death of the parent would be faster, but would
+    leave temporary files behind.
+
+    Args:
+        end: Function that ends this process.
+    """
+    is_gone = launcher_is_gone(os.environ)
+    if is_gone is None:
+        return
+
+    def look() -> None:
+        never = threading.Event()
+        while not is_gone():
+            never.wait(_POLL_SECONDS)
+        end()
+
+    threading.Thread(target=look, daemon=True, name="parent-watch").start()

@@ -1,0 +1,206 @@
+"""Positions of the ranks of a job, and the ranks that others wait for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from lightning_megatron.groups.journal import Call, Journal
+
+_PACKAGE = str(Path(__file__).parents[2])
+_NOT_THE_USERS = (_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+#: Files of the innermost frame of a main thread that waits for other ranks.
+_WAITING = (
+    str(Path("torch", "distributed", "distributed_c10d.py")),
+    str(Path("lightning_megatron", "groups")) + os.sep,
+)
+_NUM_LINES = 4
+
+
+@dataclass(frozen=True)
+class Position:
+    """Position of one rank: its code location, collectives and progress.
+
+    Args:
+        rank: Global rank.
+        host: Host name.
+        pid: Process ID.
+        birth: Start time of the process in system ticks; distinguishes it from a later process with
+            the same ``pid``.
+        number: Number of this report.
+        time: Time of this report, by the clock of the host (seconds).
+        place: State of the Trainer, such as ``train, global_step 12``.
+        waits: Whether the main thread is inside a collective.
+        call: Collective that the rank started or waited for last.
+        counts: Number of started collectives by axis.
+        lines: Source lines of the main thread: the innermost one, followed by those of user code.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    birth: str
+    number: int
+    time: float
+    place: str
+    waits: bool
+    call: Call | None
+    counts: dict[str, int] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+
+    @classmethod
+    def observe(cls, rank: int, number: int, place: str, journal: Journal) -> Position:
+        """Return the position of this process's main thread."""
+        frames = list(_main_frames())
+        pid = os.getpid()
+        return cls(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=pid,
+            birth=birth_of(pid),
+            number=number,
+            time=time.time(),
+            place=place,
+            waits=bool(frames) and any(part in frames[0].f_code.co_filename for part in _WAITING),
+            call=journal.last,
+            # An atomic copy, because the main thread keeps counting.
+            counts=dict(journal.counts),
+            lines=_interesting_lines(frames),
+        )
+
+    @property
+    def progress(self) -> tuple[object, ...]:
+        """Return a value that changes whenever the rank makes progress."""
+        return self.place, self.waits, self.call, sum(self.counts.values())
+
+    def to_text(self) -> str:
+        """Return this position as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Position:
+        """Return the position that :meth:`to_text` has written."""
+        values = json.loads(text)
+        call = values.pop("call")
+        kind, axis, number, ranks = call or ("", "", 0, ())
+        found = Call(kind, axis, number, tuple(ranks)) if call else None
+        return cls(**{**values, "lines": tuple(values["lines"])}, call=found)
+
+
+def _main_frames() -> Iterator[FrameType]:
+    """Return the frames of the main thread, innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _interesting_lines(frames: Iterable[FrameType]) -> tuple[str, ...]:
+    frames = list(frames)
+    users = [frame for frame in frames if not frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<"))]
+    chosen = frames[:1] + [frame for frame in users if frame is not frames[0]][: _NUM_LINES - 1]
+    return tuple(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in chosen)
+
+
+def birth_of(pid: int) -> str:
+    """Return a local process's start time in system ticks; empty if it is gone or hidden."""
+    try:
+        # The process name may contain spaces and parentheses. After it, the first field is the
+        # state and the twentieth the start time.
+        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    # A killed process stays in the process table until its parent reads the exit code.
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def missing_ranks(positions: Mapping[int, Position], silent: Iterable[int], num_ranks: int) -> list[int]:
+    """Return the ranks that the others wait for.
+
+    A rank blocks the collectives of its groups if it is silent or is not inside a collective.
+    Waiting ranks are reported only if no other rank is missing: they are then inside mismatched
+    collectives.
+
+    Args:
+        positions: Last known position of each rank.
+        silent: Ranks without a recent report.
+        num_ranks: Number of ranks in the job.
+    """
+    silent = set(silent) | (set(range(num_ranks)) - positions.keys())
+    waiting = {rank for rank, position in positions.items() if position.waits and rank not in silent}
+    wanted: set[int] = set()
+    for rank in waiting:
+        wanted.update(_absent(positions[rank], positions, silent))
+    # Collectives that do not go through a mesh, such as those of torch's own checkpoints, are not
+    # counted.
+    wanted = wanted or set(range(num_ranks)) - waiting
+    return sorted(wanted - waiting or wanted)
+
+
+def _absent(waiting: Position, positions: Mapping[int, Position], silent: set[int]) -> Iterator[int]:
+    """Return the ranks that have not arrived at the point where one rank waits."""
+    call = waiting.call
+    if call is None:
+        return
+    for rank in call.ranks:
+        if rank in silent or not _has_arrived(positions[rank], call):
+            yield rank
+
+
+def _has_arrived(position: Position, call: Call) -> bool:
+    # Counts of exchanges cannot be compared: ranks may exchange with their neighbours at different
+    # rates.
+    return position.waits if call.kind == "exchange" else position.counts.get(call.axis, 0) >= call.number
+
+
+def is_ahead(own: Position, positions: Mapping[int, Position]) -> bool:
+    """Return whether a rank has started a collective that a rank of its group has not."""
+    call = own.call
+    if call is None or call.kind == "exchange":
+        return False
+    return any(not _has_arrived(positions[rank], call) for rank in call.ranks if rank in positions)
+
+
+def hang_report(positions: Mapping[int, Position], missing: Iterable[int], ages: Mapping[int, float]) -> str:
+    """Return the message that describes a hanging job.
+
+    Args:
+        positions: Last known position of each rank.
+        missing: Ranks that the others wait for.
+        ages: Time since the last report of each silent rank (seconds).
+    """
+    missing = set(missing)
+    lines = ["did not arrive:"]
+    for rank in sorted(missing):
+        if rank not in positions:
+            lines.append(f"  rank {rank} has never said where it is")
+            continue
+        position = positions[rank]
+        life = f", no sign of life for {ages[rank]:.0f} s" if rank in ages else ""
+        called = "no collective yet" if position.call is None else f"last collective: {_name(position)}"
+        lines.append(f"  rank {rank} ({position.host}, process {position.pid}): {position.place}{life}; {called}")
+        lines += [f"      {'at' if index == 0 else 'from'} {line}" for index, line in enumerate(position.lines)]
+    lines.append("wait for them:")
+    lines += [
+        f"  rank {rank}: {position.place}; in {_name(position)}"
+        for rank, position in sorted(positions.items())
+        if rank not in missing and position.waits
+    ]
+    return "\n".join(lines)
+
+
+def _name(position: Position) -> str:
+    call = position.call
+    if call is None:
+        return "a collective"
+    ranks = ", ".join(map(str, call.ranks[:16])) + (", ..." if len(call.ranks) > 16 else "")
+    return f"{call.kind} over {call.axis} (number {call.number} there, ranks {ranks})"

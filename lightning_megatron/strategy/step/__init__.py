@@ -1,0 +1,1 @@
+"""Execution of the user's step on microbatches."""

@@ -1,0 +1,147 @@
+"""Losses of a step's microbatches: scaled for the backward pass, and averaged for logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.strategy.logs.merge import (
+    Weight,
+    loss_in,
+    scalar_on,
+    stack_scalars,
+    token_count_in,
+    token_counts_in,
+    total_weight,
+    weighted_mean,
+)
+from lightning_megatron.strategy.logs.token_count import count_tokens
+
+
+def unit_of(microbatches: Sequence[Microbatch]) -> int:
+    """Return the largest power of two up to the token count of a batch (tokens).
+
+    Token counts are divided by this unit before they multiply a loss. Gradients then have about the
+    magnitude of those of a mean over the batch, which half precision can represent, and division by
+    a power of two is exact. The count of a microbatch is that of
+    :func:`~lightning_megatron.strategy.logs.token_count.count_tokens`, which includes padded and ignored
+    tokens, or the number of samples if it finds no tokens.
+
+    Args:
+        microbatches: Microbatches of the batch.
+    """
+    found = sum(count_tokens(part.data) or part.num_samples for part in microbatches)
+    return 1 << (max(found, 1).bit_length() - 1)
+
+
+class MicrobatchLosses:
+    """Losses of the microbatches of one batch.
+
+    A step is *counted* if it returns ``num_tokens``, the number of tokens that its loss averages.
+    The backward pass of a counted step starts from the sum of ``loss * num_tokens / unit``. Its
+    gradients, divided by the sum of :meth:`num_tokens` over all microbatches, ranks and accumulated
+    batches, equal those of the mean over all tokens. The backward pass of any other step starts
+    from the mean over samples, as in Lightning.
+
+    Args:
+        microbatches: Microbatches of the batch.
+        factor: Factor of the loss, used only in the backward pass.
+        divisor: Number of batches whose gradients are accumulated; not applied to a counted step
+            (batches).
+        unit: Divisor of token counts, the same on all ranks and for all batches (tokens).
+    """
+
+    def __init__(self, microbatches: Sequence[Microbatch], factor: float, divisor: int, unit: int) -> None:
+        self._num_samples = [part.num_samples for part in microbatches]
+        self._factor = factor
+        self._divisor = divisor
+        self._unit = unit
+        self._outputs: list[Any] = []
+        self._numbers: list[int] = []
+        self._losses: list[Tensor] = []
+        self._weights: dict[int, Weight] = {}
+        self.num_missing = 0
+
+    def take(self, output: Any, number: int) -> Tensor | None:
+        """Record a microbatch's loss and return the scaled loss for its backward pass.
+
+        Args:
+            output: Output of the step.
+            number: Index of the microbatch.
+
+        Returns:
+            The weighted loss. None if the microbatch has no backward pass, because the step
+            returned None or the host knows that the microbatch has no tokens. In the latter case
+            not even a NaN loss reaches the gradients.
+        """
+        loss, count = loss_in(output), token_count_in(output)
+        self._weights[number] = 0.0
+        counted = {} if count is None else {"num_tokens": count}
+        self._outputs.append(None if loss is None else counted)
+        self._numbers.append(number)
+        token_counts_in(self._outputs)
+        if loss is None:
+            self.num_missing += 1
+            self._losses.append(torch.zeros(()))
+            return None
+        self._losses.append(loss.detach())
+        if count is None:
+            weight: Weight = self._num_samples[number] / sum(self._num_samples) / self._divisor * self._factor
+            self._weights[number] = weight
+            return loss * weight if weight != 1.0 else loss
+        if not isinstance(count, Tensor) and count == 0:
+            return None
+        # The product of loss and token count may overflow in half precision.
+        wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        tokens = count.to(wide.dtype) if isinstance(count, Tensor) else count
+        self._weights[number] = tokens * (self._factor / self._unit)
+        return wide * self._weights[number]
+
+    def weight_of(self, number: int) -> Weight:
+        """Return the factor of a recorded microbatch's loss."""
+        return self._weights[number]
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no microbatch of this rank had a loss."""
+        return self.num_missing == len(self._losses)
+
+    @property
+    def counts(self) -> list[Weight] | None:
+        """Tokens of each microbatch in run order; None if the step returns no counts (tokens)."""
+        return token_counts_in(self._outputs)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the reported loss: that of the step, at least float32."""
+        found = torch.float32 if self._losses else torch.promote_types(torch.get_default_dtype(), torch.float32)
+        for loss in self._losses:
+            found = torch.promote_types(found, loss.dtype)
+        return found
+
+    def report(self) -> Tensor:
+        """Return the mean loss in float64: over tokens, or over samples divided by ``divisor``.
+
+        Without any tokens the mean is 0.
+        """
+        if not self._losses:
+            return torch.zeros((), dtype=torch.float64)
+        values, counts = stack_scalars(self._losses), self.counts
+        if counts is not None:
+            return weighted_mean(values, counts)
+        sizes = [self._num_samples[number] for number in self._numbers]
+        # A microbatch without a loss counts as one whose loss is 0.
+        return weighted_mean(values, sizes) / self._divisor
+
+    def num_tokens(self, device: torch.device) -> Tensor:
+        """Return the token count divided by ``unit``, as a float64 scalar; 0 if not counted.
+
+        Args:
+            device: Device of the result.
+        """
+        counts = self.counts
+        return scalar_on(0 if counts is None else total_weight(counts), device) / self._unit

@@ -1,0 +1,334 @@
+"""Execution of a user's step on microbatches, with loss and logs sent to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_megatron.groups.collectives import all_reduce_, broadcast_object
+from lightning_megatron.groups.fingerprint import check_same_everywhere
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, own_containers, split_batch
+from lightning_megatron.pipeline.step_plans import Trial
+from lightning_megatron.plan.microbatches import MicrobatchRule
+from lightning_megatron.strategy.logs.log_record import Recorder
+from lightning_megatron.strategy.logs.log_replay import LogReplay
+from lightning_megatron.strategy.logs.merge import Weight, merge_outputs, token_counts_in, total_weight
+from lightning_megatron.strategy.modules.kept_state import KeptState
+from lightning_megatron.strategy.modules.module_state import ModuleState
+from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, unit_of
+from lightning_megatron.strategy.step.weight_reads import WeightReads
+from lightning_megatron.strategy.trials.feature_parts import naming_uncut_modules
+from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
+from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
+from lightning_megatron.strategy.trials.weight_writes import unwritten_weights
+
+
+@dataclass(frozen=True)
+class AroundBackward:
+    """Callbacks around the backward passes of a batch.
+
+    Args:
+        forget: Function that clears the previous step's gradients, unless they accumulate. It runs
+            between the first forward and the first backward pass, like Lightning's hooks. With
+            several stages it runs before all passes, because the hooks may communicate.
+        run: Function that runs the backward pass of one microbatch from its weighted loss.
+        finish: Function that is called once, after this rank's last gradient. Its arguments are
+            the mean loss and the batch's token count, a float64 scalar in a unit common to all
+            ranks. Gradients are then sums, to be divided by the tokens of all ranks and accumulated
+            batches. A count of None means that gradients are means.
+    """
+
+    forget: Callable[[], None]
+    run: Callable[[Tensor], None]
+    finish: Callable[[Tensor, Tensor | None], None]
+
+
+class StepRunner:
+    """Runner of training and evaluation steps: split, schedule and replay of logs.
+
+    Args:
+        mesh: The groups of this rank.
+        executor: Executor of the pipeline schedule.
+        rule: Rule that cuts batches into microbatches.
+        kept: Module attributes that steps set.
+        trials: Trials of steps at their first batch, for microbatches and for features that tp
+            shards; None skips them.
+    """
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        executor: PipelineExecutor,
+        rule: MicrobatchRule,
+        kept: KeptState,
+        trials: tuple[MicrobatchTrials, FeatureTrials] | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._executor = executor
+        self._rule = rule
+        self._kept = kept
+        self._trials = trials
+        self.reads = WeightReads(mesh)
+        self._has_said_size = False
+        self._replay = LogReplay(mesh)
+        self._unit: int | None = None
+        self._is_counted: bool | None = None
+
+    def train(
+        self,
+        module: LightningModule,
+        batch: Any,
+        args: tuple[Any, ...],
+        *,
+        step: int,
+        around: AroundBackward | None,
+        divisor: int,
+        factor: float,
+        values_to_log: Mapping[str, float],
+    ) -> Any:
+        """Run ``training_step`` and its backward pass on every microbatch.
+
+        Args:
+            module: The user's module.
+            batch: The batch of this data-parallel rank.
+            args: Further arguments of the step.
+            step: Index of the batch in the whole fit, for the random streams (batches).
+            around: Callbacks around the backward passes; None computes no gradients.
+            divisor: Batches whose gradients are accumulated (batches).
+            factor: Loss scale.
+            values_to_log: Further values to log, known on every rank.
+
+        Returns:
+            The mean loss of the batch on every rank; None if the step returned no loss. The mean is
+            over tokens if the step counts them, else over samples and divided by ``divisor``.
+            Other outputs of the step are included on the last stage, and on all stages if a hook
+            receives them.
+
+        Raises:
+            ValueError: If a step counts tokens of some microbatches or batches only.
+            RankMismatchError: At the first batch, if a step counts tokens on some ranks only.
+
+        Communication: that of the schedule and of :meth:`LogReplay.replay`; at the first batch one
+        all-reduce over the data axis and one gather over the world, on the CPU.
+        """
+        microbatches = self._cut(batch)
+        self._say_size(batch, microbatches)
+        self._try(module, ("training_step",), batch, microbatches, args, step)
+        self._kept.begin()
+        losses = MicrobatchLosses(microbatches, factor, divisor, self._unit_of_tokens(microbatches))
+        with self._replay.record(module) as recorder:
+            for name, value in values_to_log.items():
+                module.log(name, value, on_step=True, on_epoch=False)
+            with nullcontext() if around is not None else torch.no_grad():
+                outputs = self._run(
+                    module,
+                    "training_step",
+                    microbatches,
+                    args,
+                    recorder,
+                    step,
+                    losses,
+                    around,
+                    self.reads.guard(module, "training_step"),
+                )
+        if around is None:
+            for number, output in enumerate(outputs):
+                losses.take(output, number)
+        self._check_losses(losses)
+        extra, counts = [losses.report(), losses.num_tokens(self._mesh.device)], losses.counts
+        returns_more = bool(outputs) and isinstance(outputs[0], Mapping)
+        replayed = self._replay.replay(module, recorder, ("training_step",), extra, counts, returns_more)
+        self._kept.share_after("training_step")
+        has_loss = not (self._mesh.pp.is_last and losses.is_empty)
+        if has_loss:
+            self._agree_on_counting(replayed.is_counted)
+        loss, num_tokens = replayed.extra
+        if around is not None:
+            around.finish(loss, num_tokens if replayed.is_counted else None)
+        if not has_loss:
+            return None
+        loss = loss.to(losses.dtype)
+        merged = self._merged(outputs, microbatches, counts) if returns_more else None
+        if replayed.returns_more:
+            merged = self._kept.outputs_after("training_step", merged)
+        return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
+
+    def evaluate(
+        self, module: LightningModule, name: str, batch: Any, args: tuple[Any, ...], *, step: int, key: tuple[Any, ...]
+    ) -> Any:
+        """Run ``validation_step``, ``test_step`` or ``predict_step`` on every microbatch.
+
+        Args:
+            module: The user's module.
+            name: Name of the step.
+            batch: The batch of this data-parallel rank.
+            args: Further arguments of the step.
+            step: Index of the batch (batches).
+            key: Hook and dataloader, which identify the set of log calls.
+
+        Returns:
+            The step's output for the batch on the last stage. Every stage receives predictions, and
+            other outputs that a hook receives.
+        """
+        microbatches = self._cut(batch)
+        if name != "predict_step":
+            self._try(module, key, batch, microbatches, args, step)
+        self._kept.begin()
+        with self._replay.record(module) as recorder:
+            outputs = self._run(module, name, microbatches, args, recorder, step, guard=self.reads.guard(module, name))
+        counts = None if name == "predict_step" else token_counts_in(outputs)
+        merged = self._merged(outputs, microbatches, counts)
+        if name != "predict_step":
+            self._replay.replay(module, recorder, key, counts=counts)
+            self._kept.share_after(name)
+            return self._kept.outputs_after(name, merged)
+        self._kept.share_after(name)
+        pp_cpu = self._mesh.pp_cpu
+        return (
+            broadcast_object(apply_to_collection(merged, Tensor, Tensor.cpu), pp_cpu, pp_cpu.size - 1)
+            if pp_cpu.size > 1
+            else merged
+        )
+
+    def _cut(self, batch: Any) -> list[Microbatch]:
+        return split_batch(batch, None if self._rule.is_whole else self._rule.size_for)
+
+    def _try(
+        self,
+        module: LightningModule,
+        key: tuple[Any, ...],
+        batch: Any,
+        microbatches: list[Microbatch],
+        args: tuple[Any, ...],
+        step: int,
+    ) -> None:
+        """Try a step at its first batch, for microbatches and for sharded features."""
+        if self._trials is None:
+            return
+        of_samples, of_features = self._trials
+
+        def run(parts: Sequence[Microbatch], recorder: Recorder, begin: Callable[[], None]) -> list[Any]:
+            guard = self.reads.guard(module, key[0])
+            with self._replay.record(module, recorder):
+                return self._run(module, key[0], list(parts), args, recorder, step, guard=guard, begin=begin)
+
+        if is_cut(batch) or not self._rule.is_whole:
+            of_samples.check(key, batch, microbatches, run)
+        of_features.check(key[0], microbatches[0], run)
+
+    def _say_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
+        """Log the number of microbatches once, if the user has not set their size."""
+        if self._has_said_size or not self._rule.is_chosen or is_cut(batch):
+            return
+        self._has_said_size = True
+        count, size = len(microbatches), microbatches[0].num_samples
+        rank_zero_info(
+            f"microbatch_size is {size}: a batch of {sum(part.num_samples for part in microbatches)} samples is cut "
+            f"into {count} microbatches, so that each of the {self._rule.num_stages} pipeline stages waits for "
+            f"{self._rule.idle_share(count):.0%} of a step."
+        )
+
+    def _run(
+        self,
+        module: LightningModule,
+        name: str,
+        microbatches: list[Microbatch],
+        args: tuple[Any, ...],
+        recorder: Recorder,
+        step: int,
+        losses: MicrobatchLosses | None = None,
+        around: AroundBackward | None = None,
+        guard: AbstractContextManager[Any] | None = None,
+        begin: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        sizes = {id(part.data): part.num_samples for part in microbatches}
+        step_fn, trial = getattr(module, name), Trial(name, partial(_kept_state, module, name))
+        guard = nullcontext() if guard is None else guard
+
+        def run_one(data: Any) -> Any:
+            recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
+            begin()
+            with (
+                guard,
+                naming_uncut_modules(module, self._mesh),
+                self._kept.trial() if self._executor.is_repeated else nullcontext(),
+            ):
+                # A step may remove entries from its batch, and stages try it before they run it.
+                return step_fn(own_containers(data) if self._mesh.pp.size > 1 else data, *args)
+
+        if losses is None or around is None:
+            return self._executor.run(run_one, microbatches, backward=False, step=step, trial=trial)
+        if self._mesh.pp.size > 1:
+            around.forget()
+
+        def loss_of(output: Any, number: int) -> Tensor | None:
+            if self._mesh.pp.size == 1 and number == 0:
+                around.forget()
+            return losses.take(output, number)
+
+        return self._executor.run(
+            run_one,
+            microbatches,
+            backward=True,
+            loss_of=loss_of,
+            weight_of=losses.weight_of,
+            run_backward=around.run,
+            step=step,
+            trial=trial,
+        )
+
+    def _merged(self, outputs: list[Any], microbatches: list[Microbatch], counts: list[Weight] | None) -> Any:
+        detached = apply_to_collection(outputs, Tensor, Tensor.detach)
+        if counts is None:
+            return merge_outputs(detached, [part.num_samples for part in microbatches])
+        merged = merge_outputs(detached, counts)
+        return {**merged, "num_tokens": total_weight(counts)} if isinstance(merged, Mapping) else merged
+
+    def _check_losses(self, losses: MicrobatchLosses) -> None:
+        if self._mesh.pp.is_last and losses.num_missing and self._mesh.world.size > 1:
+            raise RuntimeError(
+                "training_step must return a loss on every rank and for every microbatch: it returned None. The "
+                "other ranks wait "
+                "for its gradients. Return a loss that is zero, such as 0.0 * output.sum(), to skip a batch."
+            )
+
+    def _unit_of_tokens(self, microbatches: list[Microbatch]) -> int:
+        """Return the divisor of token counts, chosen from the first batches of all ranks."""
+        if self._unit is None:
+            self._unit = int(all_reduce_(torch.tensor(unit_of(microbatches)), self._mesh.data_cpu, "max"))
+        return self._unit
+
+    def _agree_on_counting(self, is_counted: bool) -> None:
+        """Refuse steps that return token counts on some ranks or in some batches only."""
+        if self._is_counted is None:
+            check_same_everywhere(self._mesh.world_cpu, {"training_step returns num_tokens": is_counted})
+            self._is_counted = is_counted
+        elif is_counted != self._is_counted:
+            raise ValueError(
+                f"training_step must return num_tokens for every batch of a fit or for none: it "
+                f"{'does now and did not' if is_counted else 'does not now and did'} before. Gradients of several "
+                "ranks and batches are averaged over tokens or over samples, never both. Return 0 for a batch "
+                "without a valid token."
+            )
+
+
+@contextmanager
+def _kept_state(module: LightningModule, step: str) -> Iterator[None]:
+    """Restore the module's other state after the block, and refuse changed parameters."""
+    state = ModuleState(module)
+    try:
+        with unwritten_weights(module, step):
+            yield
+    finally:
+        state.restore()

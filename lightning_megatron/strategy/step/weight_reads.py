@@ -1,0 +1,156 @@
+"""Detection of user code that reads sharded weights in a step."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import lightning_megatron
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.models.stage import PipelinedModule, named_layers, pipelined_modules
+from lightning_megatron.strategy.optimization.parameter_data import is_accessor
+
+#: Attributes of a tensor through which its values can be read.
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+#: Functions that return metadata of a tensor or register hooks, and read no values.
+_METADATA = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "data_ptr", "type"}
+    | {"is_floating_point", "is_complex", "is_contiguous", "is_signed", "get_device", "requires_grad_", "__len__"}
+    | {"register_hook", "register_post_accumulate_grad_hook", "untyped_storage", "__repr__", "__format__", "__set__"}
+    | {"__hash__", "__deepcopy__", "__reduce_ex__", "has_names", "is_inference", "is_same_size", "is_shared"}
+)
+_TORCH, _OURS = (os.path.dirname(package.__file__ or "") + os.sep for package in (torch, lightning_megatron))
+_CALL = nn.Module._call_impl.__code__
+
+
+class WeightReads:
+    """Guard of each step's first batch against user code that reads sharded weights.
+
+    With tp a rank has a shard of each sharded weight, and with pp it has only the layers of its own
+    stage. A penalty over all parameters, or a logged norm, would therefore cover only a part of the
+    model. Layers may read their own weights, because they account for the sharding.
+
+    Args:
+        mesh: Process groups of this rank.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        self._seen: set[str] = set()
+
+    def guard(self, module: nn.Module, step: str) -> AbstractContextManager[Any]:
+        """Return a context for a step, which watches the first call only.
+
+        Args:
+            module: User's module.
+            step: Name of the step.
+        """
+        if step in self._seen or self._mesh.tp.size * self._mesh.pp.size == 1:
+            return nullcontext()
+        self._seen.add(step)
+        # torch.compile would trace the guard's mode into the compiled code.
+        if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for _, part in named_layers(module)):
+            return nullcontext()
+        return _Guard(module, step, dict(self._incomplete(module)))
+
+    def _incomplete(self, module: nn.Module) -> Iterator[tuple[int, tuple[str, str]]]:
+        """Yield identity, name and reason of the parameters that are incomplete on this rank."""
+        staged = [model for _, model in pipelined_modules(module)]
+        inside = {id(parameter) for part in staged for parameter in part.parameters()}
+        for name, parameter in module.named_parameters():
+            if self._mesh.tp.size > 1 and shard_spec_of(parameter).full_shape != tuple(parameter.shape):
+                yield id(parameter), (name, f"cut over tp ({self._mesh.tp.size})")
+            elif self._mesh.pp.size > 1 and id(parameter) in inside:
+                yield id(parameter), (name, f"in a model of which each stage has its layers (pp {self._mesh.pp.size})")
+
+
+class _Guard(TorchFunctionMode):
+    """Mode that refuses torch functions of sharded parameters outside their own layers.
+
+    Args:
+        root: User's module.
+        step: Name of the step.
+        watched: Name of each incomplete parameter, and the reason, by identity of the parameter.
+    """
+
+    def __init__(self, root: nn.Module, step: str, watched: Mapping[int, tuple[str, str]]) -> None:
+        super().__init__()
+        self._root = root
+        self._step = step
+        self._watched = watched
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a torch function, unless it reads a watched parameter outside its layer."""
+        kwargs = kwargs or {}
+        if _reads_values(func):
+            for value in _flat((*args, *kwargs.values())):
+                if id(value) in self._watched and isinstance(value, nn.Parameter):
+                    self._check(value)
+        return func(*args, **kwargs)
+
+    def _check(self, parameter: nn.Parameter) -> None:
+        # Skip this method, its caller, the accessors of ``parameter.data`` and frames of torch, up
+        # to the user's code or the call of a module.
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and is_accessor(frame.f_code):
+            frame = frame.f_back
+        while frame is not None and frame.f_code.co_filename.startswith(_TORCH) and frame.f_code is not _CALL:
+            frame = frame.f_back
+        reader = frame
+        while reader is not None and reader.f_code.co_filename.startswith(_TORCH):
+            reader = reader.f_back
+        if reader is None or reader.f_code.co_filename.startswith(_OURS) or self._is_by_owner(parameter, frame):
+            return
+        name, reason = self._watched[id(parameter)]
+        file, line = reader.f_code.co_filename, reader.f_lineno
+        raise UnsupportedError(
+            f"{self._step} must not read a weight of which this rank has a part: {name!r} is {reason}, and "
+            f"{file}:{line} reads it: {linecache.getline(file, line).strip()!r}. What is computed of it (a penalty, "
+            "a norm) would be that of a part. Use the optimizer's weight_decay for a penalty, the strategy's "
+            "checkpoints for values"
+            + (", or give its layer the kind 'replicate' in tensor_parallel_plan." if "tp" in reason else ", or pp=1.")
+        )
+
+    def _is_by_owner(self, parameter: nn.Parameter, frame: FrameType | None) -> bool:
+        """Return whether a module that may read the parameter is being called."""
+        is_cut = shard_spec_of(parameter).full_shape != tuple(parameter.shape)
+        while frame is not None:
+            if frame.f_code is _CALL:
+                module: nn.Module = frame.f_locals["self"]
+                if module is self._root:
+                    return False
+                # A module may read whole weights of its submodules, but sharded weights only if it
+                # owns them directly. A pipelined module has only some of its layers, so it may not.
+                own = module.parameters(recurse=not is_cut)
+                if not isinstance(module, PipelinedModule) and any(one is parameter for one in own):
+                    return True
+            frame = frame.f_back
+        return False
+
+
+def _reads_values(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _VALUES
+    return name not in _METADATA
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value

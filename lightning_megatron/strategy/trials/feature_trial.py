@@ -1,0 +1,265 @@
+"""Trial step that compares layers cut by a plan with the same layers uncut."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.stage import named_layers
+from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.strategy.modules.module_state import ModuleState
+from lightning_megatron.strategy.trials.tried_step import Run, TriedStep, is_close, undone
+from lightning_megatron.strategy.trials.weight_writes import WeightWrites
+from lightning_megatron.swap.whole_features import CutLayer, Seen, cut_layers, watching
+
+log = logging.getLogger(__name__)
+
+#: Largest relative distance between the inputs of a layer in both runs, by the tolerance of the
+#: logged values. Kernels over more features may round differently even if the code is correct.
+_DISTANCES = {1e-9: 1e-7, 1e-5: 1e-3, 5e-3: 3e-2, 2e-2: 1e-1}
+_OF_USERS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Location on one rank at which two runs differ.
+
+    Args:
+        number: Index of the call (calls of cut layers).
+        layer: Name of the layer.
+        kind: Kind of the layer in the plan, such as ``column`` or ``row``.
+        before: Names of the column layers between the last row layer and this layer.
+        distance: Relative distance between the inputs of both runs; None if their shapes differ.
+    """
+
+    number: int
+    layer: str
+    kind: str
+    before: tuple[str, ...]
+    distance: float | None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether features differ between a column and a row layer, where they are sharded."""
+        return self.kind == "row" and self.distance is not None
+
+
+@dataclass
+class _Result:
+    """Outputs and recorded inputs of one run.
+
+    Args:
+        values: Loss and logged values of the last stage, by name.
+        seen: Inputs of the cut layers, in the order of their calls.
+        error: Error of the user's code; empty if the step ran.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    seen: Sequence[Seen] = ()
+    error: str = ""
+
+
+class FeatureTrials:
+    """Comparison of sharded with full features, once for each kind of step.
+
+    Between a ``column`` and a ``row`` layer each rank has its shard of the features. User code
+    there is correct if it treats every feature, or every head, separately. The trial detects other
+    code: it runs the step with sharded features and again with all features on every rank.
+
+    The trial computes no gradients, and restores weights, buffers, attributes and random states.
+    Constants replace torch's random numbers, and dropout is off. Side effects outside the module,
+    such as printing, occur at least two more times.
+
+    Args:
+        module: The user's module.
+        mesh: The groups of this rank.
+    """
+
+    def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:
+        self._module, self._mesh = module, mesh
+        self._tried: set[str] = set()
+
+    def check(self, step: str, part: Microbatch, run: Run) -> None:
+        """Try a step at its first batch, if a plan cuts layers.
+
+        Args:
+            step: Name of the step, such as ``training_step``.
+            part: First microbatch of the batch.
+            run: Function that runs the step.
+
+        Raises:
+            ParallelPlanError: On all ranks, if the loss, a logged mean or sum, or the input of a
+                ``row`` layer differs on any rank.
+
+        Communication: at the first batch, that of two or three forward passes, with an all-gather
+        over tp for each ``column`` layer, and gathers of objects over all ranks on the CPU.
+        """
+        if self._mesh.tp.size == 1 or step in self._tried:
+            return
+        self._tried.add(step)
+        layers = cut_layers(self._module)
+        # Stages have different layers, but the trial is collective: all stages run it, or none.
+        if not any(all_gather_objects(bool(layers), self._mesh.world_cpu)):
+            return
+        with undone(self._module, self._mesh) as state, _uncompiled(self._module):
+            _Trial(self._mesh, self._module, step, run, state, layers).compare(part)
+
+
+class _Trial:
+    """One trial: two runs of a step and their comparison.
+
+    Args:
+        mesh: The groups of this rank.
+        module: The user's module.
+        step: Name of the step.
+        run: Function that runs the step.
+        state: State of the module before the trial, which is restored after each run.
+        layers: Cut layers of the module.
+    """
+
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        module: LightningModule,
+        step: str,
+        run: Run,
+        state: ModuleState,
+        layers: Sequence[CutLayer],
+    ) -> None:
+        self._mesh = mesh
+        self._module = module
+        self._step = step
+        self._state, self._layers = state, layers
+        self._step_tried = TriedStep(mesh, step, run, state)
+
+    def compare(self, part: Microbatch) -> None:
+        """Run the step with sharded features, and again with all features on every rank.
+
+        Args:
+            part: First microbatch of the batch.
+
+        Raises:
+            ParallelPlanError: On all ranks, if the results differ.
+        """
+        cut = self._run(part, is_whole=False)
+        whole = self._run(part, is_whole=True)
+        tolerance = self._step_tried.tolerance()
+        errors = [error for error in all_gather_objects(whole.error, self._mesh.world_cpu) if error]
+        if errors:
+            self._warn(f"code between cut layers takes this rank's part of the features alone ({errors[0]})")
+            return
+        values, place = _differences(cut, whole, tolerance), _first_difference(cut.seen, whole.seen, tolerance)
+        if not self._any(bool(values) or place is not None):
+            return
+        # The difference may come from random numbers of Python or NumPy, which the trial cannot
+        # make equal for a shard and for all features. A second sharded run with another seed
+        # changes them: if its values differ from the first, the comparison is not valid.
+        again = self._run(part, is_whole=False, seed=int(self._any(self._step_tried.has_other_draws)))
+        unsteady = bool(_differences(cut, again, tolerance)) or _first_difference(cut.seen, again.seen, tolerance)
+        if self._any(bool(unsteady)):
+            self._warn("it gives other values when Python and NumPy draw other numbers, or at another time")
+            return
+        self._judge(values, place)
+
+    def _run(self, part: Microbatch, *, is_whole: bool, seed: int = 0) -> _Result:
+        result, writes = _Result(), WeightWrites(self._module)
+        with watching(self._layers, self._mesh.tp, is_whole=is_whole) as result.seen:
+            try:
+                with writes:
+                    readings = self._step_tried.read([part], seed)
+                result.values = {name: value for one in readings for name, (value, _) in one.values.items()}
+            except _OF_USERS as error:
+                if not is_whole:
+                    raise
+                if self._mesh.pp.size > 1:
+                    # Other stages wait for this one, so that the trial cannot end with a warning.
+                    error.add_note(f"{self._step} was tried with all features on every rank of tp. {_TO_MEAN_IT}")
+                    raise
+                result.error = f"{type(error).__name__}: {error}"
+            finally:
+                writes.undo()
+                self._state.restore()
+        return result
+
+    def _any(self, is_true: bool) -> bool:
+        return any(all_gather_objects(is_true, self._mesh.world_cpu))
+
+    def _judge(self, values: dict[str, tuple[float, float]], place: _Place | None) -> None:
+        """Refuse a difference, and name the location that the first rank found."""
+        everyone = all_gather_objects((values, place), self._mesh.world_cpu)
+        # Features are not sharded at the input of a column layer. A difference there has its cause
+        # in earlier code, and is not reported by itself.
+        places = [one for _, one in everyone if one is not None]
+        first = min(places, key=lambda one: one.number, default=None)
+        found = next((one for one, _ in everyone if one), None) or {}
+        if not found and (first is None or not first.is_inside):
+            return
+        tp = self._mesh.tp.size
+        listed = [f"{name} is {cut:.9g}, and {whole:.9g} with all features" for name, (cut, whole) in found.items()]
+        if first is not None and first.is_inside:
+            listed.append(f"the input of {first.layer!r} is {first.distance:.2g} of its size away")
+        raise ParallelPlanError(
+            f"{self._step} must give the same whether a rank of tp ({tp}) has its part of the features or all of them: "
+            f"{'; '.join(listed[:_SHOWN])}. {self._text_of(first)} Give these layers the kinds 'column_gather' and "
+            "'row_split', or 'replicate', in tensor_parallel_plan (which takes the place of a plan that a Hugging Face "
+            "model brings), or compute over heads, or behind the 'row' layer. "
+            f"{_TO_MEAN_IT}"
+        )
+
+    def _text_of(self, place: _Place | None) -> str:
+        """Name the layers between which user code mixes features."""
+        rule = "works across features, of which each rank has a part (a sum, a mean, chunk, a size that is divided by)"
+        columns = [layer.name for layer in self._layers if layer.kind == "column"]
+        if place is None or (place.kind == "column" and not place.before):
+            near = ", ".join(map(repr, columns[:_SHOWN])) + (", ..." if len(columns) > _SHOWN else "")
+            return f"Code behind a 'column' layer ({near}) {rule}."
+        before = ", ".join(map(repr, place.before[:_SHOWN]))
+        if place.kind == "column":
+            return f"Code between {before or 'the input'} and {place.layer!r} {rule}."
+        return f"Code between {before or 'the input'} ('column') and {place.layer!r} ('row') {rule}."
+
+    def _warn(self, reason: str) -> None:
+        if self._mesh.world_cpu.rank == 0:
+            log.warning("%s cannot be compared with itself on all features: %s.", self._step, reason)
+
+
+def _differences(first: _Result, second: _Result, tolerance: float) -> dict[str, tuple[float, float]]:
+    return {
+        name: (value, second.values[name])
+        for name, value in first.values.items()
+        if name in second.values and not is_close(value, second.values[name], tolerance)
+    }
+
+
+def _first_difference(cut: Sequence[Seen], whole: Sequence[Seen], tolerance: float) -> _Place | None:
+    """Return the first module call whose input differs, or None."""
+    before: list[str] = []
+    for number, (mine, theirs) in enumerate(zip(cut, whole, strict=False)):
+        distance = mine.distance(theirs)
+        if distance is None or distance > _DISTANCES[tolerance]:
+            return _Place(number, mine.layer.name, mine.layer.kind, tuple(dict.fromkeys(before)), distance)
+        before = [] if mine.layer.kind == "row" else [*before, mine.layer.name]
+    return None
+
+
+@contextmanager
+def _uncompiled(module: LightningModule) -> Iterator[None]:
+    """Disable compilation inside the block, to avoid recompiling for the trial."""
+    is_compiled = any(
+        part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for _, part in named_layers(module)
+    )
+    mode: AbstractContextManager[object] = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    with mode:
+        yield
+
+
+_TO_MEAN_IT = "check_microbatches=False takes it as it is."

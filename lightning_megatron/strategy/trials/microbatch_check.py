@@ -1,0 +1,277 @@
+"""Trial step that compares microbatches with the whole batch: loss and logs must agree."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cut, joined_parts
+from lightning_megatron.strategy.modules.buffers import BatchStatistics
+from lightning_megatron.strategy.modules.module_state import ModuleState
+from lightning_megatron.strategy.modules.rebind import find_models
+from lightning_megatron.strategy.trials.tried_step import Reading, Run, TriedStep, is_close, joined, undone
+from lightning_megatron.strategy.trials.weight_writes import unwritten_weights
+
+log = logging.getLogger(__name__)
+
+#: Maximum number of microbatches of the first batch that a trial runs.
+_MOST = 16
+#: Tolerance above which a mean over unequal token counts may pass as a mean over samples.
+_COARSE = 1e-4
+_WAYS_OUT = (
+    "Return num_tokens beside the loss if it is a mean over tokens, leave the batch whole by microbatch_size='batch', "
+    "cut it yourself by a collate function that returns a list of Microbatch, or say by check_microbatches=False that "
+    "microbatches are meant."
+)
+
+
+class MicrobatchTrials:
+    """Comparison of separate with joined microbatches, once for each kind of step.
+
+    A trial computes no gradients. It restores random states, buffers and attributes of the module.
+    Constants replace torch's random values, and dropout is off, so a trial cannot detect samples
+    that only a random number couples. The generators of Python and NumPy start every microbatch
+    with the same seed, and random orders are replaced by fixed ones. Side effects of the step
+    outside the module, such as printing, occur again.
+
+    Args:
+        module: User's module.
+        mesh: Process groups of this rank.
+    """
+
+    def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:
+        self._module, self._mesh = module, mesh
+        self._statistics = BatchStatistics(module)
+        self._tried: set[tuple[Any, ...]] = set()
+        layers = [part for model in find_models(module, None) for part in model.modules()]
+        # With a capacity factor, the tokens that a full expert drops depend on the microbatch.
+        self._drops = any(getattr(getattr(layer, "config", None), "capacity_factor", None) for layer in layers)
+
+    def check(self, key: tuple[Any, ...], batch: Any, microbatches: Sequence[Microbatch], run: Run) -> None:
+        """Refuse batch norms if a batch is cut, and try each kind of step at its first batch.
+
+        Args:
+            key: Name of the step, followed by the index of its dataloader if there are several.
+            batch: Whole batch.
+            microbatches: Microbatches of the batch.
+            run: Function that runs the step on microbatches.
+
+        Raises:
+            UnsupportedError: On all ranks, if the loss or a logged mean or sum differs on any rank,
+                or if a training step leaves state in the module that depends on the number of its
+                calls.
+
+        Communication: at the first batch of each kind of step, the communication of several forward
+        passes, and gathers of objects over the world on the CPU.
+        """
+        self._statistics.check(len(microbatches))
+        if key in self._tried or is_cut(batch):
+            # Microbatches that the user has cut have no known rule for joining them.
+            return
+        self._tried.add(key)
+        parts = list(microbatches[:_MOST])
+        groups = _groups(len(parts))
+        together = joined_parts(batch, parts, groups)
+        # Layers differ between stages, and batches between data ranks, but a trial is collective:
+        # either all ranks run it or none.
+        if not all(all_gather_objects(bool(groups) and not self._drops, self._mesh.world_cpu)):
+            return
+        whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
+        with undone(self._module, self._mesh) as state:
+            trial = _Trial(self._mesh, self._module, key[0], run, state, whole)
+            try:
+                with unwritten_weights(self._module, key[0]):
+                    trial.compare(together, groups, parts)
+            except UnsupportedError:
+                raise
+            except Exception as error:
+                if trial.runs_whole():
+                    raise UnsupportedError(
+                        f"{key[0]} must run on microbatches, because its batch is cut into {len(microbatches)}: it "
+                        f"runs on {whole.num_samples} samples, and not on {parts[0].num_samples} "
+                        f"({type(error).__name__}: {error}). "
+                        f"A tensor of the batch may count something else than its samples. {_WAYS_OUT}"
+                    ) from error
+                raise
+
+
+class _Trial:
+    """One trial: runs of a step on parts of a batch, and their comparison."""
+
+    def __init__(
+        self, mesh: ParallelMesh, module: LightningModule, step: str, run: Run, state: ModuleState, whole: Microbatch
+    ) -> None:
+        self._mesh = mesh
+        self._module = module
+        self._step = step
+        self._state, self._whole = state, whole
+        self._tried = TriedStep(mesh, step, run, state)
+
+    def compare(self, pairs: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]) -> None:
+        """Run the step on single parts and on several joined ones.
+
+        Args:
+            pairs: Joined microbatches.
+            groups: Indices of the parts in each joined microbatch.
+            parts: Single microbatches.
+        """
+        together = self._run(pairs, seed=0)
+        self._state.restore()
+        alone = self._run(parts, seed=0)
+        tolerance = self._tried.tolerance()
+        changed = self._left_behind(pairs[0], parts, tolerance)
+        self._state.restore()
+        found = _differences(together, groups, alone, tolerance)
+        if self._gathered(bool(found)):
+            # Values that Python and NumPy draw once per batch were equal in both runs. Values that
+            # they draw per sample cannot be: another seed shows which results depend on them.
+            # Without such draws the same seed shows results that differ in every run.
+            again = self._run(pairs, seed=int(self._gathered(self._tried.has_other_draws)))
+            unsteady = {
+                name
+                for before, after in zip(together, again, strict=True)
+                for name in before.values
+                if name in after.values and not is_close(before.values[name][0], after.values[name][0], tolerance)
+            }
+            self._warn_of_unsteady(sorted(unsteady & found.keys()))
+            found = {name: numbers for name, numbers in found.items() if name not in unsteady}
+        self._judge(found, changed, parts[0].num_samples)
+        is_counted = any("num_tokens" in reading.values for reading in alone)
+        if alone and not is_counted and tolerance > _COARSE and self._mesh.data.rank == 0:
+            self._warn_of_ignored_labels(parts)
+
+    def runs_whole(self) -> bool:
+        """Return whether the step runs on the whole batch, if one rank can try it alone."""
+        if self._mesh.data.size > 1 or self._mesh.pp.size > 1:
+            return False
+        self._state.restore()
+        try:
+            self._run([self._whole], seed=0)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError):
+            return False
+        return True
+
+    def _run(self, parts: Sequence[Microbatch], seed: int) -> list[Reading]:
+        """Return the step's results for every part, on the last stage."""
+        try:
+            return self._tried.read(parts, seed)
+        except Exception as error:
+            raise self._noted(error, parts)  # noqa: B904
+
+    def _noted(self, error: Exception, parts: Sequence[Microbatch]) -> Exception:
+        note = (
+            f"{self._step} was tried on parts of its first batch: on {parts[0].num_samples} of "
+            f"{self._whole.num_samples} samples. If it needs the whole batch: {_WAYS_OUT}"
+        )
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        return error
+
+    def _left_behind(self, pair: Microbatch, parts: Sequence[Microbatch], tolerance: float) -> dict[str, str]:
+        """Return attributes that differ after two microbatches and their joined batch, by kind.
+
+        A repeated call separates attributes that count calls from those that hold results of the
+        last call: only the former change.
+        """
+        self._state.restore()
+        self._run([pair], seed=0)
+        at_once = ModuleState(self._module)
+        self._state.restore()
+        self._run(parts[:2], seed=0)
+        different = at_once.changes(tolerance)
+        self._state.restore()
+        self._run(parts[:1], seed=0)
+        once = ModuleState(self._module)
+        self._run(parts[:1], seed=0)
+        repeated = once.changes(tolerance)
+        return {name: kind if name in repeated else "left by the last call" for name, kind in different.items()}
+
+    def _gathered(self, is_so: bool) -> bool:
+        return any(all_gather_objects(is_so, self._mesh.world_cpu))
+
+    def _judge(self, found: Mapping[str, tuple[float, float, int]], changed: Mapping[str, str], size: int) -> None:
+        texts = [_text_of_values(self._step, found, size)] if found else []
+        counted = sorted(name for name, kind in changed.items() if kind in ("number", "tensor"))
+        if counted and self._tried.is_training:
+            texts.append(_text_of_state(self._step, counted))
+        ranks = all_gather_objects(" ".join(texts), self._mesh.world_cpu)
+        first = next((text for text in ranks if text), None)
+        if first is not None:
+            raise UnsupportedError(f"{first} {_WAYS_OUT}")
+        kept = sorted(changed)
+        if kept and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0 and self._mesh.pp.is_last:
+            log.warning(
+                "%s keeps something in the module, and is called once for each microbatch: %s will hold an entry for "
+                "each, or what the last one left.",
+                self._step,
+                ", ".join(kept[:5]),
+            )
+
+    def _warn_of_ignored_labels(self, parts: Sequence[Microbatch]) -> None:
+        """Warn of token means over unequal microbatches, which rounding hides in half precision."""
+        counts = [ignored_in(part.data) / part.num_samples for part in parts]
+        if len(set(counts)) > 1:
+            log.warning(
+                "Labels of -100 are unequally many in the microbatches of the first batch. In half precision a mean "
+                "over the others cannot be told from rounding: if the loss of %s is one, return num_tokens beside it, "
+                "or microbatches of few labels will weigh too much.",
+                self._step,
+            )
+
+    def _warn_of_unsteady(self, names: Sequence[str]) -> None:
+        if names:
+            log.warning(
+                "check_microbatches cannot compare %s of %s: the same samples give another value when Python and "
+                "NumPy draw other numbers, or at another time.",
+                ", ".join(names),
+                self._step,
+            )
+
+
+def _groups(num_parts: int) -> list[range]:
+    """Return the microbatches to join: pairs, and a triple because a median of two is a mean."""
+    pairs = [range(number, number + 2) for number in range(num_parts - 1)]
+    return [*pairs, range(3)] if num_parts > 2 else pairs
+
+
+def _differences(
+    together: Sequence[Reading], groups: Sequence[range], alone: Sequence[Reading], tolerance: float
+) -> dict[str, tuple[float, float, int]]:
+    """Return each name's largest difference: joined value, separate value and group size."""
+    found: dict[str, tuple[float, float, int]] = {}
+    for reading, group in zip(together, groups, strict=False):
+        for name, (value, weight) in reading.values.items():
+            single = [alone[number].values[name] for number in group if name in alone[number].values]
+            if len(single) < len(group) or weight == 0.0 or len(group) > found.get(name, (0.0, 0.0, 3))[2]:
+                continue
+            average = joined(single)[0]
+            worst = found.get(name, (0.0, 0.0, 0))
+            # "not >=" also reports NaN, which "<" would hide.
+            if not is_close(value, average, tolerance) and not abs(worst[0] - worst[1]) >= abs(value - average):
+                found[name] = value, average, len(group)
+    return found
+
+
+def _text_of_values(step: str, found: Mapping[str, tuple[float, float, int]], size: int) -> str:
+    listed = "; ".join(
+        f"{name} of {'two' if count == 2 else 'three'} microbatches is {whole:.7g} at once and {parts:.7g} one after "
+        "the other"
+        for name, (whole, parts, count) in found.items()
+    )
+    return (
+        f"{step} must give the same for microbatches and for their batch, because it is called on {size} samples at a "
+        f"time and the results are averaged: {listed}. The step couples its samples, or is not their mean."
+    )
+
+
+def _text_of_state(step: str, names: Sequence[str]) -> str:
+    return (
+        f"{step} must not depend on the number of its calls, because it is called once for each microbatch: "
+        f"{', '.join(names[:5])} changes at every call. Use self.global_step, or a hook such as on_train_batch_end."
+    )

@@ -1,0 +1,182 @@
+"""Trial run of a step without gradients or random numbers, undone afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.microbatch import Microbatch, own_containers
+from lightning_megatron.strategy.logs.log_record import Recorder
+from lightning_megatron.strategy.logs.merge import Weight, loss_in, token_counts_in
+from lightning_megatron.strategy.modules.module_state import ModuleState
+from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
+from lightning_megatron.strategy.trials.seeded_draws import SeededDraws
+from lightning_megatron.strategy.trials.steady_draws import SteadyDraws
+
+#: Function that runs the step on parts of a batch, and calls its last argument before each part. On
+#: the last stage it returns the output of each part.
+Run = Callable[[Sequence[Microbatch], Recorder, Callable[[], None]], list[Any]]
+
+#: Relative tolerances for rounding: (largest machine epsilon in use, tolerance).
+_TOLERANCES = ((1e-15, 1e-9), (1e-6, 1e-5), (2e-3, 5e-3), (math.inf, 2e-2))
+
+
+@dataclass
+class Reading:
+    """Results of a step for some samples.
+
+    Args:
+        values: Value and weight by name; the weight is None for values that are summed.
+    """
+
+    values: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+
+
+class TriedStep:
+    """Trial runs of a step on parts of a batch.
+
+    Args:
+        mesh: Process groups of this rank.
+        step: Name of the step.
+        run: Function that runs the step.
+        state: Snapshot of the module, for undoing the changes of a run.
+    """
+
+    def __init__(self, mesh: ParallelMesh, step: str, run: Run, state: ModuleState) -> None:
+        self._mesh = mesh
+        self._step = step
+        self._run = run
+        self._state = state
+        self._spacing, self._ends = 0.0, frozenset[int]()
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether this is a training step."""
+        return self._step == "training_step"
+
+    @property
+    def has_other_draws(self) -> bool:
+        """Return whether parts differ in their draws from Python's or NumPy's generators."""
+        return len(self._ends) > 1
+
+    def read(self, parts: Sequence[Microbatch], seed: int) -> list[Reading]:
+        """Return the step's results for every part, on the last stage.
+
+        Args:
+            parts: Microbatches to run.
+            seed: Seed of the Python and NumPy generators.
+
+        Communication: that of the forward passes.
+        """
+        recorder = Recorder()
+        try:
+            outputs = self._outputs(parts, recorder, seed, torch.no_grad() if self.is_training else nullcontext())
+        except RuntimeError as error:
+            if self._mesh.pp.size > 1 or not self.is_training or "grad" not in str(error):
+                raise
+            # The step computes derivatives itself, so it needs a graph.
+            self._state.restore()
+            recorder = Recorder()
+            outputs = self._outputs(parts, recorder, seed, torch.enable_grad())
+        return _readings(outputs, parts, recorder)
+
+    def tolerance(self) -> float:
+        """Return the relative tolerance for rounding, by the least precise dtype in use.
+
+        Communication: one gather of a number over the world, on the CPU.
+        """
+        spacing = max(all_gather_objects(self._spacing, self._mesh.world_cpu))
+        return next(size for limit, size in _TOLERANCES if spacing <= limit)
+
+    def _outputs(
+        self, parts: Sequence[Microbatch], recorder: Recorder, seed: int, gradients: AbstractContextManager[Any]
+    ) -> list[Any]:
+        steady, seeded = SteadyDraws(), SeededDraws(seed)
+        try:
+            with gradients, steady, seeded.running():
+                # The same batch runs several times, so a step that removes its entries gets copies
+                # of the containers.
+                tried = [Microbatch(own_containers(part.data), part.num_samples) for part in parts]
+                return self._run(tried, recorder, seeded.begin)
+        finally:
+            self._spacing, self._ends = max(self._spacing, steady.spacing), self._ends | seeded.ends
+
+
+@contextmanager
+def undone(module: LightningModule, mesh: ParallelMesh) -> Iterator[ModuleState]:
+    """Restore the module's state outside its parameters, and random streams, after the block.
+
+    Args:
+        module: User's module.
+        mesh: Process groups and random streams of this rank.
+
+    Yields:
+        The snapshot of the module, for restoring it inside the block.
+    """
+    state, random_before = ModuleState(module), random_states(mesh.device)
+    position = mesh.random.position
+    try:
+        yield state
+    finally:
+        state.restore()
+        restore_random_states(random_before, mesh.device)
+        mesh.random.seek(position.layer, position)
+
+
+def joined(values: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:
+    """Return the weighted mean of values, or their sum without weights."""
+    weights = [weight for _, weight in values if weight is not None]
+    if not weights:
+        return sum(value for value, _ in values), None
+    total = sum(weights)
+    summed = sum(value * weight for value, weight in values if weight is not None and weight)
+    return summed / total if total else 0.0, total
+
+
+def is_close(first: float, second: float, tolerance: float) -> bool:
+    """Return whether two numbers are equal up to rounding."""
+    if math.isnan(first) or math.isnan(second):
+        return math.isnan(first) == math.isnan(second)
+    return math.isclose(first, second, rel_tol=tolerance, abs_tol=tolerance / 10)
+
+
+def _readings(outputs: Sequence[Any], parts: Sequence[Microbatch], recorder: Recorder) -> list[Reading]:
+    if not outputs:
+        return []
+    counts = token_counts_in(outputs)
+    readings = [Reading() for _ in outputs]
+    for number, (output, part) in enumerate(zip(outputs, parts, strict=True)):
+        loss = _scalar_loss(output)
+        weight: Weight = part.num_samples if counts is None else counts[number]
+        if loss is not None:
+            readings[number].values["the loss"] = loss.item(), float(weight)
+        if counts is not None:
+            readings[number].values["num_tokens"] = float(counts[number]), None
+    for name, call in recorder.calls.items():
+        if call.reduction not in ("mean", "sum"):
+            continue
+        for entry in recorder.values[name]:
+            is_mean = call.reduction == "mean"
+            weight = entry.weight if counts is None else counts[entry.run]
+            reading = readings[entry.run].values
+            before = reading.get(f"log {name!r}")
+            value = float(entry.value), float(weight) if is_mean else None
+            reading[f"log {name!r}"] = value if before is None else joined([before, value])
+    return readings
+
+
+def _scalar_loss(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output if output.numel() == 1 else None
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor) and output["loss"].numel() == 1:
+        return loss_in(output)
+    return None

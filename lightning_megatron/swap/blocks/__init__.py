@@ -1,0 +1,1 @@
+"""Tensor-parallel replacements of ``torch.nn`` blocks, and the rules that choose them."""

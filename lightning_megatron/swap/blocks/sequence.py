@@ -1,0 +1,166 @@
+"""Norms, dropouts and linear layers of plain modules under sequence parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import all_reduce_, broadcast_, gather_from_axis, split_to_axis
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import set_shard_spec, whole_spec
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.regions import column_linear, row_linear
+from lightning_megatron.layers.sequence_shard import CUT, SequenceShard, whole_of
+from lightning_megatron.swap.blocks.dropout import TensorDropout
+
+#: Maximum difference of copies of a tensor, relative to its largest element.
+_TOLERANCE = 1e-2
+
+
+class _Entry:
+    """Division of a module's complete inputs along the sequence.
+
+    Args:
+        name: Name of the module, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._is_checked = False
+
+    def __call__(self, hidden: Tensor, mesh: ParallelMesh) -> Tensor:
+        """Return this rank's positions.
+
+        Raises:
+            UnsupportedError: If the input is not the same on all tensor-parallel ranks, at the
+                first call.
+            ValueError: If the length of the sequence is not a multiple of tp.
+        """
+        if isinstance(hidden, SequenceShard):
+            return hidden.part
+        if not self._is_checked:
+            self._check(hidden.detach(), mesh)
+            self._is_checked = True
+        return split_to_axis(hidden, mesh.tp, CUT)
+
+    def _check(self, hidden: Tensor, mesh: ParallelMesh) -> None:
+        first = broadcast_(hidden.clone(), mesh.tp, 0)
+        apart = ((first - hidden).abs().max() > _TOLERANCE * first.abs().max()).to(hidden.dtype)
+        if float(all_reduce_(apart, mesh.tp, "max")):
+            raise UnsupportedError(
+                f"{self.name!r} of the kind 'sequence' must get the same on all tensor-parallel ranks, as it does "
+                "outside of 'column' and 'row': here each rank has another part of the features. Use the kind "
+                "'dropout' or 'partial' between those, or 'replicate'."
+            )
+
+
+class SequenceLayerNorm(nn.LayerNorm):
+    """LayerNorm of this rank's positions; equal to torch.nn.LayerNorm.
+
+    Args:
+        name: Name of the module, for errors.
+        source: Norm that is replaced.
+        mesh: Process groups of this rank.
+    """
+
+    def __init__(self, name: str, source: nn.LayerNorm, mesh: ParallelMesh) -> None:
+        affine = source.elementwise_affine
+        super().__init__(source.normalized_shape, source.eps, affine, bias=affine and source.bias is not None)
+        self.mesh = mesh
+        self._entry = _Entry(name)
+        _gather_parts_of_gradients(self, mesh)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        return SequenceShard.of(super().forward(self._entry(input, self.mesh)), self.mesh.tp)
+
+
+class SequenceRMSNorm(nn.RMSNorm):
+    """RMSNorm of this rank's positions; equal to torch.nn.RMSNorm.
+
+    Args:
+        name: Name of the module, for errors.
+        source: Norm that is replaced.
+        mesh: Process groups of this rank.
+    """
+
+    def __init__(self, name: str, source: nn.RMSNorm, mesh: ParallelMesh) -> None:
+        super().__init__(source.normalized_shape, source.eps, source.elementwise_affine)
+        self.mesh = mesh
+        self._entry = _Entry(name)
+        _gather_parts_of_gradients(self, mesh)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return SequenceShard.of(super().forward(self._entry(x, self.mesh)), self.mesh.tp)
+
+
+class SequenceDropout(TensorDropout):
+    """Dropout of this rank's positions, with different masks on every rank.
+
+    Args:
+        name: Name of the module, for errors.
+        p: Probability that an element is dropped.
+        mesh: Process groups and random streams of this rank.
+        layer: Number of the layer for random streams.
+    """
+
+    def __init__(self, name: str, p: float, mesh: ParallelMesh, layer: int) -> None:
+        super().__init__(p, mesh, layer)
+        self._entry = _Entry(name)
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        return SequenceShard.of(super().forward(self._entry(input, self.mesh)), self.mesh.tp)
+
+
+class SequenceColumnLinear(ColumnParallelLinear):
+    """ColumnParallelLinear that gathers the positions of its inputs.
+
+    Communication: if the inputs are parts of sequences, an all-gather over tp forward, and an
+    all-gather and a reduce-scatter backward.
+    """
+
+    @override
+    def forward(self, hidden: Tensor, add_bias: bool = True) -> Tensor:
+        if not isinstance(hidden, SequenceShard):
+            return super().forward(hidden, add_bias)
+        shares = replace(self.mesh, sequence_parallel=True)
+        rows = hidden.part.movedim(CUT, 0)
+        output = column_linear(rows, self.weight, self.bias if add_bias else None, shares).movedim(0, CUT)
+        return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
+
+
+class SequenceRowLinear(RowParallelLinear):
+    """RowParallelLinear whose outputs are scattered over the positions.
+
+    The mesh of the layer has sequence parallelism.
+
+    Communication: a reduce-scatter over tp forward, an all-gather backward.
+    """
+
+    @override
+    def forward(self, hidden: Tensor, add_bias: bool = True) -> Tensor:
+        if self.split_input:
+            hidden = split_to_axis(whole_of(hidden), self.mesh.tp, dim=-1)
+        rows = whole_of(hidden).movedim(CUT, 0)
+        output = row_linear(rows, self.weight, self.bias if add_bias else None, self.mesh)
+        return SequenceShard.of(output.movedim(0, CUT), self.mesh.tp)
+
+
+def take_whole_inputs(module: nn.Module) -> None:
+    """Gather whole sequences for a block without sequence parallelism."""
+    module.register_forward_pre_hook(_whole_inputs, with_kwargs=True)
+
+
+def _whole_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return tuple(whole_of(one) for one in args), {name: whole_of(one) for name, one in kwargs.items()}
+
+
+def _gather_parts_of_gradients(module: nn.Module, mesh: ParallelMesh) -> None:
+    for parameter in module.parameters():
+        set_shard_spec(parameter, whole_spec(parameter, mesh.tp.rank, partial=True))

@@ -1,0 +1,166 @@
+"""torch.nn's Transformer encoder with its layers cut over the tensor axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.dropout import hidden_dropout
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.swap.blocks.attention import HeadParallelAttention
+from lightning_megatron.swap.blocks.dropout import TensorDropout
+
+
+class ParallelEncoderLayer(nn.Module):
+    """Encoder layer with heads and inner features cut over tp.
+
+    Equal to torch.nn.TransformerEncoderLayer in training and evaluation, with the same parameter
+    names.
+
+    Shapes: ``(S, B, D)``, or ``(B, S, D)`` with ``attention.batch_first``; output the same.
+
+    Args:
+        attention: Self-attention layer.
+        linear1: Linear layer from D to this rank's inner features.
+        linear2: Linear layer from this rank's inner features to D.
+        norm1: Norm of the attention, replicated on every rank.
+        norm2: Norm of the position-wise network, replicated on every rank.
+        activation: Function of each inner feature.
+        mesh: Mesh with the random streams of this rank.
+        layer: Number of the layer for random streams.
+        norm_first: Whether norms precede their sublayers; otherwise they follow the residual sums.
+        dropout: Probability that an inner feature is dropped.
+        dropout1: Dropout probability of the attention's output.
+        dropout2: Dropout probability of the network's output.
+
+    Communication: two all-reduces over tp forward, two backward.
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self,
+        attention: HeadParallelAttention,
+        linear1: ColumnParallelLinear,
+        linear2: RowParallelLinear,
+        norm1: nn.Module,
+        norm2: nn.Module,
+        activation: Callable[[Tensor], Tensor],
+        *,
+        mesh: ParallelMesh,
+        layer: int,
+        norm_first: bool = False,
+        dropout: float = 0.0,
+        dropout1: float = 0.0,
+        dropout2: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.self_attn = attention
+        self.linear1 = linear1
+        self.linear2 = linear2
+        self.norm1 = norm1
+        self.norm2 = norm2
+        self.activation = activation
+        self.dropout = TensorDropout(dropout, mesh)
+        self.dropout1 = dropout1
+        self.dropout2 = dropout2
+        self.mesh = mesh
+        self.layer = layer
+        self.norm_first = norm_first
+        self.draws = any(p > 0.0 for p in (attention.dropout, dropout, dropout1, dropout2))
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """Return the layer's output.
+
+        Args:
+            src: Input sequence.
+            src_mask: Pairs to ignore ``(S, S)`` or ``(B H, S, S)``.
+            src_key_padding_mask: Positions to ignore ``(B, S)``.
+            is_causal: Whether ``src_mask`` is the causal mask.
+        """
+        if self.training and self.draws:
+            # From here on, dropout masks depend only on the layer, so that recomputation draws the
+            # same masks.
+            self.mesh.random.seek(self.layer)
+        if self.norm_first:
+            hidden = src + self._attend(self.norm1(src), src_mask, src_key_padding_mask, is_causal)
+            return hidden + self._feed(self.norm2(hidden))
+        hidden = self.norm1(src + self._attend(src, src_mask, src_key_padding_mask, is_causal))
+        return self.norm2(hidden + self._feed(hidden))
+
+    def _attend(self, x: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool) -> Tensor:
+        attended, _ = self.self_attn(
+            x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=False, is_causal=is_causal
+        )
+        return hidden_dropout(attended, self.dropout1, self.training, self.mesh)
+
+    def _feed(self, x: Tensor) -> Tensor:
+        fed = self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return hidden_dropout(fed, self.dropout2, self.training, self.mesh)
+
+
+class ParallelEncoder(nn.Module):
+    """Stack of encoder layers without torch's nested tensors.
+
+    Equal to torch.nn.TransformerEncoder. In evaluation torch may pack padded batches into nested
+    tensors, which sharded layers do not support. This class keeps one side effect of the packing:
+    zeros at padded positions before the last norm.
+
+    Args:
+        source: Encoder whose layers, norm and settings are taken over.
+    """
+
+    def __init__(self, source: nn.TransformerEncoder) -> None:
+        super().__init__()
+        self.layers = source.layers
+        self.norm = source.norm
+        self.num_layers = source.num_layers
+        self.packs_padding = bool(getattr(source, "use_nested_tensor", False))
+        self.mask_check = bool(getattr(source, "mask_check", True))
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """Return the output of the last layer, normalized if the encoder has a norm.
+
+        Args:
+            src: Input sequence.
+            mask: Pairs to ignore ``(S, S)`` or ``(B H, S, S)``.
+            src_key_padding_mask: Positions to ignore ``(B, S)``.
+            is_causal: Whether ``mask`` is the causal mask; None means unknown.
+        """
+        padding = src_key_padding_mask
+        output = src
+        for layer in self.layers:
+            output = layer(output, src_mask=mask, src_key_padding_mask=padding, is_causal=bool(is_causal))
+        if padding is not None and self._would_pack(src, mask, padding):
+            output = output.masked_fill(_is_padding(padding).unsqueeze(-1), 0.0)
+        return output if self.norm is None else self.norm(output)
+
+    def _would_pack(self, src: Tensor, mask: Tensor | None, padding: Tensor) -> bool:
+        """Return whether torch.nn.TransformerEncoder would use nested tensors for this input."""
+        first = self.layers[0]
+        possible = self.packs_padding and torch.backends.mha.get_fastpath_enabled() and not torch.is_autocast_enabled()
+        if not possible or first.training or src.dim() != 3 or mask is not None:
+            return False
+        if torch.is_grad_enabled() and (src.requires_grad or any(p.requires_grad for p in first.parameters())):
+            return False
+        # True before False along a row means that padding comes first.
+        return not self.mask_check or bool((_is_padding(padding).to(torch.int8).diff(dim=1) >= 0).all())
+
+
+def _is_padding(padding: Tensor) -> Tensor:
+    # torch converts a boolean mask to numbers and packs the positions where the number is zero.
+    return padding if padding.dtype == torch.bool else padding != 0

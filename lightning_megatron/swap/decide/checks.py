@@ -1,0 +1,70 @@
+"""Checks that replacing a module loses neither hooks nor compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.swap.decide.kinds import Place
+
+#: Attribute in which torch.compile stores the wrapped module.
+_COMPILED = "_orig_mod"
+
+
+def check_nothing_is_lost(place: Place, target: nn.Module, *, stays: bool = False) -> None:
+    """Refuse to replace a module that has hooks or was compiled.
+
+    Args:
+        place: Module that is replaced, with its position.
+        target: Replacement; modules of the original that it contains are kept.
+        stays: Whether the module stays the same object and only its computation is replaced.
+
+    Raises:
+        UnsupportedError: If a removed module or parameter has hooks, or a removed module was
+            compiled or lies inside a compiled one.
+    """
+    if _COMPILED in place.name.split("."):
+        around = place.name.split(f".{_COMPILED}")[0]
+        raise UnsupportedError(
+            f"{around!r} was compiled, but {place.name!r} in it must be replaced: what was compiled would go on with "
+            "the module that is gone. " + _remedy(target)
+        )
+    kept = set(target.modules())
+    staying = {id(parameter) for parameter in target.parameters()}
+    for path, gone in place.module.named_modules():
+        name = f"{place.name}.{path}".rstrip(".")
+        hooks = (gone._forward_hooks, gone._forward_pre_hooks, gone._backward_hooks, gone._backward_pre_hooks)
+        inside_encoder = isinstance(place.module, nn.TransformerEncoder) and gone is not place.module
+        keeps_hooks = stays and gone is place.module
+        if gone not in kept and not inside_encoder and not keeps_hooks and any(hooks):
+            raise UnsupportedError(
+                f"{name!r} has hooks, which a swap would lose, because another module takes its place. Register them "
+                f"after the strategy has set the module up, or give {place.name!r} the kind 'replicate'."
+            )
+        if gone not in kept:
+            _check_parameters(name, gone, staying)
+        if gone not in kept and gone._compiled_call_impl is not None:
+            raise UnsupportedError(
+                f"{name!r} was compiled, which a swap would lose, because another module takes its place. "
+                + _remedy(target)
+            )
+
+
+def _check_parameters(name: str, gone: nn.Module, staying: Set[int]) -> None:
+    """Refuse hooks on parameters that are replaced."""
+    for key, parameter in gone._parameters.items():
+        if parameter is None or id(parameter) in staying:
+            continue
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedError(
+                f"the parameter '{name}.{key}' has hooks for its gradient, which would be lost, because this rank's "
+                "part takes its place. Register them in on_fit_start; they are then given the gradient of that part."
+            )
+
+
+def _remedy(target: nn.Module) -> str:
+    such_as = ", such as the blocks of model.model.layers" if isinstance(target, PipelinedModule) else ""
+    return f"Compile in on_fit_start: there the new modules are{such_as}."

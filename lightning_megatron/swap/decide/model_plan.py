@@ -1,0 +1,213 @@
+"""Tensor-parallel plans that Hugging Face models without a family define themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.plan.legal_values import divisors, one_of
+from lightning_megatron.swap.blocks.rules import rule_for
+from lightning_megatron.swap.hugging_face.peft_layers import is_of_peft
+
+#: Kinds for the styles of Hugging Face's plans.
+_KINDS: Mapping[str, str] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "column_gather",
+    "colwise_rep": "column_gather",
+    "rowwise_split_input": "row_split",
+    "rowwise_rep": "row_split",
+    "embedding_rowwise": "vocab",
+    "sequence_parallel": "sequence",
+    "replicated_with_grad_allreduce": "partial",
+    "mla_kv_a_proj": "latent",
+    "replicate": "replicate",
+}
+#: Maximum number of names in a line of the log.
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class OwnPlan:
+    """Supported part of a Hugging Face model's own plan.
+
+    Args:
+        kinds: Kind by the module's name within the model.
+        left: Parts of the plan that are not supported, each with the reason.
+    """
+
+    kinds: Mapping[str, str]
+    left: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Describe the supported part of the plan."""
+        if not self.kinds:
+            return f"no plan that is understood ({'; '.join(self.left)}): tensor_parallel_plan can give one"
+        left = f", but for {'; '.join(self.left[:_SHOWN])}" if self.left else ""
+        return f"its own plan{left}{', ...' if len(self.left) > _SHOWN else ''}"
+
+
+def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
+    """Return the supported part of a Hugging Face model's own plan.
+
+    Modules with the same parent, such as the projections of an attention, are sharded together or
+    not at all, because one of them consumes the sharded outputs of another. They stay whole if an
+    entry for one of them is not supported, or if their parent cannot be sharded, for example
+    because it has a parameter of all features that the plan does not name.
+
+    Args:
+        model: Model.
+        tp: Size of tensor parallelism (ranks).
+        called: Name of the model, for errors.
+
+    Raises:
+        ParallelPlanError: If the number of heads of a sharded attention is not a multiple of tp.
+    """
+    styles: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    if not styles:
+        return OwnPlan({}, ("it brings none",))
+    if any(is_of_peft(module) for module in model.modules()):
+        return OwnPlan({}, ("peft has wrapped its layers",))
+    modules = dict(model.named_modules())
+    blocks: dict[str, dict[str, str]] = {}
+    left: dict[str, str] = {}
+    unknown: set[str] = set()
+    for pattern, style in styles.items():
+        kind = _KINDS.get(style)
+        named = [name for name in modules if fnmatchcase(name, pattern)]
+        if not named and any(fnmatchcase(name, pattern) for name, _ in model.named_parameters()):
+            left[f"{pattern!r} is {style!r}"] = ""
+        for name in named:
+            around = name.rpartition(".")[0]
+            if kind is None or not _fits(kind, modules[name]):
+                left[f"{pattern!r} is {style!r}"] = ""
+                unknown |= {around, name}
+            else:
+                blocks.setdefault(around, {})[name] = kind
+    kinds: dict[str, str] = {}
+    for around, block in blocks.items():
+        reason = "" if around in unknown and _leaves_parts(block) else None
+        if reason is None and _leaves_parts(block):
+            reason = _reason_to_leave(modules[around], around, block, model.config, tp, called)
+        if reason is None:
+            kinds |= block | _of_heads(modules[around], around, block, model.config)
+        elif reason:
+            left[re.sub(r"\d+", "*", f"{around!r} {reason}")] = ""
+    _share_vocabularies(model, modules, kinds, left)
+    return OwnPlan(kinds, tuple(left))
+
+
+def _fits(kind: str, module: nn.Module) -> bool:
+    return kind in ("replicate", "partial") or rule_for(kind, module) is not None
+
+
+def _leaves_parts(block: Mapping[str, str]) -> bool:
+    """Return whether modules of a block pass parts of features to each other."""
+    return not {"column", "row", "latent"}.isdisjoint(block.values())
+
+
+def _reason_to_leave(
+    module: nn.Module, name: str, block: Mapping[str, str], config: Any, tp: int, called: str
+) -> str | None:
+    """Return why a block cannot be sharded, although its modules can be; None if it can."""
+    if {"column", "row"} - set(block.values()):
+        return "has no pair of column and row layers"
+    if "latent" in block.values() and not hasattr(module, "qk_rope_head_dim"):
+        return "has a latent layer of another form"
+    config = getattr(module, "config", config)
+    if any(
+        hasattr(module, known) for known in ("head_dim", "num_heads", "num_attention_heads", "num_key_value_groups")
+    ):
+        for field in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, field, None)
+            if isinstance(heads, int) and heads % tp:
+                if heads == 1:
+                    return f"has one head ({field}), which cannot be cut"
+                raise ParallelPlanError(
+                    f"{field} ({heads}) of {called!r} must be a multiple of tp ({tp}), because each rank holds whole "
+                    f"heads. Use tp of {one_of(divisors(heads))}."
+                )
+    for key, owner, parameter in _strangers(module, name, block):
+        if owner is module or isinstance(owner, (nn.ParameterList, nn.ParameterDict)):
+            return f"has a parameter {key!r} that its plan does not name"
+        if re.search(r"(^|\.)\d+(\.|$)", key):
+            return f"has a list of modules ({key!r}) that its plan does not name"
+        widths = {
+            m.out_features for n, m in module.named_modules(prefix=name) if n in block and isinstance(m, nn.Linear)
+        }
+        inputs = {
+            m.in_features for n, m in module.named_modules(prefix=name) if n in block and isinstance(m, nn.Linear)
+        }
+        if parameter.dim() == 1 and parameter.shape[0] in widths - inputs:
+            return f"has a parameter of all features ({key!r}) that its plan does not name"
+    return None
+
+
+def _strangers(module: nn.Module, name: str, block: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """List a block's parameters outside its plan: name in the block, owner, parameter."""
+    for path, owner in module.named_modules():
+        full = f"{name}.{path}" if path else name
+        if not any(full == known or full.startswith(f"{known}.") for known in block):
+            for key, parameter in owner.named_parameters(recurse=False):
+                yield (f"{path}.{key}" if path else key), owner, parameter
+
+
+def _of_heads(module: nn.Module, name: str, block: Mapping[str, str], config: Any) -> dict[str, str]:
+    """Shard parameters with one row per head, such as norms of queries and keys."""
+    config = getattr(module, "config", config)
+    heads = {getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")}
+    owners = {id(owner): (key.rpartition(".")[0], owner) for key, owner, _ in _strangers(module, name, block)}
+    return {
+        f"{name}.{key}": "features"
+        for key, owner in owners.values()
+        if _leaves_parts(block)
+        and all(p.dim() > 1 and p.shape[0] in heads for p in owner.parameters())
+        and rule_for("features", owner) is not None
+    }
+
+
+def _share_vocabularies(
+    model: Any, modules: Mapping[str, nn.Module], kinds: dict[str, str], left: dict[str, str]
+) -> None:
+    """Shard each vocabulary layer and the modules that share its weight, or none of them."""
+    head = model.get_output_embeddings()
+    for name, module in modules.items():
+        if head is not None and module is head and name in kinds:
+            kinds[name] = "vocab"
+    for name in [name for name, kind in kinds.items() if kind == "vocab"]:
+        shared = [other for other, module in modules.items() if _holds(module, modules[name].weight)]
+        if all(rule_for("vocab", modules[other]) is not None for other in shared):
+            kinds |= dict.fromkeys(shared, "vocab")
+            continue
+        odd = next(other for other in shared if rule_for("vocab", modules[other]) is None)
+        left[f"{name!r} shares its weight with {odd!r}, a {type(modules[odd]).__name__}, which is not cut"] = ""
+        for other in shared:
+            kinds.pop(other, None)
+
+
+def _holds(module: nn.Module, weight: Any) -> bool:
+    return any(parameter is weight for parameter in module._parameters.values())
+
+
+def whole_parts(model: nn.Module) -> str:
+    """Describe the modules that are not sharded over tp, the largest first."""
+    sizes: dict[str, int] = {}
+    for name, size in _whole(model):
+        sizes[name] = sizes.get(name, 0) + size
+    ordered = sorted(sizes, key=lambda name: -sizes[name])
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return f"Whole on every rank: {', '.join(ordered[:_SHOWN])}{more}." if ordered else ""
+
+
+def _whole(model: nn.Module) -> Iterator[tuple[str, int]]:
+    for name, module in model.named_modules():
+        parameters = [p for p in module.parameters(recurse=False) if shard_spec_of(p).is_whole]
+        if parameters:
+            yield re.sub(r"\d+", "*", name), sum(p.numel() for p in parameters)

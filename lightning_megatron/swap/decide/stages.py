@@ -1,0 +1,302 @@
+"""Pipeline stages of models without a family: their planning and installation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
+from lightning_megatron.models.around_blocks import Elsewhere, HeldModule, LooseParameter, twin_of
+from lightning_megatron.models.staged_blocks import StagedBlocks
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.legal_values import one_of
+from lightning_megatron.plan.stages import split_layers
+from lightning_megatron.swap.decide.kinds import Place, check_kind
+from lightning_megatron.swap.decide.record import SwapRecord
+
+#: Kinds of a pipeline plan.
+KINDS: Mapping[str, str] = {
+    "blocks": "the nn.ModuleList or nn.Sequential whose blocks the stages share",
+    "first": "a module that runs before the blocks",
+    "last": "a module that runs after the blocks",
+}
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class End:
+    """Module outside the list of blocks, on the first or the last stage.
+
+    Args:
+        place: Module with its position.
+        is_before: Whether it runs before the blocks.
+        is_said: Whether the plan assigns the stage; otherwise the order of definition does.
+    """
+
+    place: Place
+    is_before: bool
+    is_said: bool = False
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Parts of a model that this rank keeps.
+
+    Args:
+        blocks: List of blocks.
+        layers: Blocks of every chunk of every stage.
+        ends: Modules outside the list that have parameters.
+        loose: Parameters that the modules around the list own directly: owner, name in the owner
+            and full name. They belong to the first stage.
+        ties: Names of the first stage's tied parameters, by the name of the last stage's copy.
+        twins: Copies of the blocks without values, made before layers are sharded over tp.
+        end_twins: Copies of the modules outside the list, made in the same way.
+        mesh: Process groups of this rank.
+    """
+
+    blocks: Place
+    layers: tuple[tuple[range, ...], ...]
+    ends: tuple[End, ...]
+    loose: tuple[tuple[nn.Module, str, str], ...]
+    ties: Mapping[str, str]
+    twins: tuple[nn.Module, ...]
+    end_twins: tuple[nn.Module, ...]
+    mesh: ParallelMesh
+
+    def is_here(self, name: str) -> bool:
+        """Return whether this rank has the module or parameter of a name."""
+        prefix = f"{self.blocks.name}."
+        if name.startswith(prefix):
+            index = int(name.removeprefix(prefix).partition(".")[0])
+            return any(index in layers for layers in self.layers[self.mesh.pp.rank])
+        return not any(f"{name}.".startswith(f"{end.place.name}.") for end in self.ends if not self._holds(end))
+
+    def _holds(self, end: End) -> bool:
+        return self.mesh.pp.is_first if end.is_before else self.mesh.pp.is_last
+
+    def install(self, root: nn.Module) -> SwapRecord:
+        """Remove other stages' modules in place; parameters keep their names."""
+        before = sum(p.numel() for p in self.blocks.module.parameters())
+        # The list may have been replaced since planning, so look it up again.
+        source: Any = root.get_submodule(self.blocks.name)
+        own = [(root.get_submodule(end.place.name), True) for end in self.ends if self._holds(end)]
+        own += [(owner, False) for owner, _, _ in self.loose if self.mesh.pp.is_first]
+        staged = StagedBlocks(self.blocks.name, source, self.twins, self.layers, self.mesh, own)
+        setattr(root.get_submodule(self.blocks.name.rpartition(".")[0]), self.blocks.key, staged)
+        staged.plan = {self.blocks.name: "blocks"} | {
+            end.place.name: "first" if end.is_before else "last" for end in self.ends if end.is_said
+        }
+        for end, twin in zip(self.ends, self.end_twins, strict=True):
+            stand_in = Elsewhere(end.place.name, twin, staged, end.is_before)
+            place = end.place
+            staged.stand_ins.append(stand_in)
+            if self._holds(end):
+                staged.held.append(HeldModule(place.parent, place.key, stand_in, staged))
+            else:
+                place.module.to("meta")
+                setattr(place.parent, place.key, stand_in)
+        staged.loose += [LooseParameter(*one, staged, self.mesh.pp.is_first) for one in self.loose]
+        for copy, original in self.ties.items() if self.mesh.pp.is_last else ():
+            parameter = root.get_parameter(copy)
+            set_shard_spec(parameter, shard_spec_of(parameter, self.mesh.tp.rank).tied(original))
+        return self._record(before, sum(p.numel() for p in staged.parameters()))
+
+    def _record(self, before: int, now: int) -> SwapRecord:
+        held = ", ".join(f"{layers.start} to {layers[-1]}" for layers in self.layers[self.mesh.pp.rank])
+        first, last = (
+            ", ".join(end.place.name for end in self.ends if end.is_before == is_before) or "nothing else"
+            for is_before in (True, False)
+        )
+        num_blocks = len(self.blocks.module)  # type: ignore[arg-type]
+        note = f"Blocks {held} of {num_blocks} here; on the first stage alone: {first}; on the last: {last}."
+        source = type(self.blocks.module).__name__
+        return SwapRecord(self.blocks.name, "blocks", source, StagedBlocks.__name__, before, now, note)
+
+
+def plan_stages(
+    root: nn.Module, places: Sequence[Place], plan: Mapping[str, str], kinds: Mapping[str, str], mesh: ParallelMesh
+) -> Stages:
+    """Assign the parts of a model with a list of blocks to stages.
+
+    A module with parameters that is defined before the list is on the first stage, and one defined
+    after it on the last stage, unless the plan assigns it. Modules without parameters are on all
+    stages.
+
+    Args:
+        root: Root module.
+        places: All modules in it, with their positions.
+        plan: ``blocks``, ``first`` or ``last`` by name pattern; exactly one module is ``blocks``.
+        kinds: Kinds of the tensor-parallel cuts, by module name.
+        mesh: Process groups of this rank.
+
+    Raises:
+        ParallelPlanError: If the plan does not fit the module, or has too few blocks for the
+            stages.
+        UnsupportedError: If stages share a parameter that is not a tied embedding.
+    """
+    blocks = _the_blocks(places, plan)
+    layout = mesh.layout
+    layers = split_layers(len(blocks.module), layout.pp, layout.vpp)  # type: ignore[arg-type]
+    around = _around(root, blocks.name)
+    ends = tuple(_ends(around, blocks, plan))
+    _check_sides(places, blocks, ends, plan)
+    loose = tuple(
+        (module, key, f"{prefix}.{key}" if prefix else key)
+        for prefix, module in around
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    )
+    owners = _Owners(blocks.name, layers, ends, frozenset(id(module) for _, module in around))
+    ties = _ties(root, owners, kinds)
+    twins = tuple(twin_of(block) for block in blocks.module.children())
+    end_twins = tuple(twin_of(end.place.module) for end in ends)
+    return Stages(blocks, tuple(layers), ends, loose, ties, twins, end_twins, mesh)
+
+
+def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:
+    """Return a plan with the largest list of blocks; None if no list is long enough.
+
+    The plan assumes that modules run in the order of their definition. If they do not, the first
+    step raises an error.
+
+    Args:
+        root: Root module.
+        layout: Layout that determines the required number of blocks.
+    """
+    found: dict[str, int] = {}
+    for name, part in root.named_modules():
+        kinds = {type(block) for block in part.children()} if type(part) in (nn.ModuleList, nn.Sequential) else set()
+        within = any(name.startswith(f"{other}.") for other in found)
+        if len(kinds) == 1 and len(list(part.children())) >= layout.pp * layout.vpp and not within:
+            found[name] = sum(parameter.numel() for parameter in part.parameters())
+    # Of lists of equal size, such as those of an encoder and a decoder, take the last one, because
+    # it consumes the output of the others.
+    best = max(reversed(found), key=lambda name: found[name], default=None)
+    return {best: "blocks"} if best is not None and found[best] else None
+
+
+def check_pipeline_plan(places: Sequence[Place], plan: Mapping[str, str]) -> None:
+    """Refuse a plan that does not fit the module, even with a single stage.
+
+    Raises:
+        ParallelPlanError: If the plan does not fit the module.
+    """
+    _the_blocks(places, plan)
+
+
+def _the_blocks(places: Sequence[Place], plan: Mapping[str, str]) -> Place:
+    names = [place.name for place in places]
+    found: list[Place] = []
+    for pattern, kind in plan.items():
+        check_kind(pattern, kind, KINDS, "pipeline_plan")
+        matching = [place for place in places if fnmatchcase(place.name, pattern)]
+        if not matching:
+            near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
+            raise ParallelPlanError(
+                f"every pattern of pipeline_plan must match a module: {pattern!r} matches nothing. A misspelt name "
+                f"would leave a module on the wrong stage. Did you mean {one_of([repr(name) for name in near])}?"
+            )
+        found += matching if kind == "blocks" else []
+    lists = [place.name for place in places if type(place.module) in (nn.ModuleList, nn.Sequential)]
+    if len(found) != 1 or found[0].name not in lists:
+        named = ", ".join(f"{place.name!r} ({type(place.module).__name__})" for place in found) or "nothing"
+        raise ParallelPlanError(
+            f"pipeline_plan must give one nn.ModuleList or nn.Sequential the kind 'blocks': {named} has it. Its blocks "
+            f"are what the stages share. Use {one_of([repr(name) for name in lists[:_SHOWN]]) if lists else 'pp=1'}."
+        )
+    return found[0]
+
+
+def _around(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """List the modules around the blocks, from the root inwards."""
+    parts = name.split(".")
+    return [(name, root.get_submodule(name)) for name in (".".join(parts[:count]) for count in range(len(parts)))]
+
+
+def _ends(around: Sequence[tuple[str, nn.Module]], blocks: Place, plan: Mapping[str, str]) -> Iterator[End]:
+    for prefix, module in around:
+        is_before = True
+        for key, child in module._modules.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if child is None:
+                continue
+            if blocks.name == name or blocks.name.startswith(f"{name}."):
+                is_before = False
+            elif next(child.parameters(), None) is not None:
+                said = [kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)]
+                yield End(Place(name, module, key, child), said[-1] == "first" if said else is_before, bool(said))
+
+
+def _check_sides(places: Sequence[Place], blocks: Place, ends: Sequence[End], plan: Mapping[str, str]) -> None:
+    known = [end.place.name for end in ends]
+    bare = {place.name for place in places if next(place.module.parameters(), None) is None}
+    for pattern, kind in plan.items():
+        matching = [place.name for place in places if fnmatchcase(place.name, pattern)]
+        # A module without parameters runs on every stage, so a plan cannot assign it.
+        if kind != "blocks" and not any(name in known or name in bare for name in matching):
+            raise ParallelPlanError(
+                f"pipeline_plan can say {kind!r} of a module beside the blocks: {matching[0]!r} is not beside "
+                f"{blocks.name!r}. Stages share whole modules. Use {one_of([repr(name) for name in known])}."
+            )
+
+
+@dataclass(frozen=True)
+class _Owners:
+    """Lookup of the stage that owns a parameter.
+
+    Args:
+        blocks: Name of the list of blocks.
+        layers: Blocks of every chunk of every stage.
+        ends: Modules outside the list that have parameters.
+        around: Identities of the modules around the list, whose own parameters belong to the first
+            stage.
+    """
+
+    blocks: str
+    layers: Sequence[Sequence[range]]
+    ends: Sequence[End]
+    around: frozenset[int]
+
+    def stage_of(self, path: str, owner: nn.Module) -> int | None:
+        """Return the stage of a module's own parameters; None outside the model."""
+        if path.startswith(f"{self.blocks}."):
+            index = int(path.removeprefix(f"{self.blocks}.").partition(".")[0])
+            return next(s for s, chunks in enumerate(self.layers) if any(index in layers for layers in chunks))
+        end = self.end_of(path)
+        if end is not None:
+            return 0 if end.is_before else len(self.layers) - 1
+        return 0 if id(owner) in self.around else None
+
+    def end_of(self, path: str) -> End | None:
+        """Return the module next to the blocks that contains a module; None if there is none."""
+        return next((end for end in self.ends if f"{path}.".startswith(f"{end.place.name}.")), None)
+
+
+def _ties(root: nn.Module, owners: _Owners, kinds: Mapping[str, str]) -> dict[str, str]:
+    uses: dict[int, list[tuple[str, str, int | None]]] = {}
+    for path, owner in root.named_modules(remove_duplicate=False):
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                uses.setdefault(id(parameter), []).append((f"{path}.{key}", path, owners.stage_of(path, owner)))
+    ties: dict[str, str] = {}
+    last = len(owners.layers) - 1
+    for shared in uses.values():
+        stages = {stage for _, _, stage in shared}
+        if len(stages) == 1:
+            continue
+        at_ends = stages == {0, last} and all(owners.end_of(path) for _, path, _ in shared)
+        if not at_ends or len({kinds.get(path, "replicate") for _, path, _ in shared}) > 1:
+            raise UnsupportedError(
+                f"{' and '.join(repr(name) for name, _, _ in shared)} share one weight across pipeline stages. Only an "
+                "embedding and an output layer that are cut alike over tp can. Use separate weights, or pp=1."
+            )
+        original = next(name for name, _, stage in shared if stage == 0)
+        ties[next(name for name, _, stage in shared if stage == last)] = original
+    return ties

@@ -1,0 +1,1 @@
+"""Replaced Hugging Face models: their faces, names, adapters and folders."""

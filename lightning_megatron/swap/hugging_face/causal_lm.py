@@ -1,0 +1,266 @@
+"""Hugging Face causal language models, computed by a GPT that is sharded over tp and pp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import broadcast_, gather_from_axis
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.models.absent import AbsentTensor
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.relay import run_in_turn
+from lightning_megatron.swap.hugging_face.outputs import CausalLMOutput
+from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, lengthened
+
+T = TypeVar("T")
+
+#: Arguments of Hugging Face's call that do not change the result, only the way of computing it. A
+#: swapped model ignores them.
+_IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_q", "max_length_k", "cu_seq_lens_k"})
+
+
+class LabelledGPT(GPT):
+    """GPT that returns the losses and this rank's logits, sequence first."""
+
+    @override
+    def _result(self, logits: Tensor, labels: Tensor | None, label_smoothing: float, ignore_index: int) -> Any:
+        if labels is None:
+            return None, logits
+        return super()._result(logits, labels, label_smoothing, ignore_index), logits
+
+    @override
+    def _unknown(self, num_sequences: int, length: int, has_losses: bool) -> Any:
+        losses = super()._unknown(num_sequences, length, True) if has_losses else None
+        return losses, super()._unknown(num_sequences, length, False).transpose(0, 1)
+
+
+class HuggingFaceLM(ReplacedModel):
+    """Hugging Face causal language model, computed by the layers of a GPT.
+
+    Loss, logits and gradients equal those of the replaced model. Labels are token ids, which the
+    forward pass shifts. A batch without any counted label has the loss 0; Hugging Face's model
+    returns NaN.
+    """
+
+    @property
+    def gpt(self) -> LabelledGPT:
+        """Return the layers that compute."""
+        found = self.body
+        assert isinstance(found, LabelledGPT), "a language model is replaced by a GPT"
+        return found
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **others: Any,
+    ) -> CausalLMOutput:
+        """Return an output with ``logits`` and, if requested, ``loss`` and ``hidden_states``.
+
+        Shapes: input_ids, attention_mask, position_ids and labels ``(B, S)``; inputs_embeds ``(B,
+        S, D)``; logits ``(B, S, V)``.
+
+        Args:
+            input_ids: Token ids; alternatively ``inputs_embeds``.
+            attention_mask: 1 for tokens, 0 for padding, on either side.
+            position_ids: Position of every token. Without an attention mask, a position that is
+                not one more than its predecessor starts a new sequence. Attention stays inside each
+                sequence.
+            past_key_values: Cache, which is not supported; must be None.
+            inputs_embeds: Vectors instead of token ids.
+            labels: Token ids, or -100 where no loss is computed.
+            use_cache: Argument without effect.
+            logits_to_keep: Number of last positions whose logits are returned (0: all).
+            num_items_in_batch: Divisor of the summed loss (tokens); by default the number of
+                labels.
+            shift_labels: Labels that are already shifted.
+            cu_seq_lens_q: Boundaries of sequences packed into one row, as in flash attention.
+            output_hidden_states: Whether to return the states of all layers; requires pp=1.
+            others: Further arguments, none of which may change the result.
+
+        Raises:
+            UnsupportedError: For unsupported arguments, and with pp above 1 for a call with
+                gradients outside of a step.
+            StageDone: On pipeline stages that do not compute the result, inside a step.
+
+        Communication: that of the layers. Outside of a step and without gradients, the pipeline
+        stages run in turn and the last one broadcasts the result, so all ranks must make the call.
+        """
+        _refuse({"past_key_values": past_key_values, **others})
+        given = input_ids if input_ids is not None else inputs_embeds
+        if given is None or (input_ids is not None and inputs_embeds is not None):
+            raise UnsupportedError(
+                "a language model takes either input_ids or inputs_embeds: "
+                f"{'neither' if given is None else 'both'} were given. One says what the other does. Give one."
+            )
+        length = given.shape[1]
+        if shift_labels is None and labels is not None:
+            shift_labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        span = span_of(attention_mask, position_ids, cu_seq_lens_q, given.shape[:2], shift_labels)
+        rows, extra = self._padding(*given.shape[:2])
+        if rows or extra:
+            # Attention is causal, so appended positions change no earlier one; drop their results.
+            input_ids = lengthened(input_ids, extra, 0, rows)
+            shift_labels = lengthened(shift_labels, extra, IGNORED, rows)
+            inputs_embeds = None if inputs_embeds is None else F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
+            span = None if span is None else _padded_span(span, extra, rows)
+        kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
+
+        def run() -> tuple[Tensor | None, Tensor]:
+            losses, shard = self.gpt(input_ids, shift_labels, ignore_index=IGNORED, span=span, embeddings=inputs_embeds)
+            loss = None if losses is None else _mean(losses, shift_labels, num_items_in_batch)
+            return loss, shard[kept, : len(given)]
+
+        if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
+            return self._from_last_stage(run, given.shape[0], kept.stop - kept.start, shift_labels is not None)
+        if not output_hidden_states:
+            loss, shard = run()
+            return CausalLMOutput(loss, lambda: self._gather(shard))
+        (loss, shard), states = self._with_states(run)
+        states = tuple(one[: len(given), :length] for one in states)
+        return CausalLMOutput(loss, lambda: self._gather(shard), states)
+
+    def _with_states(self, run: Callable[[], T]) -> tuple[T, tuple[Tensor, ...]]:
+        """Run the model and return the hidden states of all its layers too."""
+        gpt = self.gpt
+        if gpt.mesh.pp.size > 1:
+            raise UnsupportedError(
+                f"output_hidden_states cannot be given with pp ({gpt.mesh.pp.size}) above 1, because each stage has "
+                "the states of its own layers. Leave it out, or use pp=1."
+            )
+        gpt.hidden_states = states = list[Tensor]()
+        try:
+            result = run()
+        finally:
+            gpt.hidden_states = None
+        return result, tuple(whole_sequences(one, gpt.mesh) for one in states)
+
+    def _from_last_stage(
+        self, run: Callable[[], tuple[Tensor | None, Tensor]], num_sequences: int, length: int, has_labels: bool
+    ) -> CausalLMOutput:
+        """Run the pipeline stages in turn, and give every rank the result."""
+        pp = self.gpt.mesh.pp
+        options = dict[str, Any](device=self.device, dtype=self.dtype)
+        found = run_in_turn(self.gpt, run)
+        logits = torch.empty(num_sequences, length, self.gpt.config.vocab_size, **options)
+        loss = torch.empty((), device=self.device, dtype=torch.promote_types(self.dtype, torch.float32))
+        if found is not None:
+            logits.copy_(self._gather(found[1]))
+            if found[0] is not None:
+                loss.copy_(found[0])
+        broadcast_(logits, pp, pp.size - 1)
+        if has_labels:
+            broadcast_(loss, pp, pp.size - 1)
+        return CausalLMOutput(loss if has_labels else None, lambda: logits)
+
+    def _padding(self, num_sequences: int, length: int) -> tuple[int, int]:
+        """Return the numbers of rows and positions to append."""
+        return 0, -length % (self.gpt.mesh.tp.size if self.gpt.mesh.sequence_parallel else 1)
+
+    def _gather(self, shard: Tensor) -> Tensor:
+        if isinstance(shard, AbsentTensor):
+            # An absent tensor has no values to gather, and already has the full shape.
+            return shard.transpose(0, 1)
+        full = gather_from_axis(shard, self.gpt.mesh.tp, dim=-1)
+        return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
+
+
+def whole_sequences(hidden: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Gather hidden states of whole sequences on every tensor-parallel rank.
+
+    Shapes: hidden ``(S, B, D)`` or, under sequence parallelism, ``(S/tp, B, D)``; output ``(B, S,
+    D)``.
+    Communication: under sequence parallelism an all-gather over tp forward, none backward.
+    """
+    full = gather_from_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
+    return full.transpose(0, 1)
+
+
+def span_of(
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    borders: Tensor | None,
+    shape: torch.Size,
+    labels: Tensor | None = None,
+) -> AttentionSpan | None:
+    """Return the attention mask of Hugging Face's arguments; None for a plain causal mask.
+
+    Attention is causal, so only padding attends to the padding after the last token. If no padding
+    has labels, no mask is needed, which is faster. The check synchronizes the host with the GPU.
+
+    Args:
+        attention_mask: 1 for tokens, 0 for padding.
+        position_ids: Position of every token.
+        borders: Boundaries of packed sequences.
+        shape: Number of sequences and their length.
+        labels: Label of every position, or -100; None if the results at padding positions are not
+            used.
+
+    Raises:
+        UnsupportedError: If the mask has another shape.
+    """
+    valid = documents = None
+    if attention_mask is not None:
+        if attention_mask.shape != shape:
+            raise UnsupportedError(
+                f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
+                f"{tuple(attention_mask.shape)}. Masks of pairs of tokens are not supported. Mark padding with 0 in a "
+                "mask of that shape, or pack sequences with position_ids."
+            )
+        mask = attention_mask.to(torch.bool)
+        unseen = (mask[:, 1:] <= mask[:, :-1]).all()
+        if labels is not None:
+            unseen = unseen & (mask | (labels == IGNORED)).all()
+        valid = None if bool(unseen) else mask
+    if borders is not None:
+        places = torch.arange(shape[1], device=borders.device)
+        documents = torch.searchsorted(borders[1:].contiguous(), places, right=True).expand(shape)
+    elif position_ids is not None and attention_mask is None:
+        begins = position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
+        documents = begins.cumsum(-1) if bool(begins.any()) else None
+    if position_ids is not None:
+        position_ids = position_ids.expand(shape)
+    if valid is None and documents is None and position_ids is None:
+        return None
+    return AttentionSpan(valid=valid, positions=position_ids, documents=documents)
+
+
+def _mean(losses: Tensor, labels: Tensor | None, num_items: Tensor | int | None) -> Tensor:
+    assert labels is not None, "there are losses where there are labels"
+    count = num_items if num_items is not None else (labels != IGNORED).sum().clamp(min=1)
+    return losses.sum() / count
+
+
+def _refuse(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if value is not None and value is not False and name not in _IRRELEVANT:
+            raise UnsupportedError(
+                f"a swapped language model takes no {name}: {type(value).__name__} was given. It keeps no cache and "
+                f"returns loss and logits alone. Leave {name} out."
+            )
+
+
+def _padded_span(span: AttentionSpan, extra: int, num_rows: int) -> AttentionSpan:
+    return AttentionSpan(
+        valid=lengthened(span.valid, extra, False, num_rows),
+        positions=lengthened(span.positions, extra, 0, num_rows),
+        documents=lengthened(span.documents, extra, -1, num_rows),
+    )

@@ -1,0 +1,270 @@
+"""Conversion between the tensors of a replaced model and those of its Hugging Face class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.swap.families import Family, family_of
+from lightning_megatron.swap.hugging_face.own_code import OWN_CODE
+from lightning_megatron.swap.hugging_face.replaced import replaced_models
+from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, plain_name
+from lightning_megatron.swap.tensors.mapping import TensorMap, TensorsInMemory, named
+from lightning_megatron.swap.tensors.packed import pack, places
+from lightning_megatron.swap.weights.load import RenamedTensors
+
+
+@dataclass(frozen=True)
+class ClassTensors:
+    """Conversion between one replaced model's tensors and those of its Hugging Face class.
+
+    The conversion covers parameters and their optimizer state, in both directions. Tensor names
+    include the prefix of the model.
+
+    Args:
+        prefix: Prefix of the names of the model's tensors.
+        family: Family of the model.
+        config: Configuration of the model.
+        adapter: Adapter of the model, if it has one.
+        order: Names of the class's parameters in its order, without the prefix; empty if unknown.
+    """
+
+    prefix: str
+    family: Family
+    config: Any
+    adapter: Adapter | None = None
+    order: tuple[str, ...] = ()
+
+    @classmethod
+    def all_of(cls, module: nn.Module) -> list[ClassTensors]:
+        """Return the conversions of all replaced models inside a module."""
+        return [
+            cls(_prefix(name), part.family, part.body.config, part.adapter, part.class_order)
+            for name, part in replaced_models(module)
+        ]
+
+    @classmethod
+    def saved(cls, models: Mapping[str, Mapping[str, Any]]) -> list[ClassTensors]:
+        """Return the conversions of a checkpoint's replaced models.
+
+        Args:
+            models: Record of each Hugging Face model, by its name in the module. Models that
+                run their own code are skipped, because they already have their classes' tensors.
+        """
+        found = []
+        for name, model in models.items():
+            if OWN_CODE in model:
+                continue
+            family = family_of(model["architecture"])
+            adapter = Adapter(**model["adapter"]) if "adapter" in model else None
+            found.append(cls(_prefix(name), family, family.config(model["config"]), adapter))
+        return found
+
+    def has(self, name: str) -> bool:
+        """Return whether a name is a tensor of this model that the class also has."""
+        return name.startswith(self.prefix) and self._key(name) in self._maps
+
+    def class_name(self, name: str) -> str:
+        """Return the name of the class's tensor that equals or contains a tensor of the model."""
+        return name.rpartition(".")[0] if self._is_of_stack(name) else name
+
+    def place(self, name: str) -> int:
+        """Return a parameter's index in the class's order; ``len(order)`` if it is unknown."""
+        own = self.class_name(name) if self.has(name) else name
+        return self._places.get(own.removeprefix(self.prefix), len(self.order))
+
+    def is_alike(self, name: str) -> bool:
+        """Return whether the class stores a tensor of the model in the same way."""
+        tensor = self._maps[self._key(name)]
+        (first, *others) = tensor.sources
+        is_cut = bool(others) or first.is_transposed or first.strip is not None or first.first > 0
+        return not is_cut and self._class_tensor(tensor) == first.name
+
+    def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Join full tensors of the model into the tensor of the class.
+
+        Args:
+            parts: All parts of one class tensor (the same :meth:`class_name`), by name. A
+                vocabulary may have rows of padding.
+
+        Raises:
+            CheckpointMismatchError: If a part is missing.
+        """
+        theirs: dict[str, Tensor] = {}
+        for name, full in parts.items():
+            tensor = self._maps[self._key(name)]
+            theirs |= tensor.split(full[: tensor.shape[0]])
+        first = next(iter(parts))
+        members = self._members[self._class_tensor(self._maps[self._key(first)])]
+        missing = set(members) - {self._key(name) for name in parts}
+        if missing:
+            raise CheckpointMismatchError(
+                f"a tensor that {self.family.architecture} has in one must have all its parts: {named(missing)} of "
+                f"{self.class_name(first)!r} missing. What the others would be there is not known. Save them together."
+            )
+        (found,) = pack(theirs, self.family.packed).values()
+        return found
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return a full tensor of the model from the class's tensor that contains it."""
+        tensor = self._maps[self._key(name)]
+        key = self._class_tensor(tensor)
+        reader = TensorsInMemory({key: whole})
+        own = dict(places(key, key, reader, self.family.packed))
+        return tensor.full(RenamedTensors(reader, own), whole.dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the full shape of a tensor of the model (elements)."""
+        return self._maps[self._key(name)].shape
+
+    @cached_property
+    def _maps(self) -> dict[str, TensorMap]:
+        table = self.family.at_home(self.config)
+        maps = {tensor.target: tensor for tensor in table}
+        for one in () if self.adapter is None else self.adapter.maps_at_home(table):
+            maps |= {one.a.target: one.a, one.b.target: one.b}
+        return maps
+
+    @cached_property
+    def _members(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for target, tensor in self._maps.items():
+            found.setdefault(self._class_tensor(tensor), []).append(target)
+        return found
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.order)}
+
+    def _key(self, name: str) -> str:
+        own = name.removeprefix(self.prefix)
+        return own if is_factor(own) else self.family.present_name(plain_name(own))
+
+    def _is_of_stack(self, name: str) -> bool:
+        source = self._maps[self._key(name)].sources[0].name
+        return any(rule.is_stack and rule.place(source) is not None for rule in self.family.packed)
+
+    def _class_tensor(self, tensor: TensorMap) -> str:
+        """Return the class's tensor that contains a tensor, by its name in the table."""
+        source = tensor.sources[0].name
+        found = (place for rule in self.family.packed if (place := rule.place(source)) is not None)
+        return next((whole for whole, _, _ in found), source)
+
+
+def class_name_in(models: Sequence[ClassTensors], name: str) -> str:
+    """Return a parameter's name in the module before its models are replaced.
+
+    Args:
+        models: Conversions of the module's replaced models.
+        name: Name of the parameter; names outside the models do not change.
+    """
+    model = owner_of(models, name)
+    return name if model is None else model.class_name(name)
+
+
+def in_class_order(models: Sequence[ClassTensors], names: Sequence[str]) -> list[str]:
+    """Sort the names of every replaced model in the order of its class.
+
+    Names outside the replaced models keep their positions.
+
+    Args:
+        models: Conversions of the module's replaced models.
+        names: Names of the module's tensors.
+    """
+    ordered = list(names)
+    for model in models:
+        held = [number for number, name in enumerate(names) if name.startswith(model.prefix)]
+        own = sorted((names[number] for number in held), key=model.place)
+        for number, name in zip(held, own, strict=True):
+            ordered[number] = name
+    return ordered
+
+
+def class_states(models: Sequence[ClassTensors], key: str, states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return optimizer state for the parameters of the models' classes.
+
+    Args:
+        models: Conversions of the module's replaced models.
+        key: Key of the optimizer state, such as ``exp_avg``.
+        states: Full tensors, or plain values, by parameter.
+
+    Raises:
+        UnsupportedError: If parameters that form one parameter of the class have different scalar
+            states, or if the class stores a parameter differently and its state is neither a scalar
+            nor shaped like the parameter.
+        CheckpointMismatchError: If a part of a parameter has no state.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in states:
+        groups.setdefault(class_name_in(models, name), []).append(name)
+    return {name: _class_state(models, key, {one: states[one] for one in own}) for name, own in groups.items()}
+
+
+def own_state(model: ClassTensors | None, name: str, key: str, value: Any, shape: Sequence[int]) -> Any:
+    """Return the optimizer state of a replaced model's parameter from that of its class.
+
+    Args:
+        model: Conversion of the model; None for parameters outside all models.
+        name: Name of the parameter.
+        key: Key of the optimizer state, such as ``exp_avg``.
+        value: State of the class's parameter: a full tensor or a plain value.
+        shape: Shape of the class's parameter (elements).
+
+    Raises:
+        UnsupportedError: If the class stores the parameter differently and the state is neither a
+            scalar nor shaped like the parameter.
+    """
+    if model is None or model.is_alike(name) or not isinstance(value, Tensor) or not value.dim():
+        return value
+    if tuple(value.shape) != tuple(shape):
+        raise _other_shape(key, name, value, shape)
+    return model.part(name, value)
+
+
+def owner_of(models: Sequence[ClassTensors], name: str) -> ClassTensors | None:
+    """Return the replaced model that a parameter belongs to; None if there is none."""
+    return next((model for model in models if model.has(name)), None)
+
+
+def _class_state(models: Sequence[ClassTensors], key: str, states: Mapping[str, Any]) -> Any:
+    name, value = next(iter(states.items()))
+    model = owner_of(models, name)
+    if model is None or model.is_alike(name):
+        return value
+    if isinstance(value, Tensor) and value.dim():
+        for one, tensor in states.items():
+            if tuple(tensor.shape) != model.shape(one):
+                raise _other_shape(key, one, tensor, model.shape(one))
+        return model.joined(states)
+    differing = [one for one, other in states.items() if not _is_same(value, other)]
+    if differing:
+        raise UnsupportedError(
+            f"parameters that are one in {model.family.architecture} must have equal scalars: {key!r} is {value} of "
+            f"{name!r} and {states[differing[0]]} of {differing[0]!r}. One process has one for all. Write the weights "
+            "alone (--weights-only)."
+        )
+    return value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _other_shape(key: str, name: str, value: Tensor, shape: Sequence[int]) -> UnsupportedError:
+    return UnsupportedError(
+        f"optimizer state must be shaped like its parameter or be a scalar to be stored otherwise: {key!r} of {name!r} "
+        f"has shape {tuple(value.shape)}, the parameter {tuple(shape)}. Where its elements would go is not known. Use "
+        "an element-wise optimizer such as AdamW, or the weights alone."
+    )
+
+
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""

@@ -1,0 +1,85 @@
+"""Wrapper of peft around a Hugging Face model that another model has replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.layers.low_rank import LowRankUpdates
+from lightning_megatron.models.stage import named_layers
+from lightning_megatron.swap.hugging_face.peft_layers import is_of_peft
+from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
+from lightning_megatron.swap.hugging_face.save_adapter import save_adapter
+
+#: Methods that search for peft's own layers. After the replacement there are none, so the methods
+#: would silently do nothing.
+_INSIDE = (
+    *("add_adapter", "add_weighted_adapter", "delete_adapter", "get_layer_status", "get_model_status"),
+    *("load_adapter", "merge_adapter", "merge_and_unload", "push_to_hub", "set_adapter"),
+    *("set_requires_grad", "unload", "unmerge_adapter"),
+)
+_BOUND = "base_model_prepare_inputs_for_generation"
+
+
+def keep_wrappers(root: nn.Module) -> None:
+    """Update the wrappers of peft inside a module after their models were replaced.
+
+    The wrappers keep their configuration, ``generate``, ``disable_adapter`` and
+    ``print_trainable_parameters``, which counts the parameters of this rank. ``save_pretrained``
+    writes the whole adapter from all ranks; methods that change or merge adapters raise an
+    UnsupportedError.
+    """
+    wrappers: list[Any] = list(root.modules())
+    for wrapper in wrappers:
+        if is_of_peft(wrapper) and hasattr(wrapper, "get_base_model"):
+            model = wrapper.get_base_model()
+            vars(wrapper)["save_pretrained"] = partial(save_adapter, wrapper)
+            if isinstance(model, ReplacedModel):
+                if hasattr(wrapper, _BOUND):
+                    # This is a method of the original model, which would be kept alive with all its
+                    # weights.
+                    setattr(wrapper, _BOUND, model.prepare_inputs_for_generation)
+                kind = type(wrapper)
+                refusals = {name: _refused(name) for name in _INSIDE}
+                wrapper.__class__ = type(kind.__name__, (kind,), {"disable_adapter": _disabled, **refusals})
+
+
+@contextmanager
+def _disabled(wrapper: nn.Module) -> Iterator[None]:
+    """Compute the model's outputs without its adapter."""
+    saved = [
+        name
+        for part in wrapper.modules()
+        if isinstance(part, ReplacedModel) and part.adapter
+        for name in part.adapter.saved
+    ]
+    if saved:
+        raise UnsupportedError(
+            f"an adapter with modules_to_save cannot be switched off: {', '.join(saved)}. What they were before is not "
+            "kept. Leave modules_to_save out."
+        )
+    updates = [part for _, part in named_layers(wrapper) if isinstance(part, LowRankUpdates)]
+    before = [part.is_enabled for part in updates]
+    for part in updates:
+        part.is_enabled = False
+    try:
+        yield
+    finally:
+        for part, was_enabled in zip(updates, before, strict=True):
+            part.is_enabled = was_enabled
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def method(wrapper: Any, *_: Any, **__: Any) -> Any:
+        raise UnsupportedError(
+            f"{name} needs the layers of peft: a {type(wrapper).__name__} that is cut over ranks has none. Nothing "
+            "would be changed or saved. Save a checkpoint, and write the adapter or the merged model with "
+            "`lightning-megatron convert`."
+        )
+
+    return method

@@ -1,0 +1,164 @@
+"""Common base of the models that replace Hugging Face models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.stage import computed_by
+from lightning_megatron.swap.families import Family
+from lightning_megatron.swap.hugging_face.save_pretrained import check_arguments, save_folder
+from lightning_megatron.swap.tensors.homes import home_table
+from lightning_megatron.swap.tensors.low_rank import Adapter, plain_name
+from lightning_megatron.swap.tensors.mapping import TensorMap
+
+#: Label that Hugging Face's models ignore.
+IGNORED = -100
+
+
+class ReplacedModel(nn.Module):
+    """Mixin that computes a Hugging Face model's forward pass with sharded layers.
+
+    It is mixed into the model's class. The model stays the same object, with its tree of modules
+    and names.
+    """
+
+    #: Table of the model's family, and the adapter that peft put into the model.
+    family: Family
+    adapter: Adapter | None
+    #: Names of the class's parameters, in its order. A shared parameter is listed with all its
+    #: names.
+    class_order: tuple[str, ...]
+
+    @property
+    def body(self) -> GPT | Encoder:
+        """Return the layers that compute, which are outside the model's tree of modules."""
+        found = computed_by(self)
+        assert isinstance(found, (GPT, Encoder)), "the layers are set when the model is replaced"
+        return found
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """Return the process groups of this rank."""
+        return self.body.mesh
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the weights."""
+        return self.body.mesh.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights."""
+        return next(self.body.parameters()).dtype
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Recompute blocks in the backward pass instead of storing their activations."""
+        self.body.recompute = "full"
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Store the activations of blocks instead of recomputing them."""
+        self.body.recompute = "none"
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Count the elements of the whole model's parameters, shared ones once (elements).
+
+        Args:
+            only_trainable: Whether to count only trainable parameters; requires a single pipeline
+                stage.
+            exclude_embeddings: Whether to skip the parameters of embeddings.
+
+        Raises:
+            UnsupportedError: If only trainable parameters are counted and there are several stages.
+        """
+        if only_trainable and self.mesh.pp.size > 1:
+            raise UnsupportedError(
+                f"num_parameters(only_trainable=True) needs one stage: pp is {self.mesh.pp.size}, and each stage knows "
+                "which of its own parameters are trained. Count before training in one process, or use pp=1."
+            )
+        table = {one.target: prod(one.shape) for one in home_table(self._table(), self.family.packed)}
+        left = set(table)
+        if exclude_embeddings:
+            left -= {f"{name}.weight" for name, part in self.named_modules() if isinstance(part, nn.Embedding)}
+        if only_trainable:
+            trained = {plain_name(name) for name, one in self.named_parameters() if one.requires_grad}
+            left &= {self.family.present_name(name) for name in trained}
+        return sum(table[name] for name in left)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], max_shard_size: int | str | None = None, **others: Any
+    ) -> None:
+        """Write the whole model as a folder for ``from_pretrained``, from all ranks together.
+
+        The files equal those of Hugging Face's method for the same weights. See
+        :func:`save_folder`.
+
+        Args:
+            save_directory: Folder to write, which must not have weights yet.
+            max_shard_size: Size limit of a file (bytes, or text such as "5GB").
+            others: Further arguments, none of which may change the result.
+
+        Raises:
+            UnsupportedError: For arguments that would change the result, a model with an adapter,
+                and a folder with weights.
+
+        Communication: that of :func:`save_folder`.
+        """
+        check_arguments(others)
+        save_folder(self, save_directory, max_shard_size)
+
+    def _table(self) -> tuple[TensorMap, ...]:
+        return self.family.tensors(self.body.config)
+
+    # Hooks of the whole model run. Hooks of its parts would not run and are refused.
+    register_forward_hook = nn.Module.register_forward_hook
+    register_forward_pre_hook = nn.Module.register_forward_pre_hook
+    register_full_backward_hook = nn.Module.register_full_backward_hook
+    register_full_backward_pre_hook = nn.Module.register_full_backward_pre_hook
+    compile = nn.Module.compile
+
+    def tie_weights(self, *_: Any, **__: Any) -> None:
+        """Do nothing, because weights that the configuration ties are one parameter."""
+
+    def enable_input_require_grads(self) -> None:
+        """Do nothing, because recomputed blocks need no gradients of their inputs."""
+
+    def disable_input_require_grads(self) -> None:
+        """Do nothing, like :meth:`enable_input_require_grads`."""
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def method(self: ReplacedModel, *_: Any, **__: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{name} cannot change a model that is cut over ranks: {type(self).__name__} has been replaced. Each rank "
+            "holds a part of every weight. Do that in configure_model, before the strategy replaces the model."
+        )
+
+    method.__doc__ = f"Refuse {name}."
+    return method
+
+
+for _name in (
+    *("resize_token_embeddings", "set_input_embeddings", "set_output_embeddings", "init_weights", "post_init"),
+    *("add_adapter", "load_adapter", "set_adapter", "delete_adapter", "enable_adapters", "disable_adapters"),
+    *("set_attn_implementation", "dequantize", "push_to_hub", "resize_position_embeddings"),
+):
+    setattr(ReplacedModel, _name, _refusal(_name))
+
+
+def lengthened(ids: Tensor | None, extra: int, value: int, num_rows: int = 0) -> Tensor | None:
+    """Pad rows with further positions, and append padding rows.
+
+    Shapes: ids ``(B, S)``; result ``(B + num_rows, S + extra)``.
+    """
+    return None if ids is None else F.pad(ids, (0, extra, 0, num_rows), value=value)

@@ -1,0 +1,281 @@
+"""Saving of a Hugging Face model that is sharded over ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import RankMismatchError, UnsupportedError
+from lightning_megatron.groups.after_run import ranks_on_cpu
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_objects, barrier
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.p2p import exchange
+from lightning_megatron.groups.shard_spec import Box, shard_spec_of
+from lightning_megatron.models.stage import PipelinedModule, computed_by
+from lightning_megatron.swap.families.expert_names import is_of_training
+from lightning_megatron.swap.hugging_face.own_code import holds_replaced, names_in_files, plain_config
+from lightning_megatron.swap.hugging_face.peft_layers import is_of_peft
+from lightning_megatron.swap.tensors.low_rank import plain_name
+from lightning_megatron.swap.tensors.mapping import named
+from lightning_megatron.swap.weights.export import MAX_FILE_BYTES, export_as_it_is, export_folder
+from lightning_megatron.swap.weights.file_format import FileFormat, block
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def save_folder(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str | None = None) -> None:
+    """Write a model's configuration and full weights as a folder for ``from_pretrained``.
+
+    Rank 0 writes, and the other ranks send it one tensor at a time. No rank ever has more than one
+    full tensor in addition to its own part. Weights have the dtype of the model's parameters.
+
+    Args:
+        model: Model, a ``ReplacedModel``; all ranks must make this call together.
+        folder: Folder without weights, on a file system of rank 0.
+        max_shard_size: Size limit of a file (bytes, or text such as "5GB").
+
+    Raises:
+        UnsupportedError: If the folder has weights, or the model has an adapter.
+
+    Communication: one gather of names, then one message for each part of a tensor, over all ranks
+    on the CPU.
+    """
+    if model.adapter is not None:
+        raise UnsupportedError(
+            f"save_pretrained writes models without adapters: {type(model).__name__} has {model.adapter.name!r}. Its "
+            "tensors are not those of the class. Save a checkpoint, and write the adapter, or the merged model, with "
+            "`lightning-megatron convert`."
+        )
+    model.body.wait_for_parameters()
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named = {plain_name(path): tensor for path, tensor in held.items()}
+    tensors = {model.family.present_name(n): tensor for n, tensor in named.items() if not is_of_training(n)}
+    limit = _limit(max_shard_size)
+
+    def write(full: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        export_folder(full, model.family, model.config.to_dict(), folder, limit, at_home=True)
+        _write_generation(model, folder)
+
+    write_together(tensors, model.mesh, write)
+
+
+def save_as_it_is(
+    model: Any, save_directory: str | os.PathLike[str], max_shard_size: int | str | None = None, **others: Any
+) -> None:
+    """Write a Hugging Face model that runs its own code, from all ranks together.
+
+    The files equal those of Hugging Face's method for the same weights. If every rank has the whole
+    model, Hugging Face's own method runs.
+
+    Args:
+        model: Model; if ranks have parts of it, all of them must make this call together.
+        save_directory: Folder without weights, on a file system of rank 0.
+        max_shard_size: Size limit of a file (bytes, or text such as "5GB").
+        others: Further arguments of Hugging Face's method; if ranks have parts, none may change the
+            result.
+
+    Raises:
+        UnsupportedError: If ranks have parts, for arguments that would change the result and for
+            models with replaced layers or layers wrapped by peft; also if the folder has weights.
+
+    Communication: that of :func:`save_folder` if ranks have parts, none otherwise.
+    """
+    mesh = mesh_of(model)
+    if mesh is None:
+        size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        type(model).save_pretrained(model, save_directory, **size, **others)
+        return
+    check_arguments(others)
+    if holds_replaced(model):
+        parts = [name for name, part in model.named_modules() if computed_by(part) is not None]
+        raise UnsupportedError(
+            f"save_pretrained writes models of one kind: {type(model).__name__} holds {named(parts)}, which compute "
+            "with layers of this package. Their tensors are not stored as the class around them has them. Call "
+            "save_pretrained of each, or write a file for one process with `lightning-megatron checkpoint consolidate`."
+        )
+    if any(is_of_peft(part) for part in model.modules()):
+        raise UnsupportedError(
+            f"save_pretrained writes models without adapters: peft has wrapped layers of this {type(model).__name__}, "
+            "and ranks hold parts of it. Call save_pretrained of the PeftModel on all ranks, or save a checkpoint, "
+            "which holds all tensors by name."
+        )
+    for part in model.modules():
+        if isinstance(part, PipelinedModule):
+            part.wait_for_parameters()
+    limit = _limit(max_shard_size)
+
+    def write(full: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        form = FileFormat.of(model)
+        export_as_it_is(full, shapes, form, plain_config(model), type(model).__name__, save_directory, limit)
+        _write_generation(model, save_directory)
+
+    write_together(_tensors_of_class(model), mesh, write)
+
+
+def _write_generation(model: Any, folder: str | os.PathLike[str]) -> None:
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def mesh_of(model: nn.Module) -> ParallelMesh | None:
+    """Return the process groups over which a model is sharded; None if it is on every rank."""
+    found = (getattr(part, "mesh", None) for part in model.modules())
+    return next((mesh for mesh in found if isinstance(mesh, ParallelMesh)), None)
+
+
+def save_from_all_ranks(models: Iterable[Any]) -> None:
+    """Patch ``save_pretrained`` of models that run their own code, so that it gathers parts."""
+    for model in models:
+        vars(model)["save_pretrained"] = partial(save_as_it_is, model)
+
+
+def _tensors_of_class(model: Any) -> dict[str, Tensor]:
+    """Return a model's tensors on this rank by their names in files."""
+    state = model.state_dict(keep_vars=True)
+    return {name: state[name] for name in names_in_files(model, {name: id(one) for name, one in state.items()})}
+
+
+def write_together(
+    tensors: Mapping[str, Tensor],
+    mesh: ParallelMesh,
+    write: Callable[[Iterator[tuple[str, Tensor]], Mapping[str, tuple[int, ...]]], None],
+) -> None:
+    """Gather full tensors from all ranks and write them on rank 0.
+
+    Args:
+        tensors: Tensors on this rank, by name.
+        mesh: Process groups of this rank.
+        write: Function that writes names and full tensors, one after the other, given all shapes
+            (elements).
+
+    Communication: one gather of names, then one message for each part of a tensor, over all ranks
+    on the CPU.
+    """
+    held = _held(tensors, mesh)
+    with _all_ranks(mesh) as world:
+        offers = {
+            name: (one.dtype, [(box.offsets, box.sizes) for box in one.boxes], one.shape) for name, one in held.items()
+        }
+        everyone = all_gather_objects(offers, world)
+        found = {name: offer[2] for offers in everyone for name, offer in offers.items()}
+        shapes = {name: found[name] for name in sorted(found, key=block)}
+        if world.rank != 0:
+            for name in shapes:
+                _send(held.get(name), world)
+        else:
+            write(((name, _gathered(name, shapes[name], held, everyone, world)) for name in shapes), shapes)
+        barrier(world)
+
+
+@contextmanager
+def _all_ranks(mesh: ParallelMesh) -> Iterator[MeshAxis]:
+    try:
+        with ranks_on_cpu(mesh) as world:
+            yield world
+    except RankMismatchError as error:
+        raise UnsupportedError(
+            "save_pretrained of a model that is cut over ranks must be called on all of them: each sends rank 0 what "
+            f"it has ({error}) Call it outside of `if trainer.is_global_zero:`, in on_train_end or after the fit, or "
+            "write a folder from a checkpoint with `lightning-megatron convert`."
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Parts of a tensor that this rank sends, its dtype, and the full tensor's shape."""
+
+    boxes: tuple[Box, ...]
+    views: tuple[Tensor, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _held(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, _Held]:
+    """List the parts of tensors that this rank sends, by name; one rank sends each copy."""
+    found = {}
+    for name, tensor in tensors.items():
+        spec = shard_spec_of(tensor, mesh.tp.rank)
+        if spec.tied_to is not None or not mesh.copies(spec.is_expert).is_first:
+            continue
+        pairs = [(box, view) for box, view in spec.local_views(tensor.detach()) if box.copy == 0]
+        if pairs:
+            boxes, views = zip(*pairs, strict=True)
+            found[name] = _Held(boxes, views, tensor.dtype, spec.full_shape)
+    return found
+
+
+def _send(held: _Held | None, world: MeshAxis) -> None:
+    for view in () if held is None else held.views:
+        exchange([(_as_bytes(view), 0)], [], world).wait()
+
+
+def _gathered(
+    name: str,
+    shape: tuple[int, ...],
+    held: Mapping[str, _Held],
+    everyone: Sequence[Mapping[str, Any]],
+    world: MeshAxis,
+) -> Tensor:
+    dtype = next(offered[name][0] for offered in everyone if name in offered)
+    full = torch.empty(shape, dtype=dtype)
+    for rank, offered in enumerate(everyone):
+        for number, (offsets, sizes) in enumerate(offered[name][1] if name in offered else ()):
+            region = full[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
+            if rank == world.rank:
+                region.copy_(held[name].views[number])
+                continue
+            arrived = torch.empty(sizes, dtype=dtype)
+            exchange([], [(_as_bytes(arrived), rank)], world).wait()
+            region.copy_(arrived)
+    return full
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def _limit(size: int | str | None) -> int:
+    if size is None or isinstance(size, int):
+        return MAX_FILE_BYTES if size is None else size
+    text = size.strip().upper()
+    for unit, factor in sorted(_UNITS.items(), key=lambda one: -len(one[0])):
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
+            return int(float(number) * factor)
+    raise UnsupportedError(
+        f"max_shard_size must be a number of bytes or a text such as '5GB': {size!r}. Files end before they exceed it. "
+        f"Use one of the units {', '.join(_UNITS)}."
+    )
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse unsupported arguments of ``save_pretrained``.
+
+    ``is_main_process`` may have any value, because rank 0 always writes.
+
+    Args:
+        given: Arguments other than the folder and the size of files.
+
+    Raises:
+        UnsupportedError: If an argument is not supported; the message names it.
+    """
+    harmless: dict[str, Any] = {"safe_serialization": True, "save_peft_format": True, "save_original_format": True}
+    harmless |= {"save_embedding_layers": "auto"}
+    refused = [
+        name
+        for name, value in given.items()
+        if value is not None and name != "is_main_process" and value != harmless.get(name, False)
+    ]
+    if refused:
+        raise UnsupportedError(
+            f"save_pretrained of a model that is cut over ranks takes no {', '.join(refused)}. Rank 0 writes "
+            "safetensors files with what the other ranks send. Leave it out."
+        )

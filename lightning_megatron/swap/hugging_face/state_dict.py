@@ -1,0 +1,98 @@
+"""Conversion of state dicts between replaced models and their Hugging Face classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.swap.families import Family
+from lightning_megatron.swap.families.expert_names import is_of_training
+from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors, class_name_in, owner_of
+from lightning_megatron.swap.hugging_face.replaced import replaced_models
+from lightning_megatron.swap.tensors.low_rank import Adapter, full_factors, without_adapters
+from lightning_megatron.swap.weights.load import full_tensors
+
+
+def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with the tensors of replaced models under this package's names.
+
+    Most tensors keep their names. Some are stored differently or are joined from several tensors.
+
+    Args:
+        module: Module whose Hugging Face models have been replaced.
+        full: Full tensors by the names before the replacement; other tensors are passed on.
+
+    Raises:
+        CheckpointMismatchError: If tensors of a model are missing, left over or of another shape.
+    """
+    found = dict(full)
+    for name, part in replaced_models(module):
+        prefix = f"{name}." if name else ""
+        config = part.body.config
+        foreign = {key.removeprefix(prefix): found.pop(key) for key in full if key.startswith(prefix)}
+        if not foreign:
+            continue
+        dtype = next(iter(foreign.values())).dtype
+        table = part.family.at_home(config)
+        adapter = part.adapter
+        for target, tensor in full_tensors(without_adapters(foreign), part.family, config, dtype, table):
+            found[f"{prefix}{_in_tree(target, adapter)}"] = tensor
+        for target, tensor in full_factors(foreign, adapter, table):
+            found[f"{prefix}{target}"] = tensor
+        own = dict(part.named_buffers())
+        # Tensors that other strategies do not save keep their values.
+        found |= {f"{prefix}{key}": buffer for key, buffer in own.items() if is_of_training(key)}
+        _add_aliases(found, prefix, part.family, config, adapter)
+    return found
+
+
+def to_foreign_names(models: Sequence[ClassTensors], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict with replaced models' tensors in their class's names and order.
+
+    Args:
+        models: Conversions of the replaced models.
+        state: Full tensors by this package's names; vocabularies may have rows of padding.
+
+    Raises:
+        UnsupportedError: If peft trained modules as a whole, because peft also keeps their original
+            tensors.
+    """
+    parts: dict[str, list[str]] = {}
+    for name in state:
+        if not any(name.startswith(model.prefix) and is_of_training(name) for model in models):
+            parts.setdefault(class_name_in(models, name), []).append(name)
+    found: dict[str, Tensor] = {}
+    for name, members in parts.items():
+        model = owner_of(models, members[0])
+        found[name] = state[name] if model is None else model.joined({one: state[one] for one in members})
+    for model in models:
+        _refuse_saved_modules(model.adapter)
+        _add_aliases(found, model.prefix, model.family, model.config, model.adapter)
+    return found
+
+
+def _refuse_saved_modules(adapter: Adapter | None) -> None:
+    if adapter is not None and adapter.saved:
+        raise UnsupportedError(
+            f"modules that peft trains as a whole cannot be written as one file: {', '.join(adapter.saved)}. It keeps "
+            "them as they were before, too, and that is gone. Write the adapter or the merged model with "
+            "`lightning-megatron convert`."
+        )
+
+
+def _in_tree(name: str, adapter: Adapter | None) -> str:
+    return name if adapter is None else adapter.wrapped_name(name)
+
+
+def _add_aliases(found: dict[str, Any], prefix: str, family: Family, config: Any, adapter: Adapter | None) -> None:
+    """Add tensors with two names under their second name too."""
+    aliases = dict(family.copies)
+    if config.tie_embeddings:
+        aliases[family.head] = family.embedding
+    for alias, name in aliases.items():
+        own = f"{prefix}{_in_tree(name, adapter)}"
+        if own in found:
+            found[f"{prefix}{_in_tree(alias, adapter)}"] = found[own]

@@ -1,0 +1,193 @@
+"""Module trees of foreign models that contain the parameters of sharded layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os.path import commonprefix
+from typing import Any
+
+from torch import nn
+
+from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
+from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.stage import set_computed_by
+from lightning_megatron.swap.families import Family
+from lightning_megatron.swap.families.expert_names import is_of_training
+from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
+from lightning_megatron.swap.hugging_face.shells import (
+    become_shell,
+    new_container,
+    set_counterparts,
+    share_buffer,
+    shell_class,
+)
+from lightning_megatron.swap.tensors.homes import Home, homes_of
+from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, plain_name
+
+_WORD_EMBEDDING = "embedding.word.weight"
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Parameter of a layer with its name in the tree.
+
+    Args:
+        owner: Name of the layer in this package's model.
+        path: Name of the parameter in the tree.
+        parameter: Parameter.
+    """
+
+    owner: str
+    path: str
+    parameter: nn.Parameter
+
+
+def take_over(
+    name: str, source: Any, model: GPT | Encoder, family: Family, adapter: Adapter | None, kind: type[ReplacedModel]
+) -> None:
+    """Keep a foreign model's tree of modules and names, but compute with sharded layers.
+
+    The model and all its modules stay the same objects. Their parameters become those of the
+    layers. The parameters of a joined layer share one block of memory. Parameters of other stages
+    are removed.
+
+    Args:
+        name: Name of the model in the trained module.
+        source: Foreign model, changed in place.
+        model: Layers that compute, with their values.
+        family: Family of the model.
+        adapter: Adapter of peft in the model; None if it has none.
+        kind: Class that gives the model its forward pass.
+    """
+    paths = _paths(source, family)
+    trained = {path: parameter.requires_grad for path, parameter in source.named_parameters(remove_duplicate=False)}
+    named = list(_parameters(name, model, family, adapter, paths))
+    own_class = type(source)
+    for path, module in list(source.named_modules()):
+        become_shell(module, path)
+    source.__class__ = shell_class(own_class, kind)
+    for one in named:
+        _place(source, one.path, one.parameter)
+        if not is_factor(one.path):
+            one.parameter.requires_grad_(trained.get(one.path, trained.get(one.path.rpartition(".")[0], True)))
+    buffers = list(_buffers(model, family, paths, named))
+    for owner, key, path in buffers:
+        module, _, name = path.rpartition(".")
+        share_buffer(source.get_submodule(module), name, owner, key)
+    _pair_modules(source, model, named)
+    set_computed_by(source, model)
+    vars(source).update(family=family, adapter=adapter, class_order=tuple(trained))
+
+
+def _paths(source: nn.Module, family: Family) -> dict[str, str]:
+    """Return the names in the tree of all tensors, by their names in the unwrapped class."""
+    tensors = [name for name, _ in source.named_parameters(remove_duplicate=False)]
+    tensors += [name for name, _ in source.named_buffers(remove_duplicate=False)]
+    found: dict[str, str] = {}
+    for name in tensors:
+        if is_factor(name):
+            found[name] = name
+        elif ".original_module." not in name:
+            found[family.present_name(plain_name(name))] = name
+    return found
+
+
+def _parameters(
+    root: str, model: GPT | Encoder, family: Family, adapter: Adapter | None, paths: Mapping[str, str]
+) -> Iterator[_Named]:
+    """List this rank's parameters by their names in the tree; joined layers are split."""
+    homes = {tensor.target: homes_of(tensor, family.packed) for tensor in family.tensors(model.config)}
+    if adapter is not None:
+        for factor in adapter.factors(family.tensors(model.config)):
+            homes[factor.target] = (Home(adapter.own_name(factor.sources[0].name), factor.sources),)
+    own = dict(model.named_parameters())
+    for name in own:
+        if len(homes.get(name, ())) > 1 and name.endswith(".weight"):
+            joint = model.get_submodule(name.removesuffix(".weight"))
+            assert isinstance(joint, ColumnParallelLinear), "layers that join others are cut by their outputs"
+            joint.split([home.num_rows for home in homes[name]])
+    for name, parameter in own.items():
+        owner = name.rpartition(".")[0]
+        spec = shard_spec_of(parameter)
+        if spec.tied_to is not None:
+            first = _path_of(homes[spec.tied_to][0].name, paths)
+            set_shard_spec(parameter, replace(spec, tied_to=f"{root}.{first}"))
+            yield _Named(owner, paths.get(family.head, family.head), parameter)
+            continue
+        found = homes[name]
+        for home, part in zip(found, _parts(model, name, parameter, len(found)), strict=True):
+            yield _Named(owner, _path_of(home.name, paths), part)
+            for copy, original in family.copies:
+                if original == home.name and copy in paths:
+                    yield _Named(owner, paths[copy], part)
+        is_head = name == _WORD_EMBEDDING and model.config.tie_embeddings and model.mesh.pp.size == 1
+        if is_head and family.head in paths:
+            yield _Named(owner, paths[family.head], parameter)
+
+
+def _parts(model: GPT | Encoder, name: str, parameter: nn.Parameter, count: int) -> Sequence[nn.Parameter]:
+    if count == 1:
+        return (parameter,)
+    owner, _, kind = name.rpartition(".")
+    joint = model.get_submodule(owner)
+    assert isinstance(joint, ColumnParallelLinear), "the layer has been split"
+    stack = joint.weights if kind == "weight" else joint.biases
+    assert stack is not None, "the layer has been split"
+    return stack.parts
+
+
+def _path_of(name: str, paths: Mapping[str, str]) -> str:
+    """Return the path of a tensor in the tree, below the stack if it is an element of one."""
+    if name in paths:
+        return paths[name]
+    stack, _, index = name.rpartition(".")
+    return f"{paths.get(stack, stack)}.{index}" if index.isdecimal() else name
+
+
+def _place(root: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    owner, _, key = path.rpartition(".")
+    module = root
+    for part in owner.split(".") if owner else ():
+        if part not in module._modules:
+            module._modules[part] = new_container()
+        child = module._modules[part]
+        assert child is not None, "modules with parameters are there"
+        module = child
+    module._parameters[key] = parameter
+
+
+def _buffers(
+    model: GPT | Encoder, family: Family, paths: Mapping[str, str], named: Sequence[_Named]
+) -> Iterator[tuple[nn.Module, str, str]]:
+    """List the layers' buffers: layer, name in the layer, and name in the tree."""
+    homes = {tensor.target: homes_of(tensor, family.packed)[0] for tensor in family.tensors(model.config)}
+    beside = {one.owner: one.path.rpartition(".")[0] for one in reversed(named)}
+    for name, _ in model.named_buffers():
+        owner, _, key = name.rpartition(".")
+        if is_of_training(name):
+            yield model.get_submodule(owner), key, f"{beside[owner]}.{key}"
+        else:
+            yield model.get_submodule(owner), key, _path_of(homes[name].name, paths)
+
+
+def _pair_modules(source: nn.Module, model: nn.Module, named: Sequence[_Named]) -> None:
+    """Let every layer follow the training mode of the tree's module around its parameters."""
+    around: dict[str, list[list[str]]] = {}
+    # A parameter with several names, such as that of a tied head, is paired by the first one.
+    for one in {id(one.parameter): one for one in reversed(named)}.values():
+        owners = one.owner.split(".")
+        for length in range(1, len(owners) + 1):
+            around.setdefault(".".join(owners[:length]), []).append(one.path.split(".")[:-1])
+    pairs: dict[str, list[nn.Module]] = {}
+    path_of = {"": ""}
+    for name, layer in model.named_modules():
+        if name in around:
+            path_of[name] = ".".join(commonprefix(around[name]))
+        elif name:
+            path_of[name] = path_of[name.rpartition(".")[0]]
+        pairs.setdefault(path_of[name], []).append(layer)
+    for path, layers in pairs.items():
+        set_counterparts(source.get_submodule(path), tuple(layers))

@@ -1,0 +1,1 @@
+"""Models built by ``from_pretrained`` without their weights, and their replacement."""

@@ -1,0 +1,290 @@
+"""Models built without weights, which are read later or when user code accesses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
+
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.swap.families.family import Family
+from lightning_megatron.swap.pretrained.untouched import Part
+from lightning_megatron.swap.tensors.mapping import Slices, TensorReader
+from lightning_megatron.swap.tensors.packed import pack
+from lightning_megatron.swap.weights.load import reader_of
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
+
+_ATTRIBUTE = "deferred"
+
+#: Attribute by which Hugging Face marks modules and tensors that are already initialized.
+_INITIALIZED = "_is_hf_initialized"
+
+#: Attributes that can be read without the values of a tensor.
+_PLAIN_GETTERS = frozenset(
+    {"shape", "dtype", "requires_grad", "grad", "grad_fn", "is_leaf", "ndim", "layout", "names", "is_sparse", "_base"}
+    | {"is_cuda", "is_quantized", "is_nested", "is_mkldnn", "_version", "_backward_hooks", "nbytes", "itemsize"}
+    | {"is_cpu", "is_xpu", "is_mps", "is_ipu", "is_vulkan", "is_maia", "retains_grad", "output_nr", "name"}
+)
+#: Functions that can run without the values of a tensor.
+_PLAIN_FUNCTIONS = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "__len__"}
+    | {"is_contiguous", "stride", "storage_offset", "requires_grad_", "__hash__", "is_inference", "has_names"}
+    | {"_has_compatible_shallow_copy_type", "is_same_size", "__repr__", "__format__", "register_hook"}
+    | {"register_post_accumulate_grad_hook", "is_signed", "get_device", "untyped_storage", "data_ptr"}
+)
+#: Methods that cast a tensor.
+_CASTS = frozenset({"half", "float", "double", "bfloat16"})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Source of the weights of a model that was built without them.
+
+    Args:
+        family: Family of the model.
+        config: Configuration with which the model was built.
+        folder: Folder of the weights; None means random initial values.
+        parts: Description of the modules that the class built, by name.
+        layers: Function that builds this package's model with all tensors on the meta device.
+    """
+
+    family: Family
+    config: Mapping[str, Any]
+    folder: str | None
+    parts: Mapping[str, Part] = field(repr=False)
+    layers: Callable[[], GPT | Encoder] = field(repr=False)
+
+    def value_of(self, name: str) -> Tensor:
+        """Return the initial value of a tensor of the class.
+
+        Args:
+            name: Name of the tensor in the class.
+        """
+        if self.reader is not None:
+            found = _assembled(name, self.reader, self.family)
+            if found is not None:
+                return found
+        return self._drawn(name)
+
+    def has(self, name: str) -> bool:
+        """Return whether the folder has a tensor of the class; False without a folder.
+
+        Args:
+            name: Name of the tensor in the class.
+        """
+        return self.reader is not None and bool(_names_in(name, self.reader, self.family))
+
+    @cached_property
+    def reader(self) -> TensorReader | None:
+        """Return a reader of the folder by the family's tensor names; None without a folder."""
+        return None if self.folder is None else reader_of(SafetensorsFolder(self.folder), self.family)
+
+    def _drawn(self, name: str) -> Tensor:
+        """Draw the values that a tensor gets when the model is replaced."""
+        layers = self.layers()
+        for tensor in self.family.tensors(layers.config):
+            parts = pack({source.name: torch.empty(0) for source in tensor.sources}, self.family.packed)
+            if name not in parts:
+                continue
+            wanted = [one for one in self.family.tensors(layers.config) if _belongs(one, name, self.family)]
+            initialize_(layers, "cpu", torch.initial_seed(), {one.target for one in wanted})
+            theirs: dict[str, Tensor] = {}
+            for one in wanted:
+                theirs |= one.split(layers.get_parameter(one.target).detach()[: one.shape[0]])
+            return pack(theirs, self.family.packed)[name]
+        raise KeyError(name)
+
+
+def _belongs(tensor: Any, name: str, family: Family) -> bool:
+    parts = pack({source.name: torch.empty(0) for source in tensor.sources}, family.packed)
+    return name in parts
+
+
+def _names_in(name: str, reader: TensorReader, family: Family) -> set[str]:
+    """Return the names that a tensor of the class, or its parts, has in the files."""
+    names = set(reader.names())
+    return {name} & names or {
+        part
+        for part in names
+        for rule in family.packed
+        if rule.is_name(name) and (place := rule.place(part)) is not None and place[0] == name
+    }
+
+
+def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None:
+    """Return a tensor of the class from files that contain it or its parts."""
+    wanted = _names_in(name, reader, family)
+    if not wanted:
+        return None
+    parts = {one: reader.read(one, tuple(slice(0, size) for size in reader.shape(one))).clone() for one in wanted}
+    return pack(parts, family.packed)[name]
+
+
+def defer(model: nn.Module, origin: Origin) -> None:
+    """Mark the parameters of a model on the meta device for reading later.
+
+    Parameters that are in files get Hugging Face's mark for initialized weights, so that
+    ``init_weights`` does not change them.
+
+    Args:
+        model: Model, as built by its class.
+        origin: Source of its weights.
+    """
+    for name, parameter in model.named_parameters():
+        setattr(parameter, _ATTRIBUTE, (origin, name))
+        if origin.has(name):
+            setattr(parameter, _INITIALIZED, True)
+    for module in model.modules():
+        setattr(module, _INITIALIZED, True)
+
+
+def origin_of(model: nn.Module) -> Origin | None:
+    """Return the source of a model's weights; None if it was not built without them."""
+    for parameter in model.parameters():
+        found = getattr(parameter, _ATTRIBUTE, None)
+        if found is not None:
+            origin: Origin = found[0]
+            return origin
+    return None
+
+
+def is_taken_out(model: nn.Module) -> bool:
+    """Return whether a model is a part of a deferred model, such as its body alone."""
+    found = ((name, getattr(one, _ATTRIBUTE, None)) for name, one in model.named_parameters())
+    return any(mark is not None and mark[1] != name for name, mark in found)
+
+
+def read_values(model: nn.Module) -> None:
+    """Give all deferred parameters of a model their values."""
+    for parameter in model.parameters():
+        if _is_deferred(parameter):
+            _give_value(parameter)
+
+
+class GivingValues(TorchFunctionMode):
+    """Torch function mode that gives deferred parameters their values on first use.
+
+    Inside the block such a parameter reports the CPU as its device. An operation that asks only for
+    shape or dtype leaves it unchanged. Any other operation, such as an in-place write, a product, a
+    resized vocabulary or ``load_state_dict``, first gives that one parameter its value. The
+    parameter is then an ordinary tensor, and its value is used when the model is replaced.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a torch function; read the values of deferred arguments first if it needs them."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else None
+        if name == "__get__" and _is_deferred(first):
+            key = func.__self__.__name__
+            if key in ("device", "is_meta", "is_cpu"):
+                return {"device": torch.device("cpu"), "is_meta": False, "is_cpu": True}[key]
+            if key in _PLAIN_GETTERS:
+                return func(*args, **kwargs)
+        elif name == "__set__" and _is_deferred(first):
+            key = func.__self__.__name__
+            if key in ("requires_grad", "grad") or (key == "data" and args[1].is_meta):
+                return func(*args, **kwargs)
+        elif name in _PLAIN_FUNCTIONS:
+            return func(*args, **kwargs)
+        elif first is not None and _is_deferred(first) and (name == "__deepcopy__" or _is_cast(name, args, kwargs)):
+            return _marked(func(*args, **kwargs), first)
+        for parameter in _deferred_in((*args, *kwargs.values())):
+            _give_value(parameter)
+        return func(*args, **kwargs)
+
+
+def _is_deferred(value: Any) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return isinstance(value, Tensor) and value.is_meta and hasattr(value, _ATTRIBUTE)
+
+
+def _deferred_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            if _is_deferred(value):
+                yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _deferred_in(value)
+        elif isinstance(value, dict):
+            yield from _deferred_in(value.values())
+
+
+def _is_cast(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if name in _CASTS:
+        return True
+    rest = [value for value in (*args[1:], *kwargs.values()) if value is not None and not isinstance(value, bool)]
+    return name == "to" and all(isinstance(value, (torch.dtype, torch.memory_format)) for value in rest)
+
+
+def _marked(result: Tensor, source: Tensor) -> Tensor:
+    setattr(result, _ATTRIBUTE, getattr(source, _ATTRIBUTE))
+    return result
+
+
+def _give_value(parameter: Tensor) -> None:
+    origin, name = getattr(parameter, _ATTRIBUTE)
+    value = origin.value_of(name).to(parameter.dtype)
+    given = nn.Parameter(value, parameter.requires_grad) if isinstance(parameter, nn.Parameter) else value
+    kept = dict(vars(parameter))
+    # Keep the parameter the same object, because modules and optimizers may refer to it.
+    swap_tensors(parameter, given)
+    vars(parameter).update(kept)
+
+
+@dataclass(frozen=True)
+class Overlaid:
+    """Reader that takes some tensors from one reader and the rest from another.
+
+    Args:
+        over: Reader that is used first.
+        under: Reader of all other tensors.
+    """
+
+    over: TensorReader
+    under: TensorReader
+
+    def names(self) -> tuple[str, ...]:
+        """List the tensors."""
+        return tuple(dict.fromkeys((*self.over.names(), *self.under.names())))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor (elements)."""
+        return self._place(name).shape(name)
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """Return a part of a tensor."""
+        return self._place(name).read(name, slices)
+
+    def _place(self, name: str) -> TensorReader:
+        return self.over if name in set(self.over.names()) else self.under
+
+
+@dataclass(frozen=True)
+class DrawnTensors:
+    """Reader of initial values, each drawn when it is requested."""
+
+    origin: Origin
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def names(self) -> tuple[str, ...]:
+        """List the tensors."""
+        return tuple(self.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor (elements)."""
+        return self.shapes[name]
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """Return a part of a tensor."""
+        return self.origin.value_of(name)[slices]

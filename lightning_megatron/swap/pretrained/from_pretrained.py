@@ -1,0 +1,231 @@
+"""Hugging Face models that are built without weights, so that each rank reads only its part."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from lightning_megatron.extras import import_extra
+from lightning_megatron.models.hugging_face_folder import naming_folder
+from lightning_megatron.swap.families import find_family
+from lightning_megatron.swap.hugging_face.family_layers import build_layers
+from lightning_megatron.swap.pretrained.deferred import GivingValues, Origin, defer, is_taken_out, read_values
+from lightning_megatron.swap.pretrained.late_import import when_imported
+from lightning_megatron.swap.pretrained.untouched import parts_of
+from lightning_megatron.swap.pretrained.without_weights import without_weights
+from lightning_megatron.swap.tensors.low_rank import plain_name
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
+
+#: Attribute that stores the folder of the weights of a model built on the meta device.
+_FOLDER = "weights_folder"
+
+#: Arguments of ``from_pretrained`` that only affect how a model is found and loaded.
+_IRRELEVANT = frozenset(
+    {"adapter_kwargs", "attn_implementation", "cache_dir", "code_revision", "force_download", "local_files_only"}
+    | {"low_cpu_mem_usage", "proxies", "revision", "token", "trust_remote_code", "use_safetensors", "_from_auto"}
+)  # fmt: skip
+#: Value that ``from_pretrained`` returns in addition to the model if ``output_loading_info`` asks
+#: for it.
+_LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+
+
+@contextmanager
+def building_on_meta() -> Iterator[None]:
+    """Build models of known families on the meta device inside the block.
+
+    Weights are read only from local folders, when the model is swapped. All other models, and
+    peft's adapters, are built as usual. The patch takes effect for transformers whenever it is
+    imported, and for peft if it has been imported before.
+    """
+    with ExitStack() as stack:
+        # transformers and peft take most of a second to import, and not every model needs them.
+        stack.enter_context(when_imported("transformers.modeling_utils", lambda module: _build_later(module, stack)))
+        stack.enter_context(_giving_adapters_values())
+        stack.enter_context(GivingValues())
+        yield
+
+
+def _build_later(library: Any, stack: ExitStack) -> None:
+    """Patch the methods that build models, until the stack is closed."""
+    base = library.PreTrainedModel
+    before = {name: base.__dict__[name] for name in ("from_pretrained", "_from_config")}
+    load, build = before["from_pretrained"].__func__, before["_from_config"].__func__
+    base.from_pretrained = classmethod(lambda cls, *args, **kwargs: _from_pretrained(cls, load, args, kwargs))
+    base._from_config = classmethod(lambda cls, config, **kwargs: _from_config(cls, build, config, kwargs))
+    for name, method in before.items():
+        stack.callback(setattr, base, name, method)
+
+
+@contextmanager
+def _giving_adapters_values() -> Iterator[None]:
+    """Give peft's small adapters values on the CPU if their model has none."""
+    tuners: ModuleType | None = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None:
+        yield
+        return
+    tuner = tuners.BaseTuner
+    inject = tuner.inject_adapter
+
+    def injected(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        first = getattr(self.peft_config[adapter_name], "init_lora_weights", True)
+        if first not in (True, False, "gaussian") and any(parameter.is_meta for parameter in model.parameters()):
+            raise UnsupportedError(
+                f"init_lora_weights must be True, False or 'gaussian' where weights are read later: {first!r}. It "
+                "computes the adapter from the weights of its base. Build the model in __init__."
+            )
+        inject(self, model, adapter_name, *args, **kwargs)
+        _draw_adapters(model, adapter_name, first)
+
+    wrapper = sys.modules["peft"].PeftModel
+    load = wrapper.load_adapter
+
+    def loaded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        if any(parameter.is_meta for name, parameter in self.named_parameters() if ".modules_to_save." in name):
+            raise UnsupportedError(
+                "modules_to_save cannot be loaded where weights are read later, because their values would be lost. "
+                "Build the model in __init__."
+            )
+        return result
+
+    tuner.inject_adapter = injected
+    wrapper.load_adapter = loaded
+    try:
+        yield
+    finally:
+        tuner.inject_adapter = inject
+        wrapper.load_adapter = load
+
+
+def _draw_adapters(model: nn.Module, name: str, first: bool | str) -> None:
+    """Draw adapters that peft moved to the meta device together with their base layers."""
+    layers: list[Any] = [layer for layer in model.modules() if name in getattr(layer, "lora_A", ())]
+    for layer in layers:
+        if layer.lora_A[name].weight.is_meta:
+            for factor in (layer.lora_A[name], layer.lora_B[name]):
+                factor.to_empty(device="cpu").reset_parameters()
+            layer.reset_lora_parameters(name, first)
+
+
+def folder_of(model: nn.Module) -> str | None:
+    """Return the folder of a deferred model's weights; None if there is none."""
+    found: str | None = getattr(model, _FOLDER, None)
+    return found
+
+
+def give_values(model: Any) -> None:
+    """Fill all weights of a model that was built without them, in place.
+
+    Raises:
+        UnsupportedError: If the model has a tensor without values that its class does not have.
+    """
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return
+    folder = folder_of(model)
+    cls = type(model)
+    if folder is None and is_taken_out(model):
+        # Its class alone would read or draw other tensors than the larger model in which it was
+        # built.
+        read_values(model)
+        return
+    given = {"config": model.config, "dtype": model.dtype}
+    full = cls._from_config(**given) if folder is None else cls.from_pretrained(folder, **given)
+    values = {**dict(full.named_parameters(remove_duplicate=False)), **dict(full.named_buffers(remove_duplicate=False))}
+    made: dict[int, Tensor] = {}
+    for path, owner in model.named_modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for key, old in tensors.items():
+                if old is None or not old.is_meta:
+                    continue
+                name = plain_name(f"{path}.{key}" if path else key)
+                if name not in values:
+                    raise UnsupportedError(
+                        f"a model that is built without its weights must be as its class builds it: {name!r} of a "
+                        f"{cls.__name__} was put into it, and has no values. Build the model outside of "
+                        "configure_model, or leave it to the strategy to replace it: leave it out of the plan."
+                    )
+                new = values[name].detach()
+                is_parameter = isinstance(old, nn.Parameter)
+                # Shared tensors stay shared.
+                made.setdefault(id(old), nn.Parameter(new, old.requires_grad) if is_parameter else new)
+                tensors[key] = made[id(old)]
+
+
+def _from_config(cls: Any, build: Callable[..., Any], config: Any, kwargs: dict[str, Any]) -> Any:
+    if not _is_replaced(cls, config):
+        return build(cls, config, **kwargs)
+    return _deferred(without_weights(lambda: build(cls, config, **kwargs)), None)
+
+
+def _is_replaced(cls: Any, config: Any) -> bool:
+    """Return whether a model will be replaced, unless a plan excludes it."""
+    family = find_family(cls.__name__)
+    return family is not None and not family.refusal_of(config.to_dict())
+
+
+def _deferred(model: Any, folder: str | None) -> Any:
+    """Mark a model's weights to be read from a folder, or drawn, later."""
+    family = find_family(type(model).__name__)
+    config = model.config.to_dict()
+    dtype = model.dtype
+    assert family is not None, "models of known families are built without their weights"
+    defer(model, Origin(family, config, folder, parts_of(model), lambda: build_layers(config, family, dtype)))
+    return model
+
+
+def _from_pretrained(cls: Any, load: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    path: Any = kwargs.get("pretrained_model_name_or_path", args[0] if args else None)
+    given = {name: value for name, value in kwargs.items() if value is not None and name not in _IRRELEVANT}
+    dtype = given.pop("dtype", given.pop("torch_dtype", None))
+    config = given.pop("config", None)
+    given.pop("pretrained_model_name_or_path", None)
+    is_folder = len(args) <= 1 and isinstance(path, (str, Path)) and Path(path).is_dir()
+    if not is_folder or not SafetensorsFolder.exists_in(path):
+        return load(cls, *args, **kwargs)
+    if find_family(cls.__name__) is None:
+        return _naming_files(path, lambda: load(cls, *args, **kwargs))
+    with_info = given.pop("output_loading_info", False)
+    if config is None:
+        # Fields of the configuration may be among the arguments.
+        with naming_folder(str(path), "config.json must be a configuration that transformers reads"):
+            config, given = cls.config_class.from_pretrained(path, return_unused_kwargs=True, **given)
+    with _naming_configuration(path):
+        is_replaced = not given and _is_replaced(cls, config)
+    if not is_replaced:
+        return _naming_files(path, lambda: load(cls, *args, **kwargs))
+    if dtype in (None, "auto"):
+        dtype = config.dtype or SafetensorsFolder(path).dtype
+    with naming_folder(str(path), "config.json must describe a model that transformers builds"):
+        model = cls._from_config(config, dtype=dtype)
+    setattr(model, _FOLDER, str(path))
+    _deferred(model, str(path))
+    if model.can_generate() and (Path(path) / "generation_config.json").is_file():
+        # Hugging Face ignores a damaged file too.
+        with suppress(OSError):
+            model.generation_config = type(model.generation_config).from_pretrained(path)
+    # Tensors that the folder lacks raise an error when the weights are read.
+    return (model.eval(), dict.fromkeys(_LOADING_INFO, frozenset())) if with_info else model.eval()
+
+
+@contextmanager
+def _naming_configuration(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointMismatchError as error:
+        raise CheckpointMismatchError(f"{Path(path, 'config.json')}: {error}") from error
+
+
+def _naming_files(path: str | Path, load: Callable[[], Any]) -> Any:
+    """Load a model, and raise an error that names the damaged weight file if there is one."""
+    try:
+        return load()
+    except import_extra("safetensors", "hf").SafetensorError as error:
+        SafetensorsFolder(path)
+        raise CorruptDataError(f"a file of weights in {path} is damaged ({error}). Copy the folder again.") from error

@@ -1,0 +1,193 @@
+"""Checks that a Hugging Face model is unchanged since its class built it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.swap.families import Family
+from lightning_megatron.swap.hugging_face.peft_layers import is_of_peft
+from lightning_megatron.swap.pretrained.without_weights import without_weights
+from lightning_megatron.swap.tensors.low_rank import plain_name
+
+#: Attributes that may differ: they configure training or calls, or follow from the shapes of
+#: weights.
+_FREE = frozenset(
+    {"training", "gradient_checkpointing", "name_or_path", "num_embeddings", "out_features", "vocab_size"}
+    | {"is_hf_initialized", "is_gradient_checkpointing", "weights_folder", "is_loaded_in_4bit", "is_loaded_in_8bit"}
+)
+#: Fields of this package's configurations that follow from the shapes of weights.
+_OF_SHAPES = frozenset({"vocab_size", "num_labels"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """Class, settings and computed tables of a module.
+
+    Args:
+        kind: Class of the module.
+        settings: Attributes that are numbers, booleans or strings, by name.
+        tables: Non-persistent buffers, such as the frequencies of rotary embeddings, by name.
+    """
+
+    kind: type[nn.Module]
+    settings: Mapping[str, Any]
+    tables: Mapping[str, Tensor]
+
+
+def parts_of(model: nn.Module) -> dict[str, Part]:
+    """Describe every module of a model, by name.
+
+    Args:
+        model: Model, as built by its class.
+    """
+    return {
+        name: Part(type(module), dict(_settings(module)), {key: one.clone() for key, one in _tables(module)})
+        for name, module in model.named_modules()
+    }
+
+
+def built_parts(model: Any) -> dict[str, Part]:
+    """Describe every module that a model's class builds from its configuration.
+
+    Args:
+        model: Model, which may have been changed since it was built.
+    """
+    config = deepcopy(model.config)
+    config.pad_token_id = built_settings(model)["pad_token_id"]
+    return parts_of(without_weights(lambda: type(model)(config)))
+
+
+def built_settings(model: Any) -> dict[str, Any]:
+    """Return a model's configuration with the padding token of its embedding.
+
+    Many scripts set a padding token after the model was built. That leaves the padding token of
+    the embedding unchanged.
+
+    Args:
+        model: Model.
+    """
+    settings: dict[str, Any] = model.config.to_dict()
+    embedding = model.get_input_embeddings()
+    inner = getattr(embedding, "base_layer", embedding)
+    return settings | {"pad_token_id": getattr(inner, "padding_idx", model.config.pad_token_id)}
+
+
+def check_settings(name: str, family: Family, built: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a configuration that was changed after the model was built.
+
+    Args:
+        name: Name of the model, for errors.
+        family: Family of the model.
+        built: Configuration with which the class built the model.
+        now: Current configuration.
+
+    Raises:
+        UnsupportedError: If this package's layers would compute different results with the two
+            configurations. The numbers of tokens and labels may differ, because they follow from
+            the weights.
+    """
+    # The padding token of the embedding holds for both, so that it does not count as a change.
+    before, after = (family.config({**one, "pad_token_id": now["pad_token_id"]}) for one in (built, now))
+    changed = [one.name for one in fields(before) if getattr(before, one.name) != getattr(after, one.name)]
+    if set(changed) - _OF_SHAPES:
+        keys = [key for key in now if now[key] != built.get(key) and key != "pad_token_id"]
+        what = f"{', '.join(keys)} of the configuration of {name!r} changed after it had been built"
+        _refuse(what, "Give from_pretrained or from_config what you want")
+
+
+def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
+    """Refuse an output head whose tie to the embedding contradicts the configuration.
+
+    Args:
+        name: Name of the model, for errors.
+        model: Model.
+        is_tied: Whether head and embedding share one weight in the replacement.
+
+    Raises:
+        UnsupportedError: If head and embedding of the model are tied and those of the replacement
+            are not, or the reverse.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or is_of_peft(head) or is_of_peft(embedding):
+        return
+    if (head.weight is embedding.weight) != is_tied:
+        is_or_not = "is not" if is_tied else "is"
+        what = f"the weight of the output head of {name!r} {is_or_not} that of the embedding"
+        _refuse(what, f"Give from_pretrained or the configuration tie_word_embeddings={not is_tied}")
+
+
+def check_untouched(name: str, model: nn.Module, parts: Mapping[str, Part]) -> None:
+    """Refuse a model with changed modules or settings, which the replacement would ignore.
+
+    Args:
+        name: Name of the model, for errors.
+        model: Model.
+        parts: Description of the modules that the class builds.
+
+    Raises:
+        UnsupportedError: If a module has another class, forward method, setting or table than the
+            class builds, or occurs in two places.
+    """
+    _check_shared(name, model, parts)
+    for path, module in model.named_modules():
+        part = parts.get(plain_name(f"{path}.weight").removesuffix(".weight"))
+        if is_of_peft(module) or part is None:
+            continue
+        where = f"{name}.{path}" if path else name
+        if "forward" in vars(module):
+            _refuse(f"{where!r} has another forward method", "Leave the method as it is")
+        if not isinstance(module, part.kind):
+            was = part.kind.__name__
+            _refuse(f"{where!r} is a {type(module).__name__}, where the class builds a {was}", "Leave it as it is")
+        for key, value in _settings(module):
+            if key in part.settings and part.settings[key] != value:
+                what = f"{key} of {where!r} is {value!r}, and was {part.settings[key]!r} when it was built"
+                _refuse(what, "Give from_pretrained or the configuration that value")
+        for key, table in _tables(module):
+            if key in part.tables and not _is_same(table, part.tables[key]):
+                what = f"the buffer {key} of {where!r} has other values than the class computes"
+                _refuse(what, "Give from_pretrained or the configuration settings that say so")
+
+
+def _check_shared(name: str, model: nn.Module, parts: Mapping[str, Part]) -> None:
+    first: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path in parts and first.setdefault(id(module), path) != path:
+            what = f"'{name}.{path}' is the module '{name}.{first[id(module)]}', too"
+            _refuse(what, "Give each place a module of its own")
+
+
+def _is_same(table: Tensor, built: Tensor) -> bool:
+    """Return whether a table has its initial values, up to the rounding of conversions."""
+    if table.shape != built.shape or not table.is_floating_point():
+        return torch.equal(table, built.to(table.device))
+    # The tolerance is the precision of bf16, the narrowest dtype of weights.
+    return torch.allclose(table.double(), built.to(table.device).double(), rtol=2.0**-8, atol=0.0)
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for key in sorted(module._non_persistent_buffers_set):
+        table = module._buffers.get(key)
+        if table is not None and not table.is_meta:
+            yield key, table
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for key, value in vars(module).items():
+        if isinstance(value, (bool, int, float, str)) and not key.startswith("_") and key not in _FREE:
+            yield key, value
+
+
+def _refuse(what: str, remedy: str) -> None:
+    raise UnsupportedError(
+        f"a Hugging Face model that is replaced must compute what its class does: {what}. The layers that take over "
+        f"would not know of it, and training would go on with other numbers. {remedy}, or leave the model to its own "
+        "code: tensor_parallel_plan={'model': 'replicate'}, with the name of the model."
+    )

@@ -1,0 +1,1 @@
+"""Names, packing and low-rank parts of tensors: the map between two models' parameters."""

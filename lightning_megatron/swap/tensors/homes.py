@@ -1,0 +1,70 @@
+"""Positions of a table's tensors in the module tree of the class that the table describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from lightning_megatron.swap.tensors.mapping import Source, TensorMap
+from lightning_megatron.swap.tensors.packed import Packed
+
+
+@dataclass(frozen=True)
+class Home:
+    """Parameter of a foreign class that contains rows of a full tensor.
+
+    Args:
+        name: Name of the parameter; for one tensor of a stack, the name of the stack and the index
+            of the tensor.
+        sources: Sources of the rows in the files.
+    """
+
+    name: str
+    sources: tuple[Source, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Count the rows (elements)."""
+        return sum(source.num_rows for source in self.sources)
+
+
+def homes_of(tensor: TensorMap, packed: Iterable[Packed] = ()) -> tuple[Home, ...]:
+    """List the foreign parameters that make up a full tensor, from the first row to the last.
+
+    A joined layer has one home for each of its layers. A tensor that the class has packed or
+    reordered has a single home.
+
+    Args:
+        tensor: Full tensor with its sources.
+        packed: Rules of the packed tensors of the class.
+    """
+    rules = tuple(packed)
+    named = [(_class_name(source.name, rules), source) for source in tensor.sources]
+    return tuple(
+        Home(name, tuple(source for _, source in group)) for name, group in groupby(named, key=lambda one: one[0])
+    )
+
+
+def home_table(table: Iterable[TensorMap], packed: Iterable[Packed] = ()) -> tuple[TensorMap, ...]:
+    """Return a table with the same sources and the foreign class's parameters as targets.
+
+    Args:
+        table: Sources of this package's full tensors.
+        packed: Rules of the packed tensors of the class.
+    """
+    rules = tuple(packed)
+    return tuple(
+        replace(tensor, target=home.name, shape=(home.num_rows, *tensor.shape[1:]), sources=home.sources)
+        for tensor in table
+        for home in homes_of(tensor, rules)
+    )
+
+
+def _class_name(source: str, rules: tuple[Packed, ...]) -> str:
+    for rule in rules:
+        place = rule.place(source)
+        if place is not None:
+            whole, index, _ = place
+            return f"{whole}.{index}" if rule.is_stack else whole
+    return source

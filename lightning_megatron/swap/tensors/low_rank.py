@@ -1,0 +1,259 @@
+"""Low-rank updates of foreign layers, and their tensors and rows in this package's layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.swap.tensors.mapping import TensorMap, TensorsInMemory, named
+
+#: Parts of tensor names in a layer that peft has wrapped: of the layer itself and of the update.
+_BASE = ".base_layer."
+_ADDED = re.compile(r"\.lora_[A-Za-z_]+\.")
+#: Parts of tensor names in a module that peft trains as a whole: of the trained and the original
+#: module.
+_SAVED = re.compile(r"\.modules_to_save\.[^.]+\.")
+_BEFORE = ".original_module."
+#: Name of the updates in this package's layers, and peft's names for their factors.
+UPDATES = "low_rank"
+FACTORS = {"a": "lora_A", "b": "lora_B"}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Adapter of a model.
+
+    Args:
+        name: Name that peft gives the adapter.
+        config: Configuration in the adapter's folder.
+        ranks: Rank of the update of each adapted layer, by the layer's name in the family's table.
+        scales: Factor of the update of each adapted layer, by the same names.
+        saved: Names of the modules that are trained as a whole, which peft saves with the adapter.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    ranks: Mapping[str, int]
+    scales: Mapping[str, float]
+    saved: tuple[str, ...] = ()
+
+    def maps(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
+        """List the sources of the factors.
+
+        Args:
+            table: Sources of the model's full tensors.
+        """
+        return tuple(low_rank_maps(table, self.ranks))
+
+    def factors(self, table: Iterable[TensorMap]) -> tuple[TensorMap, ...]:
+        """List the sources of the factors, without their layers.
+
+        Args:
+            table: Sources of the model's full tensors.
+        """
+        return tuple(factor for one in self.maps(table) for factor in (one.a, one.b))
+
+    def maps_at_home(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
+        """List the sources of the factors in a model's own tree, under peft's names.
+
+        Args:
+            table: Sources of the model's parameters.
+        """
+        return tuple(
+            replace(
+                one,
+                a=replace(one.a, target=self.own_name(one.a.sources[0].name)),
+                b=replace(one.b, target=self.own_name(one.b.sources[0].name)),
+            )
+            for one in self.maps(table)
+        )
+
+    def tensors_at_home(self, table: Iterable[TensorMap]) -> dict[str, tuple[TensorMap, tuple[str, ...]]]:
+        """List all trained tensors of the adapter's folder by their names in the tree.
+
+        Args:
+            table: Sources of the model's parameters.
+        """
+        table = tuple(table)
+        factors = (factor for one in self.maps_at_home(table) for factor in (one.a, one.b))
+        found = {factor.target: (factor, tuple(factor.source_shapes)) for factor in factors}
+        for tensor in table:
+            names = tuple(name for name in tensor.source_shapes if self.is_saved(name))
+            if names:
+                found[tensor.target] = (tensor, names)
+        return found
+
+    def is_saved(self, name: str) -> bool:
+        """Return whether a tensor of the model is trained as a whole."""
+        return any(name.startswith(f"{module}.") for module in self.saved)
+
+    def wrapped_name(self, name: str) -> str:
+        """Return the name of a model's tensor inside the layers of peft."""
+        module, _, kind = name.rpartition(".")
+        if module in self.ranks:
+            return f"{module}{_BASE}{kind}"
+        around = next((saved for saved in self.saved if name.startswith(f"{saved}.")), None)
+        return name if around is None else f"{around}.modules_to_save.{self.name}{name.removeprefix(around)}"
+
+    def own_name(self, name: str) -> str:
+        """Return a factor's name inside the layers of peft, by its name in a folder."""
+        module, _, kind = name.rpartition(".")
+        return f"{module}.{self.name}.{kind}"
+
+
+@dataclass(frozen=True)
+class LowRankMap:
+    """Rows of a layer that come from an adapted foreign layer, and the names of its factors.
+
+    Args:
+        module: Name of the foreign layer.
+        layer: Name of this package's layer.
+        rows: Rows of the layer's full weight.
+        a: Map of the first factor.
+        b: Map of the second factor, whose rows are in this package's order.
+    """
+
+    module: str
+    layer: str
+    rows: range
+    a: TensorMap
+    b: TensorMap
+
+    @property
+    def key(self) -> str:
+        """Return the name of the update in this package's layer."""
+        return key_of(self.module)
+
+
+def key_of(module: str) -> str:
+    """Return the name of a foreign layer's update in this package's layer."""
+    return module.rpartition(".")[2]
+
+
+def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Iterator[LowRankMap]:
+    """List the factors of adapted layers by the table of their family.
+
+    Args:
+        table: Sources of the model's full tensors.
+        ranks: Rank of the update of each adapted layer, by its name.
+
+    Raises:
+        ValueError: If two layers that are joined into one have names with the same ending.
+    """
+    for tensor in table:
+        layer, _, kind = tensor.target.rpartition(".")
+        if kind != "weight" or len(tensor.shape) != 2:
+            continue
+        start = 0
+        keys = set[str]()
+        for name, group in groupby(tensor.sources, key=lambda source: source.name):
+            sources = tuple(group)
+            num_rows = sum(source.num_rows for source in sources)
+            module = name.removesuffix(".weight")
+            if module in ranks:
+                if key_of(module) in keys:
+                    raise ValueError(
+                        f"the names of layers that become {layer} must end differently: {module} has another's."
+                    )
+                keys.add(key_of(module))
+                rank = ranks[module]
+                names = {key: f"{module}.{factor}.weight" for key, factor in FACTORS.items()}
+                whole = replace(sources[0], name=names["a"], num_rows=rank, is_transposed=False, first=0, strip=None)
+                target = f"{layer}.{UPDATES}.{key_of(module)}"
+                yield LowRankMap(
+                    module,
+                    layer,
+                    range(start, start + num_rows),
+                    TensorMap(f"{target}.a.weight", (rank, tensor.shape[1]), (whole,)),
+                    TensorMap(
+                        f"{target}.b.weight",
+                        (num_rows, rank),
+                        tuple(replace(source, name=names["b"], is_transposed=False) for source in sources),
+                    ),
+                )
+            start += num_rows
+
+
+def full_factors(
+    tensors: Mapping[str, Tensor], adapter: Adapter | None, table: Iterable[TensorMap]
+) -> Iterator[tuple[str, Tensor]]:
+    """Make the full factors of a model in its own tree from a wrapped model's tensors.
+
+    Args:
+        tensors: State dict of the wrapped model.
+        adapter: Expected adapter.
+        table: Sources of the model's full tensors.
+
+    Raises:
+        CheckpointMismatchError: If the factors do not match the adapter.
+    """
+    maps = () if adapter is None else adapter.maps_at_home(table)
+    factors = tuple(factor for one in maps for factor in (one.a, one.b))
+    shapes = (
+        {} if adapter is None else {adapter.own_name(n): s for one in factors for n, s in one.source_shapes.items()}
+    )
+    given = {name: tuple(tensor.shape) for name, tensor in tensors.items() if _ADDED.search(name)}
+    if shapes != given:
+        differing = {name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name)}
+        raise CheckpointMismatchError(
+            f"the factors must be those of the adapter of the model: {named(differing)} are missing, left over or of "
+            "another shape. Nothing may keep its first values or be forgotten. Use the LoraConfig that was trained."
+        )
+    for factor in factors:
+        reader = TensorsInMemory({n: tensors[adapter.own_name(n)] for n in factor.source_shapes} if adapter else {})
+        yield factor.target, factor.full(reader, next(iter(reader.tensors.values())).dtype)
+
+
+def merged(
+    full_tensors: Iterable[tuple[str, Tensor]],
+    factors: Mapping[str, Tensor],
+    maps: Iterable[LowRankMap],
+    adapter: Adapter,
+) -> Iterator[tuple[str, Tensor]]:
+    """Add the updates to full tensors, one after the other.
+
+    Args:
+        full_tensors: Names and full values of this package's parameters; factors among them are
+            skipped.
+        factors: Full factors by name.
+        maps: Maps of the factors.
+        adapter: Adapter that the factors belong to.
+    """
+    of_layer: dict[str, list[LowRankMap]] = {}
+    for one in maps:
+        of_layer.setdefault(f"{one.layer}.weight", []).append(one)
+    for name, full in full_tensors:
+        if name in factors:
+            continue
+        if name in of_layer:
+            wide = torch.promote_types(full.dtype, torch.float32)
+            sums = full.to(wide, copy=True)
+            for one in of_layer[name]:
+                product = factors[one.b.target].to(wide) @ factors[one.a.target].to(wide)
+                sums[one.rows.start : one.rows.stop] += adapter.scales[one.module] * product
+            full = sums.to(full.dtype)
+        yield name, full
+
+
+def is_factor(name: str) -> bool:
+    """Return whether a tensor of a model wrapped by peft is a factor of an update."""
+    return _ADDED.search(name) is not None
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a tensor before peft wrapped its modules."""
+    return _SAVED.sub(".", name.replace(_BASE, ".").replace(_BEFORE, "."))
+
+
+def without_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a model's tensors without updates, by their names before wrapping."""
+    return {
+        plain_name(name): tensor for name, tensor in tensors.items() if not _ADDED.search(name) and _BEFORE not in name
+    }

@@ -1,0 +1,1 @@
+"""Reading, cutting, copying and exporting the weights of Hugging Face folders."""

@@ -1,0 +1,99 @@
+"""Copies of parts of foreign tensors into local tensors, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lightning_megatron.swap.tensors.mapping import Slices, TensorMap, TensorReader
+
+T = TypeVar("T")
+
+#: Number of pieces that are copied at the same time.
+_NUM_AT_ONCE = 8
+#: Size of a piece (bytes). The copies in flight need memory in addition to the tensors.
+PIECE_BYTES = 2**24
+#: Delay before a bar appears (seconds).
+BAR_DELAY = 1.0
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Part of a foreign tensor and its destination.
+
+    Args:
+        name: Name of the foreign tensor.
+        slices: Slices of the part.
+        target: Destination, in the orientation of the foreign tensor.
+    """
+
+    name: str
+    slices: Slices
+    target: Tensor
+
+    def run(self, reader: TensorReader) -> int:
+        """Fill the target, converted to its dtype, and return its size (bytes)."""
+        with torch.no_grad():
+            self.target.copy_(reader.read(self.name, self.slices))
+        return self.target.nbytes
+
+
+def copies_of(
+    tensor: TensorMap, view: Tensor, offsets: Sequence[int], sizes: Sequence[int], reader: TensorReader
+) -> Iterator[Copy]:
+    """List the copies that fill a box of a full tensor.
+
+    Shapes: view ``sizes``.
+
+    Args:
+        tensor: Full tensor.
+        view: View of the box in the local tensor.
+        offsets: First index of the box in every dimension (elements).
+        sizes: Extents of the box (elements).
+        reader: Foreign tensors.
+    """
+    for read in tensor.reads(offsets, sizes):
+        rows = view.narrow(0, read.start, read.num_rows)
+        rows = rows.t() if read.is_transposed else rows
+        first, *rest = read.slices
+        # Whole rows are mapped into memory, even if only a part of each is needed.
+        width = prod(reader.shape(read.name)[1:]) * view.element_size()
+        step = max(PIECE_BYTES // max(width, 1), 1)
+        for start in range(0, len(rows), step):
+            target = rows[start : start + step]
+            begin = first.start + start
+            yield Copy(read.name, (slice(begin, begin + len(target)), *rest), target)
+
+
+def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool = False) -> None:
+    """Run copies, a few at a time in threads.
+
+    Args:
+        copies: Copies, in the order of the model.
+        reader: Reader of the foreign tensors, called from several threads.
+        shows_progress: Whether to show a progress bar if the copies take long and standard error is
+            a terminal.
+    """
+    total = sum(copy.target.nbytes for copy in copies)
+    is_hidden = None if shows_progress else True
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, desc="Reading weights", delay=BAR_DELAY, disable=is_hidden) as bar,
+        ThreadPoolExecutor(_NUM_AT_ONCE, "weights") as pool,
+    ):
+        # Parts that are far apart in a large model are in different files, which are read in
+        # parallel.
+        for num_bytes in pool.map(lambda copy: copy.run(reader), in_turns(copies, _NUM_AT_ONCE)):
+            bar.update(num_bytes)
+
+
+def in_turns(items: Sequence[T], num_runs: int) -> list[T]:
+    """Interleave a sequence: cut it into equal runs and take one item of each in turn."""
+    length = max(-(-len(items) // num_runs), 1)
+    return [item for first in range(length) for item in items[first::length]]

@@ -1,0 +1,296 @@
+"""Loading of this rank's parameters from foreign tensors, a few parts in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.layers.init import initialize_
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.swap.families.family import Family
+from lightning_megatron.swap.tensors.mapping import Slices, TensorMap, TensorReader, TensorsInMemory, named
+from lightning_megatron.swap.tensors.packed import Place, places
+from lightning_megatron.swap.weights.copying import Copy, copies_of, copy_all
+from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
+
+_WORD_EMBEDDING = "embedding.word.weight"
+
+
+def load_from(
+    model: GPT | Encoder,
+    tensors: TensorReader | Mapping[str, Tensor],
+    family: Family,
+    seed: int | None = None,
+    shows_progress: bool = False,
+) -> tuple[str, ...]:
+    """Fill this rank's parameters and buffers with foreign tensors, converted to their dtype.
+
+    Parameters on the meta device move to the mesh's device. Buffers without a foreign tensor are
+    only used in training and keep their values. Names and shapes are checked before anything
+    changes. Padding is set to zero.
+
+    Args:
+        model: This rank's part of a model, whose configuration comes from the family.
+        tensors: Folder of safetensors files, or state dict.
+        family: Family of the model.
+        seed: Seed of the initial values of a missing head, the same on all ranks; None makes a
+            missing head an error.
+        shows_progress: Whether rank 0 may show a progress bar.
+
+    Returns:
+        Names of the tensors of heads that were missing, the same on every rank.
+
+    Raises:
+        CheckpointMismatchError: If the tensors and the model differ in names or shapes, or a tied
+            head differs from the embedding.
+    """
+    reader = reader_of(tensors, family)
+    table = {tensor.target: tensor for tensor in family.tensors(model.config)}
+    missing = check_tensors(reader, table.values(), family, model.config.tie_embeddings, may_lack=seed is not None)
+    _check_parameters(model, table)
+    drawn = {target for target, tensor in table.items() if not missing.isdisjoint(tensor.source_shapes)}
+    if seed is not None:
+        initialize_(model, model.mesh.device, seed, drawn)
+    read = {target: tensor for target, tensor in table.items() if target not in drawn}
+    fill(model, read, reader, family, shows_progress)
+    return tuple(sorted(missing))
+
+
+def fill(
+    model: GPT | Encoder,
+    table: Mapping[str, TensorMap],
+    reader: TensorReader,
+    family: Family,
+    shows_progress: bool = False,
+) -> None:
+    """Fill this rank's parameters and buffers that a table lists.
+
+    Args:
+        model: This rank's part of a model.
+        table: Full tensors with their sources, by this package's names.
+        reader: Foreign tensors, by the names of the table.
+        family: Family of the model.
+        shows_progress: Whether rank 0 may show a progress bar.
+
+    Raises:
+        CheckpointMismatchError: If a tied head differs from the embedding.
+    """
+    copies: list[Copy] = []
+    for name, parameter in _values_of(model, table).items():
+        spec = shard_spec_of(parameter, model.mesh.tp.rank)
+        if (spec.tied_to or name) not in table:
+            continue
+        tensor = table[spec.tied_to or name]
+        if isinstance(parameter, nn.Parameter) and parameter.is_meta:
+            parameter = _materialised(model, name, parameter)
+        with torch.no_grad():
+            if spec.full_shape and parameter.shape[spec.dim] != spec.local_extent:
+                parameter.zero_()
+            for box, view in spec.local_views(parameter.data):
+                copies += copies_of(tensor, view, box.offsets, box.sizes, reader)
+        if tensor.target == _WORD_EMBEDDING and model.config.tie_embeddings and family.head in reader.names():
+            _check_tied(parameter, reader, family)
+    copy_all(copies, reader, shows_progress and model.mesh.rank == 0)
+
+
+def full_tensors(
+    tensors: TensorReader | Mapping[str, Tensor],
+    family: Family,
+    config: Any,
+    dtype: torch.dtype,
+    table: tuple[TensorMap, ...] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full tensors of a model, by name, one after the other.
+
+    Args:
+        tensors: Folder of safetensors files, or state dict.
+        family: Family of the model.
+        config: Configuration of the model.
+        dtype: Dtype of the result, except for tensors with a fixed one.
+        table: Table of the full tensors; None means the table of this package's model.
+
+    Raises:
+        CheckpointMismatchError: If a tensor is missing, left over or of another shape.
+    """
+    reader = reader_of(tensors, family)
+    table = family.tensors(config) if table is None else table
+    check_tensors(reader, table, family, config.tie_embeddings)
+    for tensor in table:
+        yield tensor.target, tensor.full(reader, tensor.dtype or dtype)
+
+
+@dataclass(frozen=True)
+class RenamedTensors:
+    """Reader of tensors by the names of a family's table.
+
+    Args:
+        reader: Reader of the tensors by their own names.
+        own: Own names of the tensors, by the table's names.
+    """
+
+    reader: TensorReader
+    own: Mapping[str, Place]
+
+    def only(self, keys: Iterable[str]) -> RenamedTensors:
+        """Return a reader limited to the tensors with the given own names."""
+        kept = set(keys)
+        return RenamedTensors(self.reader, {name: place for name, place in self.own.items() if place.name in kept})
+
+    def names(self) -> Iterable[str]:
+        """List the tensors."""
+        return self.own.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor (elements)."""
+        return self.own[name].shape(self.reader.shape(self.own[name].name))
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """Return a part of a tensor."""
+        place = self.own[name]
+        found = self.reader.read(place.name, place.slices(slices))
+        return found if place.index is None else found[0]
+
+
+def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> RenamedTensors:
+    """Return a reader of the weight tensors by the names of the family's table.
+
+    Earlier names are replaced by the current ones, names of a model without a head get the prefix
+    of a model with one, and packed tensors are split.
+
+    Args:
+        tensors: Folder of safetensors files, or state dict.
+        family: Family of the model.
+
+    Raises:
+        CheckpointMismatchError: If two tensors have the same name in the table.
+    """
+    reader = TensorsInMemory(tensors) if isinstance(tensors, Mapping) else tensors
+    names = {name: family.present_name(name) for name in reader.names()}
+    if names and not any(name.startswith(family.base) for name in names.values()):
+        names = {key: name if name == family.head else f"{family.base}{name}" for key, name in names.items()}
+    own: dict[str, Place] = {}
+    for key, name in names.items():
+        if family.ignores(name):
+            continue
+        for part, place in places(name, key, reader, family.packed):
+            if own.setdefault(part, place) != place:
+                raise CheckpointMismatchError(
+                    f"a tensor must be there once: {own[part].name!r} and {key!r} are the same of a "
+                    f"{family.architecture}, under two names. One would be lost. Remove one of them."
+                )
+    return RenamedTensors(reader, own)
+
+
+def check_tensors(
+    reader: RenamedTensors, table: Iterable[TensorMap], family: Family, is_tied: bool, may_lack: bool = False
+) -> frozenset[str]:
+    """Refuse tensors that differ from a table in names or shapes; ignore heads of other classes.
+
+    Args:
+        reader: Reader of the tensors by the table's names.
+        table: Table of the expected tensors.
+        family: Family of the model.
+        is_tied: Whether the output head is tied to the embedding; the files may still contain it.
+        may_lack: Whether tensors of heads may be missing.
+
+    Returns:
+        Names of the missing tensors of heads.
+
+    Raises:
+        CheckpointMismatchError: If a tensor is missing, left over or of another shape.
+        CorruptDataError: If the files mix element types that one model cannot have.
+    """
+    if isinstance(reader.reader, SafetensorsFolder):
+        reader.reader.check_types(place.name for place in reader.own.values())
+    shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
+    if is_tied and family.head in reader.own:
+        shapes[family.head] = shapes[family.embedding]
+    missing, unknown = shapes.keys() - reader.own.keys(), reader.own.keys() - shapes.keys()
+    unknown = {name for name in unknown if not family.is_head(name)}
+    lacking = frozenset(name for name in missing if may_lack and family.is_head(name))
+    missing = missing - lacking
+    if missing or unknown:
+        parts = [f"{named(missing)} missing"] if missing else []
+        parts += [f"{named(unknown)} left over"] if unknown else []
+        raise CheckpointMismatchError(
+            f"the tensors must be those of a {family.architecture} of this configuration: {', and '.join(parts)}. "
+            "Nothing may keep its first values or be forgotten. Load the weights that belong to the configuration."
+        )
+    other = [
+        f"{name!r} {reader.shape(name)} instead of {shape}"
+        for name, shape in shapes.items()
+        if name not in lacking and reader.shape(name) != shape
+    ]
+    if other:
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        raise CheckpointMismatchError(
+            f"the tensors must have the shapes of this configuration: {other[0]}{more}. Sizes differ. Load the weights "
+            "that belong to the configuration."
+        )
+    return lacking
+
+
+def _values_of(model: nn.Module, table: Mapping[str, TensorMap]) -> dict[str, Tensor]:
+    """Return the tensors of a model to fill: all parameters, and buffers with a source."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in table}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
+    targets = {}
+    for name, parameter in _values_of(model, table).items():
+        spec = shard_spec_of(parameter)
+        target = spec.tied_to or name
+        targets[name] = target
+        if target in table and table[target].shape != spec.full_shape:
+            raise CheckpointMismatchError(
+                f"a table must give every parameter its shape: {name!r} has {spec.full_shape}, the table gives "
+                f"{table[target].shape}. They are of different configurations. Build the model with the "
+                "configuration that the family makes."
+            )
+    # A part of the model that is on this rank has all its parameters here.
+    parts = {_part(name) for name in targets}
+    unfilled = targets.keys() - {name for name, target in targets.items() if target in table}
+    unused = {target for target in table if _part(target) in parts} - set(targets.values())
+    if unfilled or unused:
+        raise CheckpointMismatchError(
+            f"a table must have the model's parameters: parameters without a source are {named(unfilled) or 'none'}, "
+            f"sources without a parameter {named(unused) or 'none'}. They are of different configurations. Build the "
+            "model with the configuration that the family makes."
+        )
+
+
+def _part(name: str) -> tuple[str, ...]:
+    """Return the path of the smallest module that is assigned to a rank as a whole."""
+    parts = name.split(".")
+    if parts[0] != "layers":
+        return (parts[0],)
+    return tuple(parts[: 5 if parts[2:4] == ["mlp", "experts"] else 2])
+
+
+def _check_tied(parameter: Tensor, reader: TensorReader, family: Family) -> None:
+    for box in shard_spec_of(parameter).boxes():
+        slices = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
+        head, embedding = reader.read(family.head, slices), reader.read(family.embedding, slices)
+        if head.data_ptr() != embedding.data_ptr() and not torch.equal(head, embedding):
+            raise CheckpointMismatchError(
+                f"a tied head must be the embedding: {family.head!r} and {family.embedding!r} differ in rows "
+                f"{slices[0].start} to {slices[0].stop}. One of them would be lost. Set tie_word_embeddings to false."
+            )
+
+
+def _materialised(model: GPT | Encoder, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    path, _, key = name.rpartition(".")
+    # A meta tensor cannot change its device in place: the new Parameter takes over what was
+    # attached to the old one.
+    result = nn.Parameter(torch.empty_like(parameter, device=model.mesh.device), requires_grad=parameter.requires_grad)
+    result.__dict__.update(parameter.__dict__)
+    model.get_submodule(path)._parameters[key] = result
+    return result

@@ -1,0 +1,246 @@
+"""Random access to tensors in a local Hugging Face folder of safetensors files."""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from lightning_megatron.strict_json import parse_object, read_regular_file
+from lightning_megatron.swap.tensors.mapping import Slices, named
+from lightning_megatron.swap.weights.safetensors_header import DTYPES as DTYPES
+from lightning_megatron.swap.weights.safetensors_header import LENGTH_BYTES as LENGTH_BYTES
+from lightning_megatron.swap.weights.safetensors_header import StoredTensor, read_header
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+_REMEDY = "Copy it again."
+#: Size limit of an index, enough for a million tensors (bytes).
+_LARGEST_INDEX = 1 << 27
+#: Size limit of a configuration, enough for the names of a hundred thousand classes (bytes).
+_LARGEST_CONFIG = 1 << 23
+_FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
+_NUMBERED = re.compile(r"(?P<start>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors", re.ASCII)
+
+
+class SafetensorsFolder:
+    """Reader of the tensors in a local Hugging Face folder.
+
+    Equal to ``safetensors.safe_open`` on each file. Headers are read and checked at once. Tensors
+    are read on request, from any thread. Damage that a header cannot show (:func:`read_header`) is
+    not detected.
+
+    Args:
+        path: Folder with ``model.safetensors`` or ``model.safetensors.index.json`` and its files.
+
+    Raises:
+        CheckpointMismatchError: If there are no weights, a file that the index names is missing or
+            elsewhere, or index and files do not have the same tensors.
+        CorruptDataError: If a file does not have the format of its name.
+        UnsupportedError: If the weights are in another format.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._tensors = _listed(self.path)
+        self._opened: dict[Path, int] = {}
+        self._opening = Lock()
+
+    @staticmethod
+    def exists_in(path: str | os.PathLike[str]) -> bool:
+        """Return whether a folder has weights of this format."""
+        return any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX))
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Return the floating-point dtype of most elements; float32 if there is none."""
+        count: Counter[torch.dtype] = Counter()
+        for tensor in self._tensors.values():
+            if tensor.dtype.is_floating_point:
+                count[tensor.dtype] += prod(tensor.shape)
+        return count.most_common(1)[0][0] if count else torch.float32
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Return the content of ``config.json``.
+
+        Raises:
+            CheckpointMismatchError: If there is no such file.
+            CorruptDataError: If it is not JSON, or has more than eight megabytes.
+        """
+        if not (self.path / CONFIG).is_file():
+            raise CheckpointMismatchError(
+                f"a Hugging Face folder must have a {CONFIG}: {self.path} has none. Without it the weights have no "
+                "meaning. Save the model with save_pretrained."
+            )
+        path = self.path / CONFIG
+        return parse_object(read_regular_file(path, _REMEDY, _LARGEST_CONFIG), str(path), _REMEDY)
+
+    def check_types(self, names: Iterable[str]) -> None:
+        """Refuse combinations of dtypes that tensors of one model cannot have.
+
+        Weights are floating-point numbers, and a model has only one of two dtypes of the same
+        width. Without this check, a header that declares a wrong dtype for a tensor would pass as
+        valid.
+
+        Args:
+            names: Names of the tensors that contain weights.
+
+        Raises:
+            CorruptDataError: For such a combination; the message names a tensor of each dtype.
+        """
+        found: dict[torch.dtype, str] = {}
+        for name in names:
+            found.setdefault(self.dtype_of(name), name)
+        for dtype, name in found.items():
+            twin = next((one for one in found if one != dtype and one.itemsize == dtype.itemsize), None)
+            if not dtype.is_floating_point or twin is not None:
+                other = "" if twin is None else f", and {found[twin]!r} {twin}"
+                raise CorruptDataError(
+                    f"weights must be floating-point numbers, and of one type where types are equally wide: {name!r} "
+                    f"of {self.path} is {dtype}{other}. The bytes of one type would be read as another. Save the model "
+                    "again, with one type."
+                )
+
+    def names(self) -> Iterable[str]:
+        """List the tensors."""
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor (elements)."""
+        return self._at(name).shape
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self._at(name).dtype
+
+    def read(self, name: str, slices: Slices | None = None) -> Tensor:
+        """Map a part of a tensor into memory, on the CPU; by default all of it.
+
+        Args:
+            name: Name of the tensor.
+            slices: One slice for each dimension, with start and stop.
+
+        Raises:
+            CheckpointMismatchError: If there is no such tensor.
+        """
+        stored = self._at(name)
+        slices = tuple(slice(0, size) for size in stored.shape) if slices is None else slices
+        return stored.read(slices, self._descriptor(stored.path))
+
+    def _descriptor(self, path: Path) -> int:
+        # Keep the file open: a tensor may be read in hundreds of parts, and opening a file on a
+        # network takes long.
+        with self._opening:
+            if path not in self._opened:
+                self._opened[path] = os.open(path, os.O_RDONLY)
+                weakref.finalize(self, os.close, self._opened[path])
+            return self._opened[path]
+
+    def _at(self, name: str) -> StoredTensor:
+        if name not in self._tensors:
+            raise CheckpointMismatchError(
+                f"a tensor that is read must be there: {self.path} has no {name!r}. It has {named(self._tensors)}. "
+                "Use a folder of the same family and size."
+            )
+        return self._tensors[name]
+
+
+def _listed(folder: Path) -> dict[str, StoredTensor]:
+    # If different saves left both, prefer the single file, as Hugging Face does.
+    if (folder / WEIGHTS).is_file():
+        return read_header(folder / WEIGHTS)
+    if not (folder / INDEX).is_file():
+        _refuse(folder)
+    content = read_regular_file(folder / INDEX, _REMEDY, _LARGEST_INDEX)
+    places = parse_object(content, str(folder / INDEX), _REMEDY).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
+        raise CorruptDataError(
+            f"an index must map tensors to files in its weight_map: {folder / INDEX} does not. It is damaged or of "
+            "another format. Copy the folder again."
+        )
+    files = sorted(set(places.values()))
+    _check_files(folder, files)
+    found = {file: read_header(folder / file) for file in files}
+    lacking = [name for name, file in places.items() if name not in found[file]]
+    if lacking:
+        raise CheckpointMismatchError(
+            f"every file must have the tensors that {INDEX} says: {named(lacking)} of {folder} are not where it says. "
+            "Index and files are of different saves. Copy the folder again."
+        )
+    hidden = [f"{name} in {file}" for file, tensors in found.items() for name in tensors if places.get(name) != file]
+    if hidden:
+        raise CheckpointMismatchError(
+            f"every tensor of a file must be in {INDEX}, with this file: {named(hidden)} of {folder} are not. Index "
+            "and files are of different saves. Copy the folder again."
+        )
+    return {name: found[file][name] for name, file in places.items()}
+
+
+def _check_files(folder: Path, files: Sequence[str]) -> None:
+    """Refuse missing files, paths outside the folder, and incomplete series of files."""
+    outside = [file for file in files if not _FILE.fullmatch(file) or not _is_inside(folder, file)]
+    if outside:
+        raise CheckpointMismatchError(
+            f"every file that {INDEX} names must be a safetensors file of its own folder: {named(outside)} of {folder} "
+            "are not, or are links to files elsewhere. An index could name any file of this machine. Put the files "
+            "into the folder, as hard links where copies are too large."
+        )
+    absent = [file for file in files if not os.path.isfile(folder / file)]
+    if absent:
+        raise CheckpointMismatchError(
+            f"every file that {INDEX} names must be in its folder: {folder} lacks {named(absent)} of {len(files)}. "
+            "The copy is incomplete. Copy the missing files."
+        )
+    series: dict[tuple[str, str], set[int]] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, files)):
+        series.setdefault((match["start"], match["count"]), set()).add(int(match["number"]))
+    for (start, count), numbers in series.items():
+        if len(numbers) != int(count) or max(numbers) > int(count):
+            raise CheckpointMismatchError(
+                f"{INDEX} must name every file of a series: of the {int(count)} files {start}-...-of-{count} of "
+                f"{folder} it names {len(numbers)}. Tensors would be missing. Copy the index again."
+            )
+
+
+def _is_inside(folder: Path, file: str) -> bool:
+    """Return whether a file is in a folder or in its Hugging Face cache.
+
+    In the cache, ``snapshots/REVISION/FILE`` is a link to ``blobs/HASH`` next to ``snapshots``.
+    """
+    inside = folder.resolve()
+    found = Path(os.path.realpath(folder / file)).parent
+    snapshots = next((parent for parent in inside.parents if parent.name == "snapshots"), None)
+    return found in (inside, None if snapshots is None else snapshots.parent / "blobs")
+
+
+def _refuse(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointMismatchError(
+            f"weights are read from a local folder: {folder} is none. Nothing is downloaded. Download the model first, "
+            "and give the path of its folder."
+        )
+    others = sorted(
+        path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5") for path in folder.glob(pattern)
+    )
+    if others:
+        raise UnsupportedError(
+            f"weights must be in safetensors files: {folder} has {named(others)} alone. Pickled files are read as a "
+            "whole and can run code. Save the model again with save_pretrained, which writes safetensors."
+        )
+    raise CheckpointMismatchError(
+        f"a folder of weights must have {WEIGHTS} or {INDEX}: {folder} has neither. Files of other names are not "
+        "looked at. Give the folder that save_pretrained wrote."
+    )

@@ -1,0 +1,69 @@
+"""Where compilers and CUTLASS are looked for, and what is said when they are not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_megatron.errors import MissingExtraError, UnsupportedError
+from lightning_megatron.kernels.cuda import find_toolchain, toolchain
+from lightning_megatron.kernels.cuda.toolchain import find_cutlass, find_nvcc
+from tests.kernels.cuda.fake import FakeKit
+
+
+def test_versions_are_read_and_part_of_the_key(kit: FakeKit) -> None:
+    found = find_toolchain(kit.home, kit.write_cutlass())
+    assert (found.nvcc_version, found.cutlass_version) == ("13.0.88", "4.2.0")
+    assert (found.torch / "include" / "torch" / "csrc" / "stable" / "library.h").is_file()
+    newer = find_toolchain(kit.home, kit.write_cutlass("4.3.0"))
+    assert newer.key != found.key
+
+
+def test_nvcc_is_taken_from_the_path_then_from_wheels(
+    kit: FakeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(kit.home / "bin"))
+    assert find_nvcc() == kit.home / "bin" / "nvcc"
+    monkeypatch.setenv("PATH", "/nowhere")
+    wheel = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+    wheel.parent.mkdir(parents=True)
+    wheel.write_text("")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: spec)
+    assert find_nvcc() == wheel
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="not on the PATH, and no CUDA_HOME was given"):
+        find_nvcc()
+    with pytest.raises(MissingExtraError, match="nvcc is not in .*elsewhere/bin"):
+        find_nvcc(tmp_path / "elsewhere")
+
+
+def test_cutlass_is_taken_from_its_package(kit: FakeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = kit.write_cutlass()
+    (tmp_path / "cutlass_library").mkdir()
+    folder.rename(tmp_path / "cutlass_library" / "source")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "cutlass_library")])
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: spec)
+    assert find_cutlass() == tmp_path / "cutlass_library" / "source" / "include"
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="are not installed. .* pip install --no-deps nvidia-cutlass"):
+        find_cutlass()
+    with pytest.raises(MissingExtraError, match="are not in .*empty"):
+        find_cutlass(tmp_path / "empty")
+
+
+def test_old_or_broken_compilers_are_refused(kit: FakeKit) -> None:
+    cutlass = kit.write_cutlass()
+    kit.write_compiler(version="Cuda compilation tools, release 12.1, V12.1.105")
+    with pytest.raises(UnsupportedError, match=r"must be 12.4 or newer: .* says V12.1.105|'V12.1.105'"):
+        find_toolchain(kit.home, cutlass)
+    (kit.home / "bin" / "nvcc").chmod(0o644)
+    with pytest.raises(UnsupportedError, match="nvcc must run: .* did not"):
+        find_toolchain(kit.home, cutlass)
+
+
+def test_other_versions_of_cutlass_are_refused(kit: FakeKit) -> None:
+    with pytest.raises(UnsupportedError, match=r"must be version 4: .* is 3.5.1"):
+        find_toolchain(kit.home, kit.write_cutlass("3.5.1"))

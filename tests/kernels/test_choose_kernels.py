@@ -1,0 +1,36 @@
+"""Where the fused kernels run, and what is said where they do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_megatron.layers import choose_kernels
+
+
+def test_cpu_tensors_stay_on_the_operators_of_torch():
+    assert choose_kernels.fused_kernels(torch.ones(2, dtype=torch.bfloat16)) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "module", "reason"),
+    [((7, 5), "lightning_megatron.errors", "7.5 is below 8.0"), ((9, 0), "no_such_module", "cannot be imported")],
+)
+def test_the_choice_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    module: str,
+    reason: str,
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(choose_kernels, "_KERNELS", module)
+    choose_kernels.choose_kernels.cache_clear()
+    with caplog.at_level("INFO", logger=choose_kernels.__name__):
+        for _ in range(2):
+            choice = choose_kernels.choose_kernels(torch.device("cuda", 0))
+    choose_kernels.choose_kernels.cache_clear()
+    assert choice.kernels is None
+    assert reason in choice.reason
+    assert len(caplog.records) == 1
+    assert reason in caplog.text
